@@ -185,6 +185,7 @@ fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
 {
     FSDPC_TRY(check_attached(x));
     fsdpc_forks_forget();
+    fsdpc_arena_watch_writes();
     x->tag = tag;
     return x->ops->begin(x, tag);
 }
@@ -214,6 +215,21 @@ explain(int status, const char *op, const fsdpc_unit *unit)
     return fsdpc_error_prepend(status, "%s of unit %s", op, fsdpc_unit_name(unit));
 }
 
+/* Values that the program has changed end with the gather; a module may scale its weight and put it back. */
+static int
+end_writes(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    bool changed;
+    FSDPC_TRY(fsdpc_arena_take_back(x->arena, fsdpc_unit_range(unit), &changed));
+    return changed ? fsdpc_error(FSDPC_E_STATE,
+                                 "parameters of unit %s were changed in place during forward or "
+                                 "backward on rank %d, where they are copies for reading: change "
+                                 "them between steps or inside summon_full_params, or compute with "
+                                 "a tensor of your own (weight = self.weight * 0.5)",
+                                 fsdpc_unit_name(unit), x->rank)
+                   : FSDPC_OK;
+}
+
 int
 fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -226,6 +242,7 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
     }
     x->copied_bytes = 0;
     if (!fsdpc_unit_is_direct(unit)) {
+        FSDPC_TRY(use->begun ? FSDPC_OK : end_writes(x, unit));
         fsdpc_unit_range(unit)->live = true;
         int status = x->ops->gather(x, unit, true);
         if (status != FSDPC_OK) {
@@ -260,10 +277,15 @@ fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
 static int
 let_go(fsdpc_exchange *x, fsdpc_unit *unit)
 {
+    int status = FSDPC_OK;
     fsdpc_unit_use(unit)->refs = 0;
-    fsdpc_unit_range(unit)->live = false;
     fsdpc_exchange_note(x, FSDPC_TRACE_RELEASE, unit, 0);
-    return fsdpc_unit_is_direct(unit) ? FSDPC_OK : x->ops->release(x, unit);
+    if (!fsdpc_unit_is_direct(unit)) {
+        status = end_writes(x, unit);
+        fsdpc_unit_range(unit)->live = false;
+        FSDPC_KEEP(x->ops->release(x, unit));
+    }
+    return status;
 }
 
 int

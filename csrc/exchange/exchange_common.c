@@ -18,13 +18,20 @@ fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit 
     }
 }
 
+char *
+fsdpc_exchange_values(const fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    return fsdpc_unit_is_direct(unit) ? fsdpc_unit_full(unit)
+                                      : fsdpc_arena_writable(x->arena, fsdpc_unit_range(unit));
+}
+
 int
-fsdpc_exchange_poison(const fsdpc_exchange *x, const fsdpc_unit *unit)
+fsdpc_exchange_poison(const fsdpc_exchange *x, fsdpc_unit *unit)
 {
     for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
         const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
         FSDPC_TRY(fsdpc_device_poison(fsdpc_unit_device(unit),
-                                      (char *)fsdpc_unit_full(unit) + seg->full_offset,
+                                      fsdpc_exchange_values(x, unit) + seg->full_offset,
                                       seg->compute, seg->piece_numel * x->world));
     }
     return FSDPC_OK;
@@ -49,7 +56,7 @@ fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int 
     size_t storage = fsdpc_dtype_bytes(seg->storage), compute = fsdpc_dtype_bytes(seg->compute);
     const char *src =
         (char *)fsdpc_unit_peer_master(unit, r) + seg->shard_offset + (size_t)begin * storage;
-    char *dst = (char *)fsdpc_unit_full(unit) + seg->full_offset +
+    char *dst = fsdpc_exchange_values(x, unit) + seg->full_offset +
                 (size_t)((int64_t)r * seg->piece_numel + begin) * compute;
     x->copied_bytes += (uint64_t)n * compute;
     if (fsdpc_unit_is_offloaded(unit) && seg->compute == seg->storage) {

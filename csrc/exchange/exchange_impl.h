@@ -87,8 +87,10 @@ bool fsdpc_exchange_packs(const fsdpc_exchange *x, const fsdpc_unit *unit);
 int fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who, int other);
 /* With `poison`, in host memory: until fsdpc_arena_unveil this rank reads NaN through the unit's range. */
 int fsdpc_exchange_veil(fsdpc_exchange *x, fsdpc_unit *unit);
+/* Where the unit's gathered values are written. */
+char *fsdpc_exchange_values(const fsdpc_exchange *x, fsdpc_unit *unit);
 /* The unit's gathered values become NaN. */
-int fsdpc_exchange_poison(const fsdpc_exchange *x, const fsdpc_unit *unit);
+int fsdpc_exchange_poison(const fsdpc_exchange *x, fsdpc_unit *unit);
 /* "wire", "stream": the unit's slot holds the values of another unit that is in use. */
 bool fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit);
 /* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place. */

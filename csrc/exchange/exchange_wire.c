@@ -142,7 +142,7 @@ gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
         FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
-        x->parts[s] = (fsdpc_comm_part){(char *)fsdpc_unit_full(unit) + seg->full_offset,
+        x->parts[s] = (fsdpc_comm_part){fsdpc_exchange_values(x, unit) + seg->full_offset,
                                         seg->piece_numel, seg->compute};
     }
     return x->world > 1

@@ -67,6 +67,8 @@ int fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes);
  * over whatever was mapped (the caller owns that range, and lists it for forks: base/forks.h). Offsets and bytes are
  * page multiples. */
 int fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void **out);
+/* Shows part of the file at `address`, private and for reading. */
+int fsdpc_shm_show(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address);
 /* Undoes fsdpc_shm_map. */
 void fsdpc_shm_unmap(void *address, size_t bytes);
 size_t fsdpc_shm_page_bytes(void);

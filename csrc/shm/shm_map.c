@@ -177,6 +177,21 @@ fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void
     return FSDPC_OK;
 }
 
+int
+fsdpc_shm_show(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address)
+{
+    FSDPC_TRY(check_range(shm, offset, bytes));
+    void *mapped = mmap(address, bytes, PROT_READ, MAP_PRIVATE | MAP_FIXED, shm->fd, (off_t)offset);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "showing %zu bytes of shared memory at %llu", bytes,
+                                 (unsigned long long)offset);
+    }
+    if (bytes >= HUGE_BYTES) {
+        madvise(mapped, bytes, MADV_HUGEPAGE);
+    }
+    return FSDPC_OK;
+}
+
 void
 fsdpc_shm_unmap(void *address, size_t bytes)
 {

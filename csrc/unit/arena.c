@@ -66,8 +66,10 @@ fsdpc_range_init(fsdpc_range *range, size_t bytes)
         munmap(address, rounded);
         memset(range, 0, sizeof *range);
         range->slot = -1;
+        return status;
     }
-    return status;
+    fsdpc_arena_list_range(range);
+    return FSDPC_OK;
 }
 
 int
@@ -86,6 +88,7 @@ fsdpc_range_fini(fsdpc_range *range)
         return;
     }
     if (range->address) {
+        fsdpc_arena_unlist_range(range);
         fsdpc_forks_remove(range->address);
         munmap(range->address, range->bytes);
     }
@@ -124,6 +127,9 @@ fsdpc_arena_free(fsdpc_arena *arena)
     if (!arena) {
         return;
     }
+    for (int i = 0; !arena->device && i < arena->slot_count; i++) {
+        fsdpc_shm_unmap(arena->slots[i].address, arena->slots[i].bytes);
+    }
     if (arena->file >= 0) {
         close(arena->file);
     }
@@ -132,6 +138,24 @@ fsdpc_arena_free(fsdpc_arena *arena)
     }
     fsdpc_mem_free(arena->slots);
     fsdpc_mem_free(arena);
+}
+
+/* An address of the slot's own, to write it. */
+static int
+map_private_slot(fsdpc_arena *arena, fsdpc_arena_slot *slot)
+{
+    void *mapped = mmap(NULL, slot->bytes, PROT_READ | PROT_WRITE, MAP_SHARED, arena->file,
+                        (off_t)slot->offset);
+    if (mapped == MAP_FAILED) {
+        return fsdpc_error_errno(errno, "cannot map %zu bytes of a gather slot", slot->bytes);
+    }
+    int status = fsdpc_forks_add(mapped, slot->bytes, NULL, NULL);
+    if (status != FSDPC_OK) {
+        munmap(mapped, slot->bytes);
+        return status;
+    }
+    slot->address = mapped;
+    return FSDPC_OK;
 }
 
 /* Extends the private file and allocates its pages, so that a lack of memory is an error here. */
@@ -171,8 +195,10 @@ fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot)
         FSDPC_TRY(fsdpc_arena_device_slot(arena, &made));
     } else if (arena->shm) {
         FSDPC_TRY(fsdpc_shm_alloc(arena->shm, bytes, true, &made.offset));
+        FSDPC_TRY(fsdpc_shm_map(arena->shm, made.offset, bytes, NULL, &made.address));
     } else {
         FSDPC_TRY(grow_private_file(arena, bytes, &made.offset));
+        FSDPC_TRY(map_private_slot(arena, &made));
     }
     arena->slots[arena->slot_count] = made;
     arena->total_bytes += bytes;
@@ -235,10 +261,12 @@ map_spare(fsdpc_range *range)
     return FSDPC_OK;
 }
 
-/* In a forked child the slots are the parent's, and each range has memory of its own. */
+/* Private and for reading: see arena_write.c. In a forked child the slots are the parent's, and each range has
+ * memory of its own. */
 static int
-map_slot(fsdpc_arena *arena, fsdpc_range *range, const fsdpc_arena_slot *slot)
+show(fsdpc_arena *arena, fsdpc_range *range)
 {
+    const fsdpc_arena_slot *slot = &arena->slots[range->slot];
     if (arena->device) {
         return fsdpc_arena_device_bind(slot, range);
     }
@@ -246,11 +274,10 @@ map_slot(fsdpc_arena *arena, fsdpc_range *range, const fsdpc_arena_slot *slot)
         return map_spare(range);
     }
     if (arena->shm) {
-        void *mapped;
-        return fsdpc_shm_map(arena->shm, slot->offset, range->bytes, range->address, &mapped);
+        return fsdpc_shm_show(arena->shm, slot->offset, range->bytes, range->address);
     }
-    void *mapped = mmap(range->address, range->bytes, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_FIXED, arena->file, (off_t)slot->offset);
+    void *mapped = mmap(range->address, range->bytes, PROT_READ, MAP_PRIVATE | MAP_FIXED,
+                        arena->file, (off_t)slot->offset);
     if (mapped == MAP_FAILED) {
         return fsdpc_error_errno(errno, "cannot map %zu bytes of a gather slot", range->bytes);
     }
@@ -267,8 +294,14 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
     if (range->device != arena->device) {
         return fsdpc_error(FSDPC_E_INTERNAL, "a range and a slot of different devices");
     }
-    FSDPC_TRY(map_slot(arena, range, &arena->slots[slot]));
+    const int shown = range->slot;
     range->slot = slot;
+    int status = show(arena, range);
+    if (status != FSDPC_OK) {
+        range->slot = shown;
+        return status;
+    }
+    range->written = false;
     /* An earlier arena may have left private memory mapped; the bind unmaps it. */
     range->spare = range->veiled = false;
     return FSDPC_OK;
@@ -294,7 +327,7 @@ fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range)
     if (!range->spare) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(map_slot(arena, range, &arena->slots[range->slot]));
+    FSDPC_TRY(show(arena, range));
     range->spare = false;
     arena->spare_bytes -= range->bytes;
     return FSDPC_OK;
@@ -317,7 +350,30 @@ fsdpc_arena_unveil(fsdpc_arena *arena, fsdpc_range *range)
     if (!range->veiled) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(map_slot(arena, range, &arena->slots[range->slot]));
+    FSDPC_TRY(show(arena, range));
     range->veiled = false;
+    return FSDPC_OK;
+}
+
+void *
+fsdpc_arena_writable(const fsdpc_arena *arena, const fsdpc_range *range)
+{
+    bool own = arena->device || !fsdpc_range_is_shown(range) || arena->forks != fsdpc_forks();
+    return own ? range->address : arena->slots[range->slot].address;
+}
+
+int
+fsdpc_arena_take_back(fsdpc_arena *arena, fsdpc_range *range, bool *changed)
+{
+    *changed = false;
+    if (!range->written) {
+        return FSDPC_OK;
+    }
+    if (fsdpc_range_is_shown(range)) {
+        const void *values = fsdpc_arena_writable(arena, range);
+        *changed = memcmp(values, range->address, range->bytes) != 0;
+        FSDPC_TRY(show(arena, range));
+    }
+    range->written = false;
     return FSDPC_OK;
 }

@@ -31,8 +31,9 @@ typedef struct fsdpc_range {
     int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
     bool spare;    /* private memory is mapped at the moment */
     bool veiled;   /* private memory is mapped for debugging, see fsdpc_arena_veil */
-    bool
-        live; /* set by the exchange: the slot is this range's, and holds values or is being filled */
+    bool live;     /* set by the exchange: the slot holds this range's values, or gets them */
+    bool written;  /* the program has written into what it shows: fsdpc_arena_take_back */
+    struct fsdpc_range *next; /* of all in host memory */
     /* On a device without host memory: it, and what it shows here; else NULL. */
     fsdpc_device *device;
     fsdpc_piece *shown;
@@ -59,7 +60,7 @@ int fsdpc_arena_add_slot(fsdpc_arena *arena, size_t bytes, int *slot);
 /* Gives the memory of all slots back to the kernel; nobody may use them any more. */
 void fsdpc_arena_discard(fsdpc_arena *arena);
 int fsdpc_arena_slot_count(const fsdpc_arena *arena);
-/* A slot's own address, the same for the arena's life; NULL in host memory. */
+/* A slot's own address, the same for the arena's life. */
 void *fsdpc_arena_slot_address(const fsdpc_arena *arena, int slot);
 size_t fsdpc_arena_slot_bytes(const fsdpc_arena *arena, int slot);
 /* Bytes of all slots. */
@@ -75,6 +76,14 @@ int fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot);
  * restore goes back to the bound slot. */
 int fsdpc_arena_spare(fsdpc_arena *arena, fsdpc_range *range);
 int fsdpc_arena_restore(fsdpc_arena *arena, fsdpc_range *range);
+
+/* Where an exchange writes the values that a range shows: in host memory ranges are for reading. */
+void *fsdpc_arena_writable(const fsdpc_arena *arena, const fsdpc_range *range);
+/* What the program writes into a range in host memory is its own, and ends here: the range shows its slot again.
+ * *changed: the values had been changed, and not put back. Call it while the slot holds the range's values. */
+int fsdpc_arena_take_back(fsdpc_arena *arena, fsdpc_range *range, bool *changed);
+/* Makes such writes possible again where the program has set a handler of SIGSEGV meanwhile. */
+void fsdpc_arena_watch_writes(void);
 
 /* For debugging, in host memory only: maps private memory behind a range that is not in use, so that no
  * value of a slot can be read through the range while other units use the slot. The caller writes the

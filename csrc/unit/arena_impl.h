@@ -7,8 +7,8 @@
 typedef struct fsdpc_arena_slot {
     size_t bytes;
     uint64_t offset;    /* in the segment or in the private file */
-    fsdpc_piece *piece; /* on a device, and the slot's own address */
-    void *address;
+    fsdpc_piece *piece; /* on a device */
+    void *address;      /* the slot's own */
 } fsdpc_arena_slot;
 
 struct fsdpc_arena {
@@ -22,6 +22,17 @@ struct fsdpc_arena {
     size_t total_bytes, spare_bytes;
     uint64_t spare_count;
 };
+
+/* The slot is behind the range in host memory. */
+static inline bool
+fsdpc_range_is_shown(const fsdpc_range *range)
+{
+    return range->slot >= 0 && !range->spare && !range->veiled;
+}
+
+/* arena_write.c: ranges in host memory, from init to fini. */
+void fsdpc_arena_list_range(fsdpc_range *range);
+void fsdpc_arena_unlist_range(fsdpc_range *range);
 
 /* arena_device.c: the part of each call that touches memory. */
 int fsdpc_arena_device_range_init(fsdpc_device *device, fsdpc_range *range, size_t bytes);

@@ -1,4 +1,9 @@
 /* The arena: fixed addresses over shared slots, spare memory and back, nothing left behind. */
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include "unit/arena.h"
 
 #include "ranks.h"
@@ -19,6 +24,13 @@ all_are(const fsdpc_range *range, unsigned char value)
         }
     }
     return true;
+}
+
+/* As an exchange writes. */
+static void
+fill(const fsdpc_arena *arena, const fsdpc_range *range, int value)
+{
+    memset(fsdpc_arena_writable(arena, range), value, range->bytes);
 }
 
 static fsdpc_shm *
@@ -87,10 +99,10 @@ ranges_of_one_slot_show_the_same_bytes(fsdpc_shm *shm)
     REQUIRE_OK(fsdpc_arena_bind(arena, &other, second));
     CHECK(large.address == before);
     CHECK(all_are(&large, 0) && all_are(&other, 0));
-    memset(large.address, 1, large.bytes);
-    memset(other.address, 2, other.bytes);
+    fill(arena, &large, 1);
+    fill(arena, &other, 2);
     CHECK(all_are(&small, 1) && all_are(&large, 1));
-    ((unsigned char *)small.address)[page() - 1] = 7;
+    ((unsigned char *)fsdpc_arena_writable(arena, &small))[page() - 1] = 7;
     CHECK_INT(((unsigned char *)large.address)[page() - 1], 7);
     CHECK_INT(((unsigned char *)large.address)[page()], 1);
     /* Bound anew: the other slot's bytes. */
@@ -117,7 +129,7 @@ spare_memory_is_private_and_the_slot_comes_back(fsdpc_shm *shm)
     REQUIRE_OK(fsdpc_range_init(&two, page()));
     REQUIRE_OK(fsdpc_arena_bind(arena, &one, slot));
     REQUIRE_OK(fsdpc_arena_bind(arena, &two, slot));
-    memset(one.address, 5, one.bytes);
+    fill(arena, &one, 5);
     CHECK_INT(fsdpc_arena_restore(arena, &two), FSDPC_OK); /* nothing to restore */
     for (int i = 1; i <= 3; i++) {
         REQUIRE_OK(fsdpc_arena_spare(arena, &two));
@@ -148,6 +160,71 @@ spare_memory_is_private_and_the_slot_comes_back(fsdpc_shm *shm)
     fsdpc_range_fini(&one);
     fsdpc_range_fini(&two);
     fsdpc_arena_free(next);
+}
+
+static void
+writes_of_the_program_are_its_own(fsdpc_shm *shm)
+{
+    fsdpc_arena *arena;
+    fsdpc_range one, two;
+    int slot;
+    bool changed;
+    REQUIRE_OK(fsdpc_arena_new(shm, &arena));
+    REQUIRE_OK(fsdpc_arena_add_slot(arena, 3 * page(), &slot));
+    REQUIRE_OK(fsdpc_range_init(&one, 3 * page()));
+    REQUIRE_OK(fsdpc_range_init(&two, 2 * page()));
+    REQUIRE_OK(fsdpc_arena_bind(arena, &one, slot));
+    REQUIRE_OK(fsdpc_arena_bind(arena, &two, slot));
+    fill(arena, &one, 5);
+    fsdpc_arena_watch_writes();
+    REQUIRE_OK(fsdpc_arena_take_back(arena, &one, &changed));
+    CHECK(!changed && !one.written);
+    unsigned char *last = (unsigned char *)one.address + 3 * page() - 1;
+    for (int i = 0; i < 2; i++) {
+        *last = 9;
+        CHECK(one.written && !two.written && all_are(&two, 5));
+        *last = i ? 9 : 5;
+        REQUIRE_OK(fsdpc_arena_take_back(arena, &one, &changed));
+        CHECK(changed == (i == 1) && all_are(&one, 5));
+    }
+    fill(arena, &one, 6);
+    CHECK(all_are(&one, 6) && all_are(&two, 6));
+    fsdpc_range_fini(&one);
+    fsdpc_range_fini(&two);
+    fsdpc_arena_free(arena);
+}
+
+static volatile sig_atomic_t passed_on;
+
+static void
+count_and_end(int number)
+{
+    passed_on++;
+    _exit(number == SIGSEGV && passed_on == 1 ? 41 : 42);
+}
+
+/* Handlers of before and of later see all other faults; without one the process ends by the signal. */
+static void
+other_faults_are_passed_on(void)
+{
+    for (int i = 0; i < 3; i++) {
+        int status;
+        pid_t child = fork();
+        REQUIRE(child >= 0);
+        if (child == 0) {
+            signal(SIGSEGV, i ? count_and_end : SIG_DFL);
+            fsdpc_arena_watch_writes();
+            if (i == 2) {
+                raise(SIGSEGV);
+            }
+            char *none = mmap(NULL, page(), PROT_READ, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+            *(volatile char *)none = 1;
+            _exit(0);
+        }
+        REQUIRE(waitpid(child, &status, 0) == child);
+        CHECK(i ? WIFEXITED(status) && WEXITSTATUS(status) == 41
+                : WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
+    }
 }
 
 static void
@@ -225,8 +302,15 @@ show_each_other(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_range_init(&range, 2 * page()));
     REQUIRE_OK(fsdpc_arena_bind(arena, &range, slot));
     size_t half = range.bytes / 2;
-    memset((char *)range.address + half * (size_t)rank, rank + 1, half);
+    memset((char *)fsdpc_arena_writable(arena, &range) + half * (size_t)rank, rank + 1, half);
     REQUIRE_OK(fsdpc_shm_barrier(shm, &what));
+    fsdpc_arena_watch_writes();
+    ((char *)range.address)[half * (size_t)rank] = 77; /* the program's write */
+    REQUIRE_OK(fsdpc_shm_barrier(shm, &what));
+    CHECK_INT(((char *)range.address)[half * (size_t)(1 - rank)], 2 - rank);
+    bool changed;
+    REQUIRE_OK(fsdpc_arena_take_back(arena, &range, &changed));
+    CHECK(changed);
     for (size_t i = 0; i < range.bytes; i += 64) {
         CHECK_INT(((char *)range.address)[i], i < half ? 1 : 2);
     }
@@ -258,6 +342,7 @@ slots_of_both_kinds_work(fsdpc_shm *shm)
 {
     ranges_of_one_slot_show_the_same_bytes(shm);
     spare_memory_is_private_and_the_slot_comes_back(shm);
+    writes_of_the_program_are_its_own(shm);
     wrong_slots_are_refused(shm);
     test_alloc_sweep(make_and_use, shm);
     nothing_is_left_behind(shm);
@@ -266,6 +351,7 @@ slots_of_both_kinds_work(fsdpc_shm *shm)
 int
 main(void)
 {
+    other_faults_are_passed_on();
     ranks_see_the_same_slots();
     unbound_ranges_read_as_zeros();
     slots_of_both_kinds_work(NULL);

@@ -1,8 +1,11 @@
 """Parameters that the program adds or replaces after sharding: those that no unit manages are named
-by the next forward, those of a unit cannot be replaced in the middle of one.
+by the next forward, those of a unit cannot be replaced or changed in the middle of one, and what is
+written there reaches no other rank.
 """
 
 from __future__ import annotations
+
+import faulthandler
 
 import pytest
 import torch
@@ -126,6 +129,30 @@ class Clamped(nn.Linear):
         return super().forward(x)
 
 
+class Writer(nn.Linear):
+    """Changes its weight in forward, in one of several ways."""
+
+    way = ""
+
+    def forward(self, x):
+        if self.way == "put back":
+            self.weight.data.mul_(0.5)
+            self.bias.data.numpy()[:] += 1
+            y = super().forward(x)
+            self.bias.data.numpy()[:] -= 1
+            self.weight.data.mul_(2)
+            return y
+        if self.way == "clamped":
+            self.weight.data.clamp_(-9, 9)
+        elif self.way == "scaled":
+            self.weight.data.mul_(0.5)
+        elif self.way == "numpy":
+            self.bias.data.numpy()[0] = 3
+        elif self.way == "assigned":
+            self.weight.data = self.weight.data * 0.5
+        return super().forward(x)
+
+
 @ranks(2)
 @BOTH
 def test_a_parameter_replaced_in_forward(rank, world, interface):
@@ -137,6 +164,77 @@ def test_a_parameter_replaced_in_forward(rank, world, interface):
             model(torch.ones(2, 4))
     (model.module if interface != "fully_shard" else model)[1].forward = lambda x: x
     model(torch.ones(2, 4)).sum().backward()
+
+
+def writers(seed, kind=Writer):
+    torch.manual_seed(seed)
+    layers = [kind(5, 5) for _ in range(3)]
+    for layer in layers:  # exact in binary
+        layer.weight.data = torch.randint(-4, 5, (5, 5)) / 8
+        layer.bias.data = torch.randint(-4, 5, (5,)) / 8
+    return nn.Sequential(*layers)
+
+
+def train(model, rank, steps=4):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)
+    losses = []
+    for step in range(steps):
+        if step % 2:
+            faulthandler.enable()  # a program may, at any time
+        x = torch.randint(-2, 3, (2, 5), generator=torch.Generator().manual_seed(step)).float()
+        loss = model(x).tanh().sum() if step else model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@ranks(1, 2, env={"FSDPC_POISON": "0"})
+@BOTH
+def test_writes_in_forward_are_a_ranks_own(rank, world, interface):
+    model = writers(0)
+    for one in model:
+        one.way = "put back"
+    expected = train(model, rank, steps=1)
+    model = shard(writers(0), interface)
+    inner = model if interface == "fully_shard" else model.module
+    for one in inner:
+        one.way = "put back" if rank == 0 else ""
+    first = train(model, rank, steps=1)
+    other = train(writers(0), rank, steps=1)
+    assert first == (expected if rank == 0 else other), "each rank its own values"
+    for one in inner:
+        one.way = "clamped"  # changes nothing
+    train(model, rank)
+
+
+@ranks(2)
+@pytest.mark.parametrize("way", ["scaled", "numpy", "assigned"])
+@BOTH
+def test_changes_in_forward_are_refused(rank, world, interface, way):
+    model = shard(writers(0), interface)
+    inner = model if interface == "fully_shard" else model.module
+    inner[1].way = way
+    words = "other memory" if way == "assigned" else "changed in place during forward"
+    with pytest.raises(fsdpc.StateError, match=words):
+        train(model, rank)
+    if way != "assigned":
+        inner[1].way = ""
+        expected, plain = train(writers(0), rank), shard(writers(0), interface)
+        assert train(model, rank)[1:] != expected[:-1]  # trains on
+        assert train(plain, rank) == pytest.approx(expected)
+
+
+@ranks(2)
+def test_writes_into_unsharded_parameters(rank, world):
+    model = fully_shard(writers(0))
+    model.unshard()  # before any forward
+    model[0].weight.data.mul_(2 + rank)
+    assert torch.equal(model[0].weight, writers(0)[0].weight * (2 + rank))
+    with pytest.raises(fsdpc.StateError, match="changed in place"):
+        model.reshard()
+    torch.testing.assert_close(model[0].weight.full_tensor(), writers(0)[0].weight)
 
 
 @ranks(2)

@@ -37,6 +37,35 @@ memory_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 }
 
 int
+fsdpc_py_check_gathered(const fsdpc_py_flat *flat)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
+    for (int i = 0; i < layout->param_count; i++) {
+        const void *data = NULL;
+        if (!flat->full[i] || layout->params[i].numel == 0) {
+            continue;
+        }
+        PyObject *local = fsdpc_py_full_local(flat, flat->full[i]);
+        int result = local ? fsdpc_py_torch_data(local, &data) : -1;
+        Py_XDECREF(local);
+        if (result < 0) {
+            return -1;
+        }
+        if (data != (char *)fsdpc_unit_full(flat->unit) + fsdpc_layout_full_offset(layout, i)) {
+            PyErr_Format(fsdpc_py_current()->state_error,
+                         "parameter %s of unit %s got other memory (weight.data = ...) during "
+                         "forward or backward on rank %d, where modules show copies for reading: "
+                         "change parameters between steps, or compute with a tensor of your own "
+                         "(weight = self.weight.clamp(-1, 1)); make the model again",
+                         layout->params[i].name, fsdpc_unit_name(flat->unit),
+                         fsdpc_unit_rank(flat->unit));
+            return -1;
+        }
+    }
+    return 0;
+}
+
+int
 fsdpc_py_detect_changes(fsdpc_py_flat *flat)
 {
     int changed = 0;

@@ -135,6 +135,7 @@ typedef struct fsdpc_py_tree {
     int entered;           /* the unit that the latest backward has entered last; -1: none */
     int lingers;           /* the unit that is complete and held until another is entered; -1 */
     bool entered_done;     /* the gradients of that unit are complete, and sent if they were due */
+    uint32_t passes;       /* outermost passes that have begun */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *keeps_graph, *queue_callback; /* torch's functions */
     PyObject *makes_grads; /* see fsdpc/_engine/interop.py */
@@ -388,6 +389,8 @@ int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
 /* Calls on_changed if a parameter that the optimizer sees points at other memory than the shard, or
  * another object has taken its place in a module. 1: it has, 0, or -1 with an exception. */
 int fsdpc_py_detect_changes(fsdpc_py_flat *flat);
+/* -1 with StateError: a gathered tensor points at other memory than the unit's. */
+int fsdpc_py_check_gathered(const fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
 /* `sharded` shows zeros for gradients that wait. */
 int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
