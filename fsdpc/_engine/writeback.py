@@ -38,11 +38,15 @@ def owner_of(param: Any) -> Any:
 def refuse_sharing(fn: Any, unit_name: str) -> None:
     """``NotImplementedError`` if ``fn`` is what ``Module.share_memory`` applies. Local."""
     if getattr(fn, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}."):
-        raise NotImplementedError(
-            f"share_memory: the shards of unit {unit_name!r} lie in memory that the engine maps, "
-            "which cannot be moved into torch's shared memory: share a copy of the values, e.g. "
-            "the tensors of a full state dict; a forked child has a copy of this rank's shards"
-        )
+        raise _sharing(unit_name)
+
+
+def _sharing(unit_name: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"share_memory: the shards of unit {unit_name!r} lie in memory that the engine maps, which "
+        "cannot be moved into torch's shared memory: share a copy of the values, e.g. the tensors "
+        "of a full state dict; a forked child has a copy of this rank's shards"
+    )
 
 
 def gathered_of(param: Any) -> Any:
@@ -73,6 +77,8 @@ def adopt_values(unit: Any) -> None:
     for index, (param, _, _) in enumerate(unit.optim_params):
         view, now = unit.views[index], unit.local(param).detach()
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
+        if same and view.is_shared():  # share_memory_() moves the storage of all views
+            raise _sharing(unit.name)
         if not same or now.dtype != view.dtype or now.device != view.device:
             _write(unit, index, now)
             unit.point_at_shard(index)

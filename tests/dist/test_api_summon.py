@@ -241,7 +241,7 @@ def test_conversions_that_change_nothing(rank, world, use_orig_params):
     model.register_buffer("offset", torch.ones(2))
     model = wrap_blocks("fsdpc", model, use_orig_params=use_orig_params)
     pointers = [p.data_ptr() for p in model.parameters()]
-    model.to("cpu").float().share_memory()
+    model.to("cpu").float()
     model.to_empty(device="cpu")
     assert [p.data_ptr() for p in model.parameters()] == pointers
     check_equal(values_of(model), values(toy()), "untouched")

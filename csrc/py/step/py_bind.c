@@ -28,6 +28,9 @@ bind_full(fsdpc_py_flat *flat, PyObject *full)
         flat->full_dtensors =
             flat->full_dtensors ||
             (flat->dtensors && PyObject_HasAttr(tensor, fsdpc_py_name.local_tensor));
+        if (flat->full[i] && fsdpc_py_full_data(flat, i, &flat->full_data[i]) < 0) {
+            return -1;
+        }
     }
     return 0;
 }

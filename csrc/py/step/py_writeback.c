@@ -42,16 +42,10 @@ fsdpc_py_check_gathered(const fsdpc_py_flat *flat)
     const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
     for (int i = 0; i < layout->param_count; i++) {
         const void *data = NULL;
-        if (!flat->full[i] || layout->params[i].numel == 0) {
-            continue;
-        }
-        PyObject *local = fsdpc_py_full_local(flat, flat->full[i]);
-        int result = local ? fsdpc_py_torch_data(local, &data) : -1;
-        Py_XDECREF(local);
-        if (result < 0) {
+        if (flat->full[i] && fsdpc_py_full_data(flat, i, &data) < 0) {
             return -1;
         }
-        if (data != (char *)fsdpc_unit_full(flat->unit) + fsdpc_layout_full_offset(layout, i)) {
+        if (flat->full[i] && data != flat->full_data[i]) {
             PyErr_Format(fsdpc_py_current()->state_error,
                          "parameter %s of unit %s got other memory (weight.data = ...) during "
                          "forward or backward on rank %d, where modules show copies for reading: "

@@ -53,11 +53,12 @@ typedef struct fsdpc_py_flat {
     fsdpc_py_gate gate;
     bool unbinds; /* as soon as it is not in use */
     PyObject *on_unattached, *after_backward;
-    PyObject *on_changed; /* takes over parameters that the user changed */
-    PyObject *on_kept;    /* gives cleared gradients that the program keeps their own memory */
-    PyObject *on_moved;   /* makes new tensors over the gradients, which have another address */
-    PyObject *comm_hook;  /* sums the gradients over the ranks instead of the engine, or NULL */
-    PyObject **full;      /* per parameter: the gathered tensor, or NULL */
+    PyObject *on_changed;   /* takes over parameters that the user changed */
+    PyObject *on_kept;      /* gives cleared gradients that the program keeps their own memory */
+    PyObject *on_moved;     /* makes new tensors over the gradients, which have another address */
+    PyObject *comm_hook;    /* sums the gradients over the ranks instead of the engine, or NULL */
+    PyObject **full;        /* per parameter: the gathered tensor, or NULL */
+    const void **full_data; /* its memory when it was bound */
     fsdpc_py_site *sites;
     int site_count;
     fsdpc_py_sharded *sharded;
@@ -181,6 +182,8 @@ PyObject *fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor);
 PyObject *fsdpc_py_any_local(PyObject *tensor);
 /* The same for a gathered parameter or its gradient: only those of tensor parallelism are DTensors. */
 PyObject *fsdpc_py_full_local(const fsdpc_py_flat *flat, PyObject *tensor);
+/* Address of the first element of a gathered parameter. 0, or -1 with an exception. */
+int fsdpc_py_full_data(const fsdpc_py_flat *flat, int param, const void **out);
 /* py_places.c: places(), at_places(). */
 extern PyMethodDef fsdpc_py_places_methods[];
 /* Address of its first element. 0, or -1 with an exception. */

@@ -37,13 +37,14 @@ make_unit(fsdpc_py_flat *self, fsdpc_unit_options options, PyObject *params)
         goto done;
     }
     self->full = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->full);
+    self->full_data = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->full_data);
     self->arrived = fsdpc_mem_calloc((size_t)specs.count, 1);
     self->hooked = fsdpc_mem_calloc((size_t)specs.count, 1);
     self->grads = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->grads);
     self->views = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->views);
     self->held = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->held);
-    if (!self->full || !self->arrived || !self->hooked || !self->grads || !self->views ||
-        !self->held) {
+    if (!self->full || !self->full_data || !self->arrived || !self->hooked || !self->grads ||
+        !self->views || !self->held) {
         PyErr_NoMemory();
         goto done;
     }
@@ -149,6 +150,7 @@ flat_dealloc(fsdpc_py_flat *self)
     PyObject_GC_UnTrack(self);
     flat_clear(self);
     fsdpc_mem_free(self->full);
+    fsdpc_mem_free(self->full_data);
     fsdpc_mem_free(self->arrived);
     fsdpc_mem_free(self->hooked);
     fsdpc_mem_free(self->grads);

@@ -57,6 +57,15 @@ fsdpc_py_local_data(const fsdpc_py_flat *flat, PyObject *tensor, const void **ou
     return result;
 }
 
+int
+fsdpc_py_full_data(const fsdpc_py_flat *flat, int param, const void **out)
+{
+    PyObject *local = fsdpc_py_full_local(flat, flat->full[param]);
+    int result = local ? fsdpc_py_torch_data(local, out) : -1;
+    Py_XDECREF(local);
+    return result;
+}
+
 static long
 version_of(PyObject *tensor)
 {
