@@ -56,6 +56,7 @@ from fsdpc._comm import nccl as _nccl
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm.channel import Channel, store_of
 from fsdpc._comm.error_file import follows, write_error_file
+from fsdpc._comm.objects import exchange
 from fsdpc._comm.stall import Location, Stall
 from fsdpc._comm.table import report, table
 from fsdpc._comm.texts import gather_texts
@@ -144,6 +145,23 @@ def comm_for_host(pg: dist.ProcessGroup) -> _C.Comm:
     new one for the CPU. Collective over ``pg`` if it has none; as ``comm_for_group``.
     """
     return next(iter(_comms.get(pg, {}).values()), None) or comm_for_group(pg)
+
+
+def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
+    """A new communicator of the same ranks, for another thread; ``None`` where it needs a process
+    group of its own, because they are not all on this host. Collective over ``pg``, by the
+    communicator that the group has for the CPU or gets now: which rank is dead is known at once.
+    """
+    kind = "auto" if os.environ.get("FSDPC_COLLECTIVES") == "nccl" else None
+    comm = comm_for_group(pg, kind=kind)
+    everyone = exchange(comm, [os.getpid(), uuid.uuid4().hex], "a communicator beside another")
+    if comm.kind != "shm":
+        return None
+    name = f"fsdpc-{everyone[0][1]}"
+    beside = _C.Comm.shm(comm.rank, comm.world, name, read_timeout())
+    _follow(beside, comm.rank, name, [pid for pid, _ in everyone])
+    _live.add(beside)
+    return beside
 
 
 def set_collectives(kind: str, *, trust_order: bool = False) -> None:
@@ -242,7 +260,7 @@ def _connect(
     hosts: list[str],
     error: Exception | None,
 ) -> _C.Comm:
-    wanted = mine.wanted
+    wanted, pids = mine.wanted, [int(each.pid) for each in everyone]
     stranger = next((rank for rank, host in enumerate(hosts) if host != hosts[0]), None)
     if wanted == "shm" and stranger is not None:
         raise ValueError(
@@ -255,23 +273,22 @@ def _connect(
         collectives = _Collectives(pg, channel)
         comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
         if stranger is None:
-            collectives.stalls = _follow(comm, pg.rank(), name, everyone)
+            collectives.stalls = _follow(comm, pg.rank(), name, pids)
         elif channel is not None:
             locations = [Location(each.host, int(each.pid)) for each in everyone]
             collectives.stalls = _follow_hosts(channel, locations)
         return comm
     _raise_first([each.obstacle for each in everyone], pg.rank(), error)
     comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
-    _follow(comm, pg.rank(), name, everyone)
+    _follow(comm, pg.rank(), name, pids)
     return comm
 
 
-def _follow(comm: _C.Comm, rank: int, name: str, everyone: list[_Offer]) -> _verdict.Group | None:
+def _follow(comm: _C.Comm, rank: int, name: str, pids: list[int]) -> _verdict.Group | None:
     """Reports of the group's stalls, for as long as the communicator lives; ``None``: there are
     none, because another rank's board cannot be read.
     """
     try:
-        pids = [int(each.pid) for each in everyone]
         group = _verdict.Group(name, rank, pids, _verdict.read_stall())
     except OSError:
         return None

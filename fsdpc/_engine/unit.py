@@ -15,6 +15,7 @@ from fsdpc import _C
 from fsdpc._comm.bootstrap import Groups
 from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._comm.wire import default_dtype
+from fsdpc._engine import empties as _empties  # noqa: F401  wraps to_empty
 from fsdpc._engine import rows as _sharded
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU, tensor_device

@@ -25,11 +25,19 @@ from fsdpc.checkpoint.layout import Layout, lay_out
 from fsdpc.checkpoint.loading import read_rows
 from fsdpc.checkpoint.opened import Opened, StoredSet
 from fsdpc.checkpoint.optimizer import state_name
-from fsdpc.checkpoint.saving import EXTRA_JSON, OPTIMIZER, OPTIMIZER_JSON, STATE_JSON, finish
+from fsdpc.checkpoint.saving import (
+    EXTRA_JSON,
+    OPTIMIZER,
+    OPTIMIZER_JSON,
+    STATE_JSON,
+    finish,
+    joined,
+)
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.values import dump, to_json
 from fsdpc.checkpoint.write import Job, rows_of, write_job
 
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 Fetch = Callable[[str], torch.Tensor]
 
 
@@ -59,9 +67,12 @@ def convert(
     ``CheckpointError``: a damaged source, or a DCP folder whose index has other classes than
     torch's, without ``trust_pickle``. ``ValueError``: an unknown dtype. ``FileExistsError``.
     """
-    cast = None if dtype is None else getattr(torch, dtype, None)
+    cast = None if dtype is None else getattr(torch, _DTYPES.get(dtype, dtype), None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and can_cast(cast)):
-        raise ValueError(f"--dtype must be float32, bfloat16, float16 or float64, not {dtype!r}")
+        raise ValueError(
+            "--dtype must be float32, bfloat16, float16 or float64 (or fp32, bf16, fp16, fp64), "
+            f"not {dtype!r}"
+        )
     found = open_any(source, trust=trust_pickle, prefix=prefix)
     if isinstance(found, TorchFiles):
         sets, files, left = _from_torch(found)
@@ -73,13 +84,15 @@ def convert(
                 f"torch.save, not {source}"
             )
         sets, files, step = _from_safetensors(found)
-        left = []
+        left = found.left
     if to == "dcp":
         if target.exists():
             raise FileExistsError(f"{target} exists: choose another name")
         dcp.save(_dcp_state(found, sets, cast), checkpoint_id=str(target), no_dist=True)
-        return left + [EXTRA_JSON] * (found.manifest is not None)
-    _write(target, sets, files, cast, step)
+        if found.manifest is not None:
+            left.append(EXTRA_JSON)
+        return left + ([] if step is None else [f"step {step}"])
+    _write(target, sets, files, cast, step, found.aliases)
     return left
 
 
@@ -112,10 +125,11 @@ def _write(
     files: dict[str, bytes],
     cast: torch.dtype | None,
     step: int | None,
+    aliases: dict[str, str],
 ) -> None:
     draft = Draft(target.absolute(), overwrite=False)
     try:
-        done = [_write_set(draft, found, cast) for found in sets]
+        done = [_write_set(draft, found, cast, aliases) for found in sets]
         sync([draft.path / layout.path(file) for layout, _ in done for file in layout.files])
         finish(draft, done, files, _manifest.Manifest(step))
     except BaseException:
@@ -123,9 +137,13 @@ def _write(
         raise
 
 
-def _write_set(draft: Draft, found: _Set, cast: torch.dtype | None) -> tuple[Layout, list[Digest]]:
-    own = cast if found.folder == "" else None
-    layout = lay_out(found.entries, name=found.name, folder=found.folder, cast=own)
+def _write_set(
+    draft: Draft, found: _Set, cast: torch.dtype | None, aliases: dict[str, str]
+) -> tuple[Layout, list[Digest]]:
+    form: dict[str, Any] = {"name": found.name, "folder": found.folder}
+    if found.folder == "":
+        form |= {"cast": cast, "aliases": aliases}
+    layout = lay_out(found.entries, **form)
     parts = []
     for file in layout.files:
         path = layout.path(file)
@@ -136,7 +154,8 @@ def _write_set(draft: Draft, found: _Set, cast: torch.dtype | None) -> tuple[Lay
             span = whole_span(len(memory))
             entry = Entry(old.name, old.shape, old.dtype, memory, span)
             parts.append(write_job(Job(draft.path / path, rows_of(place, entry, span), [memory])))
-    return layout, combine([place for file in layout.files for place in file.places], parts)
+    places = [place for file in layout.files for place in file.places]
+    return layout, combine(places, [joined(parts)])
 
 
 # --- sources -------------------------------------------------------------------------------------
@@ -166,11 +185,15 @@ def _from_torch(found: TorchFiles) -> tuple[list[_Set], dict[str, bytes], list[s
         found.optimizer = None
         left.append("the optimizer's state, which is by numbers, not names: load it with a model")
     scheduled, extra = found.scheduler_state(), found.extra_states()
-    try:
-        files = _small(extra, scheduled)
-    except TypeError as error:
-        files = _small({}, None)
-        left.append(f"the scheduler and extra states ({error})")
+    plain = {"the scheduler": scheduled, **extra}
+    for name, value in list(plain.items()):
+        try:
+            to_json(value, name)
+        except TypeError as error:
+            left.append(f"{name} ({error})")
+            del plain[name]
+    scheduled = plain.pop("the scheduler", None)
+    files = _small(plain, scheduled)
     sets = _sets(found)
     if found.optimizer is not None:
         shapes = {name: tuple(place.shape) for name, (_, place) in found.model.where.items()}
@@ -191,8 +214,7 @@ def _small(extra: dict[str, Any], scheduled: Any) -> dict[str, bytes]:
 
 
 def _sets(found: Opened | TorchFiles) -> list[_Set]:
-    sets = []
-    aliases = found.aliases if isinstance(found, TorchFiles) else {}
+    sets, aliases = [], found.aliases
     for name, stored in found.sets.items():
         own = [place for alias, (_, place) in stored.where.items() if alias not in aliases]
         entries = [_outline(place.name, place.shape, place.dtype) for place in own]

@@ -110,6 +110,11 @@ class Root:
             raise CheckpointError(f"{path} is not a regular file")
         return held
 
+    def unopened(self) -> list[str]:
+        """What is in the folder and was not opened."""
+        tops = {name.partition("/")[0] for name in self._files}
+        return sorted(set(os.listdir(self.folder.fd)) - tops)
+
     def replaced(self) -> bool:
         """True if the path is another folder's by now, or nobody's."""
         try:

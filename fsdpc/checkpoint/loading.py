@@ -29,12 +29,20 @@ from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
 from fsdpc.checkpoint.model import Model, read_model, set_extra
 from fsdpc.checkpoint.names import Only, Rename, chooser, chosen_names, cut_groups, renamer
 from fsdpc.checkpoint.opened import Opened, StoredFile
-from fsdpc.checkpoint.optimizer import NewState, check_options, held_params, make_state, names_of
+from fsdpc.checkpoint.optimizer import (
+    NewState,
+    check_objects,
+    check_options,
+    held_params,
+    make_state,
+    names_of,
+)
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, joined
 from fsdpc.checkpoint.staging import by_device, in_host_memory
 from fsdpc.checkpoint.state_keys import check_keys
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
+from fsdpc.checkpoint.trial import try_states
 from fsdpc.checkpoint.values import from_json
 from fsdpc.checkpoint.write import rows_of, waves
 
@@ -95,11 +103,16 @@ def run_load(
     found = _open_together(path, ranks, what)
     compares = found.manifest is not None and verify != "no"
     with ranks.step(what) as matched:
+        check_objects(optimizer, scheduler, "load_state_dict")
         target = read_model(model, (ranks.rank, ranks.world))
         kept = chosen_names(target, chosen, only)
         work, missing, unexpected = _match(found, target, cast, kept, chosen, own_name)
         if strict and (missing or unexpected):
             raise CheckpointError(_difference(missing, unexpected))
+        if target.unwritten and only is None:
+            if strict:
+                raise CheckpointError(_never_written(target.unwritten))
+            missing += target.unwritten
         works = [work]
         state = None
         if optimizer is not None:
@@ -110,6 +123,10 @@ def run_load(
             works.append(more)
         loaded, scheduled, extra_state = _read_values(found, ranks, scheduler, own_name)
         loaded.missing, loaded.unexpected = missing, unexpected
+        wanted = {
+            key: extra_state[key] for key in target.extra if key in extra_state and chosen(key)
+        }
+        try_states(model, wanted, target.extra, scheduler, scheduled)
         meant = ([part.pairs for part in works], missing, unexpected, verify)
         matched.value = _C.ckpt_crc32c(repr(meant).encode(), 0)
     _check_equal(matched.values, what)
@@ -129,8 +146,7 @@ def run_load(
             state.give(optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(scheduled)
-        wanted = [key for key in target.extra if key in extra_state and chosen(key)]
-        set_extra(model, {key: extra_state[key] for key in wanted})
+        set_extra(model, wanted)
     loaded.verified = compares
     return loaded
 
@@ -253,6 +269,15 @@ def _difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     if unexpected:
         texts.append(f"only in the checkpoint: {', '.join(_shortened(unexpected))}")
     return "; ".join(texts) + " (strict=False loads what fits)"
+
+
+def _never_written(names: Sequence[str]) -> str:
+    return (
+        f"no checkpoint holds these buffers, which are not persistent, and nobody has written them "
+        f"since to_empty() or the meta device: {', '.join(_shortened(names))}. Compute them first "
+        "(as the module's __init__ or reset_parameters does), or make the model on its device "
+        "(strict=False loads the rest and names them in `missing`)"
+    )
 
 
 def _shortened(names: Sequence[str]) -> list[str]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.empties import is_unwritten
 from fsdpc._engine.interop import computes, over
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
@@ -49,6 +50,7 @@ class Model:
     seen: list[Seen] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # get_extra_state() of modules
     touched: list[torch.Tensor] = field(default_factory=list)  # changed in place by loading
+    unwritten: list[str] = field(default_factory=list)  # buffers that are not saved, without values
 
     def add(self, entry: Entry, names: list[str]) -> None:
         self.entries.append(entry)
@@ -130,6 +132,7 @@ def _rename(found: Model, clean: Callable[[str], str]) -> None:
     aliases = ((clean(alias), clean(name)) for alias, name in found.aliases.items())
     found.aliases = {alias: name for alias, name in aliases if alias != name}
     found.extra = {clean(key): value for key, value in found.extra.items()}
+    found.unwritten = [clean(name) for name in found.unwritten]
 
 
 def _check_names(found: Model) -> None:
@@ -222,8 +225,11 @@ def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -
 
 def _add_buffers(found: Model, model: nn.Module) -> None:
     buffers: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, buffer in _persistent_buffers(model):
-        buffers.setdefault(id(buffer), (buffer, []))[1].append(name)
+    for name, buffer, is_saved in _buffers(model):
+        if is_saved:
+            buffers.setdefault(id(buffer), (buffer, []))[1].append(name)
+        elif is_unwritten(buffer):
+            found.unwritten.append(name)
     for buffer, names in buffers.values():
         entry = tensor_entry(names[0], buffer, f"buffer {names[0]}", found.everyone)
         entry.steady = False
@@ -231,11 +237,13 @@ def _add_buffers(found: Model, model: nn.Module) -> None:
         found.touched.append(buffer)
 
 
-def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Name, buffer, and whether it is persistent."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
-            if buffer is not None and key not in module._non_persistent_buffers_set:
-                yield clean_fqn(join(prefix, key)), buffer
+            if buffer is not None:
+                is_saved = key not in module._non_persistent_buffers_set
+                yield clean_fqn(join(prefix, key)), buffer, is_saved
 
 
 def tensor_entry(
@@ -243,8 +251,15 @@ def tensor_entry(
 ) -> Entry:
     """A DTensor, or a plain tensor that every rank has: the first one's values are saved."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        where = "on the meta device" if tensor.is_meta else f"a {tensor.layout} tensor"
-        raise TypeError(f"{what} is {where}: a checkpoint holds dense tensors with values")
+        if tensor.is_meta:
+            raise TypeError(
+                f"{what} is on the meta device, without memory: give the model its memory first "
+                "(model.to_empty(device=...)), then load; buffers that no checkpoint holds need "
+                "their values after that"
+            )
+        raise TypeError(
+            f"{what} is a {tensor.layout} tensor: a checkpoint holds dense tensors with values"
+        )
     if isinstance(tensor, DTensor):
         return _dtensor_entry(name, tensor, what)
     shape = tuple(tensor.shape)

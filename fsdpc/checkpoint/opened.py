@@ -24,10 +24,12 @@ from fsdpc.checkpoint.held import Held, Root
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.manifest import Manifest
 from fsdpc.checkpoint.saving import OPTIMIZER, OPTIMIZER_JSON, STATE_JSON
+from fsdpc.checkpoint.steps import folder_of, read_steps
 from fsdpc.checkpoint.values import from_json
 
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_JSON_BYTES = 1 << 30
+_MOST_SHOWN = 12
 
 
 @dataclass
@@ -116,6 +118,22 @@ class Opened:
             return "safetensors without a manifest of fsdpc"
         step = "" if self.manifest.step is None else f" of step {self.manifest.step}"
         return f"fsdpc checkpoint{step}, written by {self.manifest.world} ranks"
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Other names of tensors, as files have them beside the tensors."""
+        pairs = [pair for file in self.model.files for pair in file.metadata.items()]
+        where = self.model.where
+        return {alias: name for alias, name in pairs if name in where and alias not in where}
+
+    @property
+    def left(self) -> list[str]:
+        """What is in the folder, or beside the tensors of a file, and no part of the checkpoint."""
+        files = [file for stored in self.sets.values() for file in stored.files]
+        known = {"format", *self.aliases}
+        left = [f"{key!r} in the metadata of {file.name}" for file in files for key in file.metadata
+                if key not in known]  # fmt: skip
+        return left + (self.root.unopened() if self.path.is_dir() else [])
 
     def scheduler_state(self) -> Any:
         """``None`` if there is none."""
@@ -212,6 +230,7 @@ class Opened:
             raise CheckpointError(
                 f"{root / folder if folder else root} is no checkpoint: it has neither "
                 f"{index.removeprefix(prefix)} nor {single.removeprefix(prefix)}"
+                + ("" if folder else _inside(root))
             )
         if self.manifest is not None:
             expected = {p for p in self.manifest.headers if os.path.dirname(p) == folder}
@@ -241,6 +260,23 @@ class Opened:
         if self.manifest is not None:
             _compare_digests(found, self.manifest)
         return found
+
+
+def _inside(root: Path) -> str:
+    """The checkpoints in a folder, for a message."""
+    held = read_steps(root)
+    notes = {folder_of(root, step).name: " (abandoned)" for step in held.abandoned}
+    notes |= {folder_of(root, step).name: " (the newest)" for step in held.live[:1]}
+    marks = ("fsdpc.json", "*.safetensors", "*.safetensors.index.json", ".metadata", "*.bin")
+    names = sorted(
+        path.name
+        for path in root.iterdir()
+        if path.is_dir() and path.name[0] != "." and any(any(path.glob(mark)) for mark in marks)
+    )
+    shown = ", ".join(name + notes.get(name, "") for name in names[:_MOST_SHOWN])
+    more = f" and {len(names) - _MOST_SHOWN} more" if len(names) > _MOST_SHOWN else ""
+    resume = " (Checkpointer(...).resume() takes the newest)" if held.live else ""
+    return f", but checkpoints are in it, of which give one: {shown}{more}{resume}" if names else ""
 
 
 def _dtype(name: str, what: str) -> torch.dtype:

@@ -56,6 +56,24 @@ class Held:
     state: dict[str, Any]
 
 
+def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
+    """``TypeError``: no optimizer or scheduler, or several. ``method``: of the scheduler."""
+    name = type(optimizer).__name__
+    inner = getattr(optimizer, "optimizers", None)
+    several = "save each in a folder of its own, or put the parameters into groups of one optimizer"
+    if optimizer is not None and not (
+        hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")
+    ):
+        raise TypeError(f"optimizer must be one torch.optim.Optimizer, not a {name}: {several}")
+    if isinstance(inner, list | tuple) and inner and not optimizer.state:
+        raise TypeError(f"optimizer is a {name} of {len(inner)} optimizers: {several}")
+    if scheduler is not None and not hasattr(scheduler, method):
+        raise TypeError(
+            f"scheduler must have {method}(), and {type(scheduler).__name__} has not: pass one "
+            "scheduler, and the states of others in extra="
+        )
+
+
 def state_name(parameter: str, key: str) -> str:
     """The name of a state tensor, which torch's flattened optimizer state dicts have too."""
     return f"state.{parameter}.{key}"

@@ -1,7 +1,7 @@
 """The ranks that save or load together, and steps that all of them finish or none.
 
 They have a communicator of their own, so that a save in the background does not mix with the
-collectives of a training step.
+collectives of a training step: memory that the ranks of one host share, or a process group.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fsdpc import _C
-from fsdpc._comm.bootstrap import comm_for_group, read_timeout
+from fsdpc._comm.bootstrap import comm_beside, comm_for_group, read_timeout
 from fsdpc._comm.objects import exchange
 from fsdpc.checkpoint.errors import CheckpointError
 
@@ -30,9 +30,10 @@ _beside: _Made = weakref.WeakKeyDictionary()
 class Ranks:
     """A communicator and what a message must state about its ranks."""
 
-    def __init__(self, comm: Any, group: Any = None) -> None:
+    def __init__(self, comm: Any, parent: Any = None, group: Any = None) -> None:
         self.comm = comm
         self.rank, self.world = comm.rank, comm.world
+        self._parent = None if parent is None else weakref.ref(parent)
         self.group = group  # kept: torch's group ends with its last reference
         self._ended = ""
         self.known: BaseException | None = None  # an interruption that the others know of
@@ -47,6 +48,13 @@ class Ranks:
         if self._ended:
             raise _C.CommError(self._ended)
         return exchange(self.comm, value, what)
+
+    def torch_group(self) -> Any:
+        """A process group of these ranks alone, for torch's library. Collective on first use."""
+        parent = None if self._parent is None else self._parent()
+        if self.group is None and parent is not None:
+            self.group = _new_group(parent)
+        return self.group
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -68,7 +76,7 @@ class Ranks:
             f"{type(error).__name__} has ended an earlier save or load in the middle of a message "
             "to the other ranks: start the program again"
         )
-        if self.group is not None and self.comm.kind == "c10d":
+        if self.group is not None:
             dist.destroy_process_group(self.group)  # with the last reference connections end
             self.group = None
 
@@ -89,19 +97,32 @@ def ranks_of(group: dist.ProcessGroup | None, *, beside: bool = False) -> Ranks:
     made = _beside if beside else _made
     found = made.get(parent)
     if found is None:
-        if dist.get_world_size(parent) == 1:
-            found = Ranks(_C.Comm.self_())
-        else:
-            members = None if group is None else dist.get_process_group_ranks(group)
-            own = dist.new_group(
-                members,
-                timeout=timedelta(seconds=read_timeout()),
-                backend="gloo",
-                use_local_synchronization=group is not None,
-            )
-            found = Ranks(comm_for_group(own), own)
+        try:
+            found = _make_ranks(parent)
+        except (_C.CommError, RuntimeError) as error:  # torch's, of a connection that has ended
+            raise CheckpointError(f"before the first save or load: {_text(error)}") from error
         made[parent] = found
     return found
+
+
+def _make_ranks(parent: dist.ProcessGroup) -> Ranks:
+    if dist.get_world_size(parent) == 1:
+        return Ranks(_C.Comm.self_())
+    comm = comm_beside(parent) if dist.get_backend(parent) != "fake" else None
+    if comm is not None:
+        return Ranks(comm, parent)
+    own = _new_group(parent)
+    return Ranks(comm_for_group(own), parent, own)
+
+
+def _new_group(parent: dist.ProcessGroup) -> Any:
+    is_world = parent is dist.group.WORLD
+    return dist.new_group(
+        None if is_world else dist.get_process_group_ranks(parent),
+        timeout=timedelta(seconds=read_timeout()),
+        backend="gloo",
+        use_local_synchronization=not is_world,
+    )
 
 
 class Step:

@@ -18,12 +18,13 @@ from torch import nn
 
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import Digest, combine
+from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.folders import Draft, sync
 from fsdpc.checkpoint.layout import FILE_BYTES, Layout, fingerprint, lay_out
 from fsdpc.checkpoint.model import read_model
 from fsdpc.checkpoint.names import Only, chooser, cut_model, cut_state
-from fsdpc.checkpoint.optimizer import State, read_state
+from fsdpc.checkpoint.optimizer import State, check_objects, read_state
 from fsdpc.checkpoint.ranks import Ranks, check_equal
 from fsdpc.checkpoint.steps import next_number
 from fsdpc.checkpoint.values import dump, to_json
@@ -66,8 +67,11 @@ def make_plan(
     """Collective. ``CheckpointError``: ranks have different models, or a value cannot be saved."""
     what = f"planning checkpoint {target}"
     with ranks.step(what):
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"dtype must be a floating point type, not {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast(dtype)):
+            raise TypeError(
+                f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
+            )
+        check_objects(optimizer, scheduler, "state_dict")
         found = read_model(model, (ranks.rank, ranks.world))
     state = State() if optimizer is None else read_state(optimizer, found, ranks)
     with ranks.step(what) as planned:

@@ -22,6 +22,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft
 from fsdpc.checkpoint.layout import fingerprint, lay_out
 from fsdpc.checkpoint.model import read_model
+from fsdpc.checkpoint.optimizer import check_objects
 from fsdpc.checkpoint.ranks import Ranks, check_equal
 
 
@@ -72,6 +73,7 @@ def _state_of(
     ranks: Ranks, model: nn.Module, optimizer: Any, scheduler: Any, target: Path, what: str
 ) -> dict[str, Any]:
     with ranks.step(what) as read:
+        check_objects(optimizer, scheduler, "state_dict")
         found = read_model(model, (ranks.rank, ranks.world))  # refuses what has no values to save
         read.value = {
             "sets": fingerprint([lay_out(found.entries, name="model", aliases=found.aliases)]),
@@ -123,7 +125,7 @@ def _write(state: dict[str, Any], folder: str, ranks: Ranks) -> None:
             state,
             checkpoint_id=folder,
             planner=DefaultSavePlanner(dedup_save_to_lowest_rank=True),  # buffers: rank 0's
-            process_group=ranks.group,
+            process_group=ranks.torch_group(),
             no_dist=ranks.world == 1,
         )
     except CheckpointException as error:  # the same on every rank

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import json
 import math
 import os
 import pickle
@@ -29,7 +30,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.held import Held, Root, opened_whole
 from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
 from fsdpc.checkpoint.manifest import NAME as MANIFEST
-from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet
+from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet, file_names
 
 MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state",
@@ -37,6 +38,7 @@ OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict",
              "lr_schedulers")  # fmt: skip
 _EXTRA = "_extra_state"
+_BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _STARTS = (b"PK\x03\x04", b"\x80\x02\x8a")  # of torch.save's files, new and old
 
 
@@ -56,9 +58,12 @@ class TorchFiles:
         self, path: Path, tree: dict[Any, Any], roots: Sequence[Root], prefix: str = ""
     ) -> None:
         self.path, self._roots = path, roots
-        self.kind = "a folder of torch's DCP" if path.is_dir() else "a torch.save file"
+        is_dcp = any(root.exists(DCP_INDEX) for root in roots)
+        self.kind = "a folder of torch's DCP" if is_dcp else "a torch.save file"
         parts = _parts(path, tree, prefix)
         self.left: list[str] = parts["left"]
+        if path.is_dir() and len(roots) == 1:
+            self.left += roots[0].unopened()
         self._scheduler = parts["scheduler"]
         leaves = dict(_leaves(parts["model"], ""))
         self.extra_state = {name: value for name, value in leaves.items() if _is_extra(name)}
@@ -215,6 +220,11 @@ def _open_any(path: Path, trust: bool, prefix: str) -> Opened | TorchFiles:
                 )
             tree |= more
         return TorchFiles(path, tree, [folder.root for folder in opened], prefix)
+    if path.is_dir():
+        root = Root(path)
+        if root.exists(_BIN_INDEX) or root.exists(_BIN):
+            if not any(map(root.exists, ("model.safetensors", "model.safetensors.index.json"))):
+                return TorchFiles(path, {"state_dict": _read_bins(root)}, [root], prefix)
     if path.is_file():
         real = path.resolve()
         root = Root(real.parent)
@@ -236,6 +246,30 @@ def _dcp_folders(path: Path) -> list[Path]:
     if not path.is_dir() or any(path.glob("*.safetensors*")):
         return []
     return sorted(folder for folder in path.iterdir() if (folder / DCP_INDEX).is_file())
+
+
+def _read_bins(root: Root) -> dict[Any, Any]:
+    """The state dict of a transformers folder with ``torch.save`` files, one or several."""
+    if not root.exists(_BIN_INDEX):
+        return _read_file(root.path / _BIN, root.open(_BIN))
+    index, held = root.path / _BIN_INDEX, root.open(_BIN_INDEX)
+    try:
+        table = json.loads(held.read(held.size, 0, index)).get("weight_map")
+    except (ValueError, RecursionError, AttributeError) as error:
+        raise CheckpointError(f"{index} is damaged: {error}") from error
+    state: dict[Any, Any] = {}
+    for name in file_names(table, index):
+        more = _read_file(root.path / name, root.open(name))
+        for key in more:
+            if table.get(key) != name:
+                raise CheckpointError(
+                    f"{index}: tensor {key!r} should be in {table.get(key)!r} but is in {name!r}"
+                )
+        state |= more
+    lost = sorted(table.keys() - state.keys())
+    if lost:
+        raise CheckpointError(f"{index}: tensor {lost[0]!r} is in no file")
+    return state
 
 
 def _read_file(path: Path, held: Held) -> dict[Any, Any]:

@@ -93,9 +93,10 @@ def _places(found: Opened | TorchFiles) -> Iterator[tuple[StoredFile, Place]]:
         yield from stored.where.values()
 
 
-def compare(one: Path, other: Path) -> list[str]:
+def compare(one: Path, other: Path, *, quick: bool = False) -> list[str]:
     """Lines that state how the tensors of two checkpoints differ: names, shapes, dtypes, values by
-    their digests (from the manifests, or computed). Empty: they are equal.
+    their digests, and which of them are damaged. Empty: they are equal. ``quick``: the digests of
+    the manifests are believed where there are some.
     """
     first, second = open_any(one), open_any(other)
     lines = []
@@ -109,15 +110,20 @@ def compare(one: Path, other: Path) -> list[str]:
             (_, p), (_, q) = a[key], b[key]
             if (p.shape, p.dtype) != (q.shape, q.dtype):
                 lines.append(f"{key}: {_form(p)} and {_form(q)}")
-            elif _digest(first, *a[key]).whole != _digest(second, *b[key]).whole:
+                continue
+            digests = []
+            for path, found, (file, place) in ((one, first, a[key]), (other, second, b[key])):
+                known = _known(found, file, place)
+                digests.append(known if quick and known else digest_of(file, place))
+                if known not in (None, digests[-1]):
+                    lines.append(f"{key}: damaged in {path}, not what its manifest says")
+            if digests[0].whole != digests[1].whole:
                 lines.append(f"{key}: values differ")
     return lines
 
 
-def _digest(found: Opened | TorchFiles, file: StoredFile, place: Place) -> Digest:
-    if found.manifest is not None:
-        return found.manifest.tensors[file.name][place.name]
-    return digest_of(file, place)
+def _known(found: Opened | TorchFiles, file: StoredFile, place: Place) -> Digest | None:
+    return None if found.manifest is None else found.manifest.tensors[file.name][place.name]
 
 
 def _form(place: Place) -> str:
@@ -127,11 +133,11 @@ def _form(place: Place) -> str:
 def describe(path: Path) -> Iterator[str]:
     """Lines about a checkpoint: its files and every tensor."""
     found = open_any(path)
-    manifest = found.manifest
     yield f"{path}: {found.kind}"
     for stored in found.sets.values():
         for file in stored.files:
             yield f"{file.name}: {file.nbytes} bytes, {len(file.places)} tensors"
             for place in file.places:
-                digest = "" if manifest is None else f"  {_digest(found, file, place).whole:08x}"
+                known = _known(found, file, place)
+                digest = "" if known is None else f"  {known.whole:08x}"
                 yield f"  {place.name}  {_form(place)}  {place.nbytes} bytes{digest}"

@@ -463,6 +463,28 @@ def test_ctrl_c(tmp_path: Path, at: str, wire: str):
     assert left == {"a"}
 
 
+def lose_one_at_first(rank: int, world: int, path: str, kind: str) -> tuple[str, str]:
+    model = filled(1.0, kind)
+    if kind == "plain":  # torch's own collectives have run, none of fsdpc's
+        dist.barrier()
+    if rank == 1:
+        die()
+    return told(lambda: (checkpoint.save if kind == "fsdpc" else checkpoint.load)(path, model))
+
+
+@pytest.mark.parametrize("kind", ["fsdpc", "plain"])
+def test_a_rank_that_dies_before_the_first_save_or_load(tmp_path: Path, kind: str):
+    """It was waited for until the deadline of a new process group, which did not name it."""
+    began, env = time.monotonic(), {"FSDPC_TIMEOUT": "100"}
+    first, *_ = run_ranks(
+        lose_one_at_first, 3, faults=True, env=env, path=str(tmp_path / "a"), kind=kind
+    )
+    assert time.monotonic() - began < 50, "a rank has waited for its deadline"
+    error, text = first.value
+    assert error == "CheckpointError", text
+    assert re.search(r"rank 1 \(pid \d+\)" if kind == "fsdpc" else "closed|reset", text), text
+
+
 def lose_a_host(rank: int, world: int, path: str, how: str, async_: bool) -> tuple[str, str]:
     ranks = ranks_of(None)
     ranks.hosts, ranks.host = ["near", "far"], int(rank > 0)
