@@ -49,10 +49,15 @@ def by_mesh(
 ) -> dict[Any, list[Any]]:
     """``tensors`` of which ``chosen(tensor)`` is a DTensor, by its mesh, in their order. Local."""
     found: dict[Any, list[Any]] = {}
+    last: Any = None
+    members: list[Any] = []
     for tensor in tensors:
         value = chosen(tensor)
         if isinstance(value, DTensor):
-            found.setdefault(value.device_mesh, []).append(tensor)
+            if value.device_mesh is not last:  # a mesh's hash takes longer than all the rest
+                last = value.device_mesh
+                members = found.setdefault(last, [])
+            members.append(tensor)
     return found
 
 

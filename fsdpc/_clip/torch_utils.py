@@ -92,8 +92,7 @@ def _mesh_by_mesh(theirs: Callable[..., None]) -> Callable[..., None]:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         check_not_stepped(owner_of(p) for p in given if p.grad is None)
         meshes = by_mesh(given, lambda p: p.grad)
-        seen = {id(p) for members in meshes.values() for p in members}
-        plain = [p for p in given if p.grad is not None and id(p) not in seen]
+        plain = [p for p in given if p.grad is not None and not isinstance(p.grad, DTensor)]
         for members in filter(None, (*meshes.values(), plain)):
             theirs(members, *args, **kwargs)
 
@@ -121,14 +120,17 @@ def _over_parameters(theirs: Callable[..., Tensor]) -> Callable[..., Tensor]:
         foreach: bool | None = None,
     ) -> Tensor:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        units = {id(p): unit for p in given if (unit := owner_of(p)) in _units} if _units else {}
-        if not units:
+        owned = [owner_of(p) for p in given] if _units else []
+        known = {unit for unit in set(owned) if unit in _units}
+        if not known:
             again = (p for p in given) if isinstance(parameters, GeneratorType) else given
             return theirs(again, max_norm, norm_type, error_if_nonfinite, foreach)
-        having = [p for p in given if p.grad is not None]
-        grads = [p.grad for p in having if p.grad is not None]
-        owners = {i: units[id(p)] for i, p in enumerate(having) if id(p) in units}
-        total = _sharded_norm(grads, owners, units.values(), float(norm_type), foreach)
+        units = [unit for unit in dict.fromkeys(owned) if unit in known]
+        having = [(p.grad, unit) for p, unit in zip(given, owned, strict=True)]
+        having = [(grad, unit) for grad, unit in having if grad is not None]
+        owners = {i: unit for i, (_, unit) in enumerate(having) if unit in known}
+        grads = [grad for grad, _ in having]
+        total = _sharded_norm(grads, owners, units, float(norm_type), foreach)
         _check_finite(total, norm_type, error_if_nonfinite)
         getattr(clip_grad, CLIP_BY_NORM)(given, max_norm, total, foreach)
         return total
@@ -194,8 +196,11 @@ def _sharded_norm(
     for same in by_mesh(free).values():
         norm = getattr(clip_grad, TOTAL_NORM)(same, norm_type, False, foreach)
         sums.append(tensor_sum(norm.full_tensor(), norm_type))
+    own: dict[Any, list[Tensor]] = {unit: [] for unit in units}
+    for i, unit in owners.items():
+        own[unit].append(tensors[i])
     for comm, members in _by_comm(units):
-        part = combine(_unit_sum(unit, tensors, owners, norm_type) for unit in members)
+        part = combine(_unit_sum(unit, own[unit], norm_type) for unit in members)
         if comm.world > 1:
             op = "max" if math.isinf(norm_type) else "sum"
             part = reduce_over_ranks(comm, part, op, "norm of sharded tensors")
@@ -285,18 +290,13 @@ def _by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
     return list(groups.values())
 
 
-def _unit_sum(
-    unit: Any, tensors: Sequence[Tensor], owners: dict[int, Any], norm_type: float
-) -> float:
+def _unit_sum(unit: Any, tensors: Sequence[Tensor], norm_type: float) -> float:
     """This rank's sum for one unit: by the engine for its gradients, by torch for other tensors."""
     places = _units[unit]
     covers = {id(grad): covers for _, grad, covers in unit.optim_params if grad is not None}
     mask = bytearray(len(unit.infos))
     sums = []
-    for i, owner in owners.items():
-        if owner is not unit:
-            continue
-        tensor = tensors[i]
+    for tensor in tensors:
         if id(tensor) in covers and tensor.data_ptr() == places[id(tensor)] and norm_type > 0:
             for member in covers[id(tensor)]:
                 mask[member] = 1
