@@ -57,7 +57,8 @@ class FrontEnd:
 
     ``members(root)``: ``(clean name, nesting depth among units, host)`` in module order, the root
     first, each host once. ``describe(host)``: what the host is, for errors. ``check(hosts)``:
-    raises ``ValueError`` if options that must be equal in a tree differ. ``prepare(host, name)``:
+    before hosts join a tree: takes over what the user has changed, and raises ``ValueError`` if
+    options that must be equal in a tree differ. ``prepare(host, name)``:
     sets what depends on the position in the tree. ``pass_unit(root)``: the root's ``_pass_unit``,
     made when needed. ``forget_pass_unit(root)``: its hooks are not used any more.
     ``options(root)``. ``attached(root)``: called with each new tree. ``modules(root)``: the modules

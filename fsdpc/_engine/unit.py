@@ -266,8 +266,15 @@ class Unit(WholeValues):
         """Let a sharded parameter show ``view``. Local."""
         param.data = view
 
-    def check_replacement(self, index: int, param: Tensor, what: str) -> None:
-        """Raise ``ValueError`` if ``param`` cannot stand for the sharded parameter ``index``."""
+    def replacement(self, index: int, param: Tensor, what: str) -> Tensor:
+        """What stands for the sharded parameter ``index`` where the user has put ``param``.
+        ``ValueError``: ``param`` cannot. Local.
+        """
+        return param
+
+    def adopt_in_pass(self) -> None:
+        """``adopt_values`` when a forward begins: all parameters must have values. Local."""
+        _writeback.adopt_values(self)
 
     def _add_optim_param(
         self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]
@@ -318,7 +325,7 @@ class Unit(WholeValues):
             row_dims=bytes(self.dims) if any(self.dims) else None,
         )
         this = weakref.ref(self)
-        self.flat.on_changed = lambda: _writeback.adopt_values(this())
+        self.flat.on_changed = lambda: this().adopt_in_pass()
         self.flat.on_kept = lambda: _writeback.leave_kept(this())
         self.flat.on_moved = lambda: _writeback.renew_grads(this())
         # Full tensor -> torch's hook -> engine -> full tensor: a cycle invisible to gc.

@@ -49,45 +49,56 @@ def _sharing(unit_name: str) -> NotImplementedError:
     )
 
 
-def gathered_of(param: Any) -> Any:
-    """The unit of whose parameters ``param`` is the gathered form, or None. Local."""
-    unit = getattr(param, "__dict__", {}).get(_GATHERED)
-    return unit() if unit is not None else None
+def gathered_of(param: Any) -> tuple[Any, str] | None:
+    """The unit and the name of the parameter whose full value ``param`` is, or None. Local."""
+    unit, name = getattr(param, "__dict__", {}).get(_GATHERED, (None, ""))
+    unit = None if unit is None else unit()
+    return None if unit is None else (unit, name)
 
 
-def set_gathered(full: torch.Tensor, unit: Any) -> None:
-    """Record ``full`` as a gathered parameter of ``unit``. Local."""
+def set_gathered(full: torch.Tensor, unit: Any, name: str) -> None:
+    """Record ``full`` as the full value of the parameter ``name`` of ``unit``. Local."""
     full.__dict__.pop(_OWNER, None)
-    full.__dict__[_GATHERED] = weakref.ref(unit)
+    full.__dict__[_GATHERED] = weakref.ref(unit), name
 
 
 def adopt_values(unit: Any) -> None:
     """Copy the user's changes of ``unit``'s parameters into the shard. Local.
 
     New values have the shape of this rank's shard, or (``use_orig_params=True``) of the whole
-    parameter on every rank. ``RuntimeError``: another shape, torch's "Cannot writeback when the
-    parameter shape changes". ``NotImplementedError``: only some sites of a tied parameter changed.
-    ``StateError``: a parameter was deleted. ``ValueError``: another unit's parameter replaced one.
+    parameter on every rank. Parameters on the meta device keep what the shard holds.
+    ``RuntimeError``: another shape, torch's "Cannot writeback when the parameter shape changes".
+    ``NotImplementedError``: names of a tied parameter have got different values. ``StateError``: a
+    parameter was deleted. ``ValueError``: another unit's parameter replaced one.
     """
     if unit.summoned:
         return
-    if unit.use_orig_params:
-        for index, info in enumerate(unit.infos):
-            _adopt_replacement(unit, index, info)
+    adopt_objects(unit)
     for index, (param, _, _) in enumerate(unit.optim_params):
         view, now = unit.views[index], unit.local(param).detach()
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
         if same and view.is_shared():  # share_memory_() moves the storage of all views
             raise _sharing(unit.name)
-        if not same or now.dtype != view.dtype or now.device != view.device:
-            _write(unit, index, now)
-            unit.point_at_shard(index)
+        if now.is_meta or same and now.dtype == view.dtype and now.device == view.device:
+            continue
+        _write(unit, index, now)
+        unit.point_at_shard(index)
 
 
-def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
+def adopt_objects(unit: Any) -> None:
+    """Let Parameters that the user has put into the modules stand for the unit's; their values are
+    copied later. Local.
+    """
+    if unit.use_orig_params:
+        for index, info in enumerate(unit.infos):
+            _adopt_object(unit, index, info)
+
+
+def _adopt_object(unit: Any, index: int, info: Any) -> None:
     found = [module._parameters.get(name) for module, name in info.sites]
     own = (info.param, unit.released[index], unit.full[index])
-    if all(any(param is one for one in own) for param in found):
+    changed = [param for param in found if not any(param is one for one in own)]
+    if not changed:
         return
     what = f"parameter {info.name!r} of unit {unit.name!r}"
     rank = unit.groups.shard.rank
@@ -96,12 +107,9 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
             f"{what} is no longer registered in its module on rank {rank}: delete or replace "
             "parameters before wrapping, or keep the parameter and freeze it"
         )
-    new = found[0]
-    if any(param is not new for param in found):
-        raise NotImplementedError(
-            f"Changing shared parameters is not supported yet: {what} is tied, but only some of "
-            "its modules hold a new Parameter; assign the same Parameter in all of them"
-        )
+    new: Any = changed[0]
+    if any(param is not new for param in (changed if unit.dtensors else found)):
+        new = _one_of(unit, changed, what)
     owner = owner_of(new)
     if owner is not None:
         raise ValueError(
@@ -114,14 +122,35 @@ def _adopt_replacement(unit: Any, index: int, info: Any) -> None:
             "computes with its own shards in forward and in backward; copy values into the "
             "parameters, or call functional_call on the unsharded module"
         )
-    unit.check_replacement(index, new, what)
-    _write(unit, index, unit.local(new).detach())
+    new = unit.replacement(index, new, what)
+    for module, name in info.sites:
+        module._parameters[name] = new
     _, grad, covers = unit.optim_params[index]
     info.param.grad = new.grad = None
     unit.optim_params[index] = (new, grad, covers)
-    unit.point_at_shard(index)
     unit.released[index]._fsdpc_sharded = new
+    unit.flat.replace_param(index, new)
+    set_owner(new, unit)
     info.param = new
+
+
+def _one_of(unit: Any, changed: list[Any], what: str) -> Any:
+    """One of the Parameters that the names of a tied one have got, if their values are equal: a
+    load with ``assign=True`` makes one for each name.
+    """
+    made = [param for param in changed if not param.is_meta] or changed
+    if unit.dtensors and all(_equal(unit.local(param), unit.local(made[0])) for param in made):
+        return made[0]
+    raise NotImplementedError(
+        f"Changing shared parameters is not supported yet: {what} is tied, but its modules hold "
+        "different new Parameters; assign the same Parameter in all of them"
+    )
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_meta or one.data_ptr() == other.data_ptr():
+        return one.shape == other.shape
+    return torch.equal(one.to(other), other)
 
 
 def _in_functional_call() -> bool:

@@ -387,9 +387,9 @@ def _no_deepcopy(self: Any, memo: Any) -> Any:
 
 def _show_shards(module: nn.Module, *unused: Any) -> None:
     for param in module._parameters.values():
-        unit = _writeback.gathered_of(param)
-        if unit is not None:
-            unit.flat.reshard()
+        found = _writeback.gathered_of(param)
+        if found is not None:
+            found[0].flat.reshard()
             return
 
 

@@ -24,7 +24,7 @@ from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2.all_reduce_hook import sum_and_call
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
-from fsdpc._fsdp2.unit import RowUnit
+from fsdpc._fsdp2.unit import RowUnit, check_materialized
 from fsdpc._torch import global_backward_hooks, tree_leaves
 
 
@@ -245,6 +245,7 @@ class State:
         unit = self._unit
         if unit is None:
             return
+        _writeback.adopt_objects(unit)
         local = [unit.local(param) for param in unit.shard_params]
         for info, tensor in zip(unit.infos, local, strict=True):
             if not tensor.is_meta and tensor.device != unit.own_device:
@@ -329,14 +330,7 @@ def _prepare(state: State, name: str) -> None:
     if unit is None:
         return
     unit.name = name or unit.name
-    names = [info.name for info in unit.infos if unit.local(info.param).is_meta]
-    if names:
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the "
-            f"following were still on meta device: {names} of unit {unit.name!r}. For example, "
-            "call module.to_empty(device) to materialize to device and call "
-            "module.reset_parameters() on each module to initialize values."
-        )
+    check_materialized(unit, _names_in_root(state, unit.meta_names()))
     reshard = state.reshard and not (state.automatic and state._is_root)
     if unit.flat.reshards != reshard:
         unit.flat.reshards = reshard
@@ -352,6 +346,20 @@ def _attach_hooks(root: State) -> None:
     _hooked.attach(root._tree, [each for each in sums if any(each[0].trainable)])
 
 
+def _names_in_root(state: State, names: list[str]) -> list[str]:
+    """The names that parameters of the unit, given by their names in the unit, have in the root."""
+    unit, root = state._unit, None if state._root is None else state._root()
+    if not names or unit is None or root is None:
+        return names
+    wanted = {id(info.param) for info in unit.infos if info.name in names}
+    return [n for module in root.modules for n, p in module.named_parameters() if id(p) in wanted]
+
+
+def _adopt_all(states: list[State]) -> None:
+    for state in states:
+        state.adopt_values()
+
+
 def _pass_unit(root: State) -> RowUnit:
     if root._pass_unit is None:
         root._pass_unit = root._new_unit([])
@@ -361,7 +369,7 @@ def _pass_unit(root: State) -> RowUnit:
 FRONT = FrontEnd(
     members=members,
     describe=lambda root: root._name,
-    check=lambda states: None,
+    check=_adopt_all,
     prepare=_prepare,
     pass_unit=_pass_unit,
     forget_pass_unit=lambda root: None,

@@ -74,14 +74,15 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
 def _refuse_gathered(optimizer: Any) -> None:
     for group in optimizer.param_groups:
         for param in group["params"]:
-            unit = gathered_of(param)
-            if unit is not None:
-                number = next(i for i, full in enumerate(unit.full) if full is param)
+            found = gathered_of(param)
+            if found is not None:
+                unit, name = found
                 raise RuntimeError(
-                    f"the optimizer has the gathered parameter {unit.infos[number].name!r} of unit "
-                    f"{unit.name!r}, which never gets a gradient: model.parameters() has gathered "
-                    "parameters between a forward and its backward. Make the optimizer before the "
-                    "forward, or after model.reshard()"
+                    "the optimizer has a full, plain parameter in place of the sharded "
+                    f"{name!r} of unit {unit.name!r}, and would never train it: model.parameters() "
+                    "has full parameters between a forward and its backward, and those that a "
+                    "program puts into modules until the next forward. Make the optimizer at "
+                    "another time, or after model.reshard()"
                 )
 
 

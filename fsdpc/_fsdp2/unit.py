@@ -75,7 +75,7 @@ class RowUnit(Unit):
             moved: Any = nn.Parameter(full.detach().movedim(0, self.dims[i]), full.requires_grad)
             moved.__dict__.update(full.__dict__)
             full = moved
-        _writeback.set_gathered(full, self)
+        _writeback.set_gathered(full, self, self.infos[i].name)
         spec = self.parallel[i]
         if spec is None:
             return full
@@ -134,20 +134,51 @@ class RowUnit(Unit):
     def show_shard(self, param: Any, view: Tensor) -> None:
         param._local_tensor = view
 
-    def check_replacement(self, index: int, param: Tensor, what: str) -> None:
+    def replacement(self, index: int, param: Tensor, what: str) -> Tensor:
+        """As ``Unit.replacement``. A plain Parameter of the whole shape becomes a DTensor of this
+        rank's rows.
+        """
         wanted = self.specs[index]
         if not isinstance(param, DTensor):
-            raise ValueError(
-                f"{what} was replaced by a plain tensor of shape {tuple(param.shape)}: assign a "
-                "DTensor (torch.distributed.tensor.distribute_tensor), or copy values into the "
-                "sharded parameter"
-            )
+            return self._distribute(index, param, what)
         if (param.device_mesh, tuple(param.placements)) != (wanted.mesh, wanted.placements):
             raise ValueError(
                 f"{what} was replaced by a DTensor with {param.placements} on {param.device_mesh}, "
                 f"but its shard has {wanted.placements} on {wanted.mesh}: redistribute() the new "
                 "value first"
             )
+        return param
+
+    def _distribute(self, index: int, param: Tensor, what: str) -> Tensor:
+        dim, shard, whole = self.dims[index], self.groups.shard, self.full[index].shape
+        if param.shape != whole or self.parallel[index] is not None:
+            raise ValueError(
+                f"{what} was replaced by a plain tensor of shape {tuple(param.shape)}: assign a "
+                "DTensor (torch.distributed.tensor.distribute_tensor), or copy values into the "
+                "sharded parameter"
+            )
+        begin = shard.rank * rows_shape(self.shapes[index], shard.world, 0)[0]
+        rows = self._rows(index)[0]
+        part = param.detach().narrow(dim, min(begin, whole[dim]), rows).clone()
+        made = nn.Parameter(around(part, self.specs[index]), requires_grad=param.requires_grad)
+        made.__dict__.update(param.__dict__)
+        _writeback.set_gathered(param, self, self.infos[index].name)
+        return made
+
+    def adopt_in_pass(self) -> None:
+        super().adopt_in_pass()
+        check_materialized(self, [f"{self.name}.{name}".lstrip(".") for name in self.meta_names()])
+        for info, dtype in zip(self.infos, self.dtypes, strict=True):
+            if info.param.dtype != dtype:
+                raise TypeError(
+                    f"parameter {info.name!r} of unit {self.name!r} was replaced by one of "
+                    f"{info.param.dtype}, but the unit has {dtype}: replace parameters before the "
+                    "first forward, or call to(dtype) on the sharded model first"
+                )
+
+    def meta_names(self) -> list[str]:
+        """Names of the parameters that are on the meta device. Local."""
+        return [info.name for info in self.infos if self.local(info.param).is_meta]
 
     def holds_nothing(self, param: nn.Parameter) -> bool:
         """False: every rank sees its part of each gradient, also an empty one. Local."""
@@ -161,6 +192,18 @@ class RowUnit(Unit):
 
     def announce_grads(self) -> None:
         """Nothing: torch's functions on DTensor gradients are collective by themselves."""
+
+
+def check_materialized(unit: RowUnit, names: list[str]) -> None:
+    """torch's ``RuntimeError`` for parameters that are on the meta device when a forward begins."""
+    if names:
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the "
+            f"following were still on meta device: {names}\n"
+            "For example, call module.to_empty(device) to materialize to device and call "
+            "module.reset_parameters() on each module to initialize values. (unit "
+            f"{unit.name!r}, rank {unit.groups.shard.rank})"
+        )
 
 
 def _take_local(info: ParamInfo) -> Any:

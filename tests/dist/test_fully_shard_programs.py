@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
@@ -161,7 +162,7 @@ def test_what_modules_show_after_a_forward(rank, world):
     shown = [model.embed.weight, model.norm.weight, model.head.weight]
     assert not any(isinstance(param, DTensor) for param in shown)
     assert isinstance(model.blocks[0].weight, DTensor)
-    with pytest.raises(RuntimeError, match=r"gathered parameter 'embed\.weight'"):
+    with pytest.raises(RuntimeError, match=r"full, plain parameter .* 'embed\.weight'"):
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     assert isinstance(model.head.state_dict()["weight"], DTensor)
     model.zero_grad()
@@ -181,3 +182,117 @@ def test_what_modules_show_after_a_forward(rank, world):
     loss = chunked_loss(model, rank, 0)
     del loss  # no backward will come
     assert isinstance(model.head.weight, DTensor)
+
+
+# --- values for models on the meta device --------------------------------------------------------
+
+
+class Heads(Chunked):
+    """With parameters of the root's own, and embeddings that may be the head's weight."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 1.5))
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        hidden = self.embed(ids) * self.scale
+        for block in self.blocks:
+            hidden = hidden + torch.relu(block(hidden))
+        return self.head(self.norm(hidden))
+
+
+def put(model, name, param):
+    module, _, key = name.rpartition(".")
+    setattr(model.get_submodule(module), key, param)
+
+
+def distributed(model, source):
+    """The source's values as DTensors like the model's parameters, with all names of tied ones."""
+    values = {
+        name: distribute_tensor(value.detach(), param.device_mesh, param.placements)
+        for (name, param), value in zip(model.named_parameters(), source.parameters(), strict=True)
+    }
+    return values if "head.weight" in values else {**values, "head.weight": values["embed.weight"]}
+
+
+def fill(model, source, how, rank):
+    values = distributed(model, source)
+    if how == "assign":
+        model.load_state_dict(values, assign=True)
+    elif how == "assign in parts":
+        for name, value in values.items():
+            model.load_state_dict({name: value}, assign=True, strict=False)
+    elif how == "to_empty":
+        for module in model.modules():
+            module.to_empty(device="cpu", recurse=False)
+        model.load_state_dict(values)
+    elif how == "parameters":
+        for name, _ in list(model.named_parameters()):
+            put(model, name, nn.Parameter(values[name]))
+    elif how == "the other name":
+        for name, _ in reversed(list(model.named_parameters(remove_duplicate=False))):
+            if name != "embed.weight":
+                put(model, name, nn.Parameter(values[name]))
+    elif how == "plain parameters":
+        for name, _ in list(model.named_parameters()):
+            put(model, name, nn.Parameter(source.get_parameter(name).detach().clone()))
+    else:
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        options.cpu_offload = how == "broadcast, offloaded"
+        set_model_state_dict(model, source.state_dict() if rank == 0 else {}, options=options)
+
+
+WAYS = ["assign", "assign in parts", "to_empty", "parameters", "plain parameters"]
+TIED_WAYS = ["parameters", "the other name", "broadcast", "broadcast, offloaded"]
+
+
+@ranks(2)
+def test_every_way_to_fill_a_meta_model(rank, world):
+    """Tied or not, in units of one module and of several, before and after the first forward."""
+    ids = torch.arange(11)[None]
+    for tied, how in [*((False, how) for how in WAYS), *((True, how) for how in TIED_WAYS)]:
+        torch.manual_seed(0)
+        source = Heads(tied)
+        with torch.device("meta"):
+            model = Heads(tied)
+        fully_shard(model.blocks[0])
+        fully_shard([model.norm, model.head, *([model.embed] if tied else [])])
+        fully_shard(model)
+        for filled in (1, 2):
+            fill(model, source, how, rank)
+            output, expected = model(ids), source(ids)
+            torch.testing.assert_close(output, expected, rtol=0, atol=1e-5, msg=how)
+            output.square().mean().backward()
+            expected.square().mean().backward()
+            for one, other in zip(model.parameters(), source.parameters(), strict=True):
+                torch.testing.assert_close(one.grad.full_tensor(), other.grad, msg=how)
+            model.zero_grad()
+            source.zero_grad()
+            with torch.no_grad():
+                source.scale.mul_(filled + 1)
+                source.embed.weight.mul_(filled + 1)
+
+
+@ranks(2)
+def test_meta_models_that_are_not_filled(rank, world):
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1])
+    fully_shard(model)
+    for layer in model:
+        layer.reset_parameters()
+    with pytest.raises(
+        RuntimeError, match=r"still on meta device: \['0\.weight', '0\.bias'\]\nFor"
+    ):
+        model(torch.ones(2, 4))
+    model[0].to_empty(device="cpu")
+    with pytest.raises(RuntimeError, match=r"still on meta device: \['1\.weight', '1\.bias'\]"):
+        model(torch.ones(2, 4))
+    model.to_empty(device="cpu")
+    plain = model[0].bias = nn.Parameter(torch.ones(4))
+    model(torch.ones(2, 4))
+    with pytest.raises(RuntimeError, match=r"in place of the sharded '0\.bias'"):
+        torch.optim.SGD([plain], lr=0.1).step()
+    assert isinstance(model[0].bias, nn.Parameter)
