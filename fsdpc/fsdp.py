@@ -35,6 +35,7 @@ from fsdpc._fsdp1 import args as _args
 from fsdpc._fsdp1 import comm_hooks as _comm_hooks
 from fsdpc._fsdp1 import convert as _convert
 from fsdpc._fsdp1 import copy as _copy
+from fsdpc._fsdp1 import elementwise as _elementwise
 from fsdpc._fsdp1 import eval as _eval
 from fsdpc._fsdp1 import root as _root
 from fsdpc._fsdp1 import summon as _summon
@@ -226,6 +227,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     def _shard(self, infos: list[ParamInfo]) -> None:
         """Make the engine's unit from full parameters and use its hooks. Collective."""
         options = self._options.for_unit(self.sharding_strategy)
+        _elementwise.install()
         unit = HandledUnit(self._name, infos, self._groups, **options)
         claim(infos, unit)
         this = weakref.ref(self)

@@ -36,6 +36,23 @@ def computes(dtype: torch.dtype) -> bool:
     return dtype in _NAMES
 
 
+def check_trains(what: str, dtype: torch.dtype) -> None:
+    """``TypeError``: a trainable parameter, ``what`` in the text, of a dtype without arithmetic."""
+    if computes(dtype):
+        return
+    out = "Freeze it (requires_grad_(False)), or list it in ignored_states (ignored_params)"
+    if dtype.is_complex:
+        raise TypeError(
+            f"{what} is complex ({dtype}), and complex gradients are not summed over ranks: keep "
+            "real and imaginary parts in a real parameter of shape (..., 2) and compute with "
+            f"torch.view_as_complex(parameter). {out}"
+        )
+    raise TypeError(
+        f"{what} requires a gradient but has dtype {dtype}; fsdpc trains float32, bfloat16, "
+        f"float16 and float64. {out}"
+    )
+
+
 def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> torch.Tensor:
     """A tensor over the memory of a DLPack capsule, without a copy, with a new storage."""
     tensor = from_dlpack(capsule)

@@ -20,6 +20,7 @@ from fsdpc._engine import rows as _sharded
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU, tensor_device
 from fsdpc._engine.interop import (
+    check_trains,
     computes,
     counted,
     dtype_name,
@@ -142,12 +143,8 @@ class Unit(WholeValues):
     # --- construction ----------------------------------------------------------------------------
 
     def _trainable(self, info: ParamInfo) -> bool:
-        if info.param.requires_grad and not computes(info.param.dtype):
-            raise TypeError(
-                f"unit {self.name}: parameter {info.name} requires a gradient but has dtype "
-                f"{info.param.dtype}; fsdpc trains float32, bfloat16, float16 and float64. Freeze "
-                "it (requires_grad_(False)) or list it in ignored_states"
-            )
+        if info.param.requires_grad:
+            check_trains(f"unit {self.name}: parameter {info.name}", info.param.dtype)
         return info.param.requires_grad
 
     def _spec(self, i: int) -> tuple[str, int, str, str, str, bool, int]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc._engine.interop import computes, dtype_name
+from fsdpc._engine.interop import check_trains, computes, dtype_name
 from fsdpc._engine.rows import row_numel
 from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_modules
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
@@ -160,9 +160,7 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def _param(name: str, param: nn.Parameter) -> Param:
-    if not computes(param.dtype):
-        return Param(name, param.numel() * param.element_size(), "uint8", False)
-    return Param(name, param.numel(), dtype_name(param.dtype), param.requires_grad)
+    return _param_of(name, param.shape, param.dtype, param.requires_grad)
 
 
 def units_of_tree(tree: Any) -> tuple[Unit, ...]:
@@ -196,6 +194,8 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
 def _param_of(
     name: str, shape: torch.Size, dtype: torch.dtype, trainable: bool, row: int = 0
 ) -> Param:
+    if trainable:
+        check_trains(f"parameter {name}", dtype)
     if not computes(dtype):
         size = dtype.itemsize
         return Param(name, shape.numel() * size, "uint8", False, row * size)

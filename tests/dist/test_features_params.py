@@ -31,6 +31,7 @@ from toys import (
 )
 
 import fsdpc
+from fsdpc._plan.modules import units_of, units_of_calls
 
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 BF16 = PRECISIONS[1]
@@ -481,3 +482,32 @@ def test_user_writes_parameters_after_evaluation(rank, world, engine, late):
             )
             for p in plain.parameters():
                 p.mul_(0.5)
+
+
+class Phases(nn.Module):
+    """Its modulation is complex."""
+
+    def __init__(self, trained: bool) -> None:
+        super().__init__()
+        self.mix = nn.Linear(4, 4)
+        self.turn = nn.Parameter(torch.ones(4, dtype=torch.complex64), requires_grad=trained)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.mix(x) * self.turn).real
+
+
+@ranks(2)
+def test_complex_parameters_are_refused_by_name_and_carried_frozen(rank, world):
+    ways = [
+        lambda m: wrap("fsdpc", m, use_orig_params=True),
+        lambda m: wrap("fsdpc", m, use_orig_params=False),
+        fsdpc.fully_shard,
+        lambda m: units_of_calls(m, fsdpc.fully_shard),
+        lambda m: units_of(m, None),
+    ]
+    for way in ways:
+        with pytest.raises(TypeError, match="parameter turn is complex .*view_as_complex"):
+            way(Phases(trained=True))
+    for way in ways[:3]:
+        model = way(Phases(trained=False))
+        model(torch.ones(2, 4)).sum().backward()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -209,3 +210,95 @@ def test_a_rank_that_holds_nothing_of_a_parameter(rank, world):
     weight = next(model.parameters())
     with pytest.raises(TypeError, match="DTensors"):
         inside.write_copies({weight: torch.empty(weight.shape, dtype=torch.bfloat16)})
+
+
+class Lamb(torch.optim.Optimizer):
+    """Steps of the length of the parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad * (group["lr"] * p.norm() / p.grad.norm().clamp(1e-12)))
+
+
+class Signs(Lamb):
+    """As Lion: elementwise, with an argument that has no default in its groups."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=group["lr"])
+
+
+class Rows(torch.optim.AdamW):
+    """Gradients of matrices without their means."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.ndim > 1:
+                    p.grad.sub_(p.grad.mean(1, keepdim=True))
+        return super().step(closure)
+
+
+class SOAP(Signs):
+    """Cannot be tried: the constructor wants more than the groups keep."""
+
+    def __init__(self, params: Any, model: nn.Module) -> None:
+        super().__init__(params)
+
+
+class Prodigy(SOAP):
+    """Neither, and it is known by name."""
+
+
+MISLED = [Lamb, Rows, Prodigy, torch.optim.Adafactor, torch.optim.LBFGS]
+NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, optim.Lion]
+
+
+@ranks(2)
+@pytest.mark.parametrize("cases", [[*MISLED, *NOT_MISLED]])
+def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
+    """Once each where a rank sees flat parts, and nowhere else; steps draw no random numbers."""
+
+    def said(kind: Any, shard: Any) -> list[str]:
+        model = shard(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
+        extra: dict[str, Any] = {"model": model} if issubclass(kind, SOAP) else {}
+        if kind is torch.optim.LBFGS:
+            extra["max_iter"] = 1  # ranks would decide by their own parts how many
+        optimizer = kind(model.parameters(), **extra)
+        state = torch.random.get_rng_state()
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.ones(2, 8)).square().sum()
+            loss.backward()
+            return loss
+
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                closure()
+                optimizer.step(closure)
+        assert torch.equal(state, torch.random.get_rng_state())
+        return [str(w.message) for w in found if "elementwise" in str(w.message)]
+
+    def by_class(model: nn.Module, **options: Any) -> nn.Module:
+        return fsdpc.FSDP(model, device_id=torch.device("cpu"), use_orig_params=True, **options)
+
+    whole = fsdpc.ShardingStrategy.NO_SHARD
+    for kind in cases:
+        if kind is Lamb:  # DTensors have norms of the whole
+            assert not said(kind, fsdpc.fully_shard)
+        assert not said(kind, lambda m: by_class(m, sharding_strategy=whole)), kind
+        found = said(kind, by_class)
+        assert len(found) == (kind in MISLED), (kind, found)
+        assert all(text.startswith(f"{kind.__name__} steps an element") for text in found)
+        assert not said(kind, by_class), "said once"

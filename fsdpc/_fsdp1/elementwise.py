@@ -1,0 +1,133 @@
+"""Optimizers whose step of an element depends on other elements of its parameter, at their first
+step on flat shards: results are not the unsharded run's, and nothing else would say so.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdpc._engine.writeback import owner_of
+
+# What a trial of a few steps does not show, or cannot run.
+_KNOWN = frozenset(
+    "AdaGO AdaMuon DAdaptAdaGrad DAdaptAdan DAdaptLion DAdaptSGD Dion DistributedMuon "
+    "DistributedShampoo FusedLAMB FusedNovoGrad Kron LARS LoRARite Muon MuonClip NorMuon Prodigy "
+    "PytorchLARS SWATS ScalableShampoo SpectralSphere".split()
+)
+_ELEMENTWISE = frozenset(
+    kind
+    for kind in vars(torch.optim).values()
+    if isinstance(kind, type) and kind.__name__ not in ("Adafactor", "LBFGS", "Muon")
+)
+_COLLECTIVES = frozenset(
+    "all_gather all_gather_into_tensor all_reduce all_to_all_single broadcast reduce_scatter "
+    "reduce_scatter_tensor".split()
+)
+_SHAPE, _CUT, _STEPS = (16, 8), 64, 5
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_said: set[type] = set()
+_installed: list[Any] = []
+
+
+def install() -> None:
+    """Look at each optimizer of this process before its first step. Local."""
+    if not _installed:
+        _installed.append(register_optimizer_step_pre_hook(_look))
+
+
+def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
+    if optimizer in _seen or torch.compiler.is_compiling():
+        return
+    _seen.add(optimizer)
+    kind = type(optimizer)
+    if kind in _said or kind in _ELEMENTWISE or kind.__module__.startswith("fsdpc."):
+        return
+    found = ((p, g) for g in optimizer.param_groups for p in g["params"] if _is_flat(p))
+    param, group = next(found, (None, None))
+    if param is None:
+        return
+    options = {**optimizer.defaults, **group}
+    if kind.__name__ in _KNOWN or not _is_elementwise(kind, options, param.device):
+        _said.add(kind)
+        warnings.warn(
+            f"{kind.__name__} steps an element by other elements of its parameter, and sees flat "
+            "parts of parameters under FullyShardedDataParallel: results are not those of an "
+            "unsharded run. Use fully_shard, whose parameters are DTensors of the whole, "
+            "ShardingStrategy.NO_SHARD with use_orig_params=True, or an elementwise optimizer "
+            "(AdamW, SGD, Lion)",
+            stacklevel=2,
+        )
+
+
+def _is_flat(param: Any) -> bool:
+    """Whether an optimizer sees a flat part of parameters, or several as one, instead of them."""
+    unit = owner_of(param)
+    return unit is not None and not unit.dtensors and (unit.is_sharded or not unit.use_orig_params)
+
+
+def _is_elementwise(kind: type, options: dict[str, Any], device: torch.device) -> bool:
+    """Whether a few steps on a matrix are those on its two halves, as flat tensors; True if the
+    trial fails, or is not the same twice.
+    """
+    code = getattr(inspect.unwrap(kind.step), "__code__", None)
+    if code is not None and _COLLECTIVES & set(code.co_names):
+        return True
+    names = inspect.signature(kind).parameters
+    known = {name: options[name] for name in names if name in options and name != "params"}
+    if isinstance(known.get("lr"), (float, Tensor)):
+        known["lr"] = 0.1
+    values, grads = _matrix()
+    try:
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts = [
+                _moved(kind, known, values.view(-1)[cut], [g.view(-1)[cut] for g in grads], device)
+                for cut in (slice(0, _CUT), slice(_CUT, None))
+            ]
+            whole, again = (_moved(kind, known, values, grads, device) for _ in range(2))
+    except Exception:
+        return True
+    size = whole.norm()
+    if not ((again - whole).norm() <= 1e-6 * size and size > 0):
+        return True
+    return bool((torch.cat(parts) - whole.view(-1)).norm() <= 1e-3 * size)
+
+
+def _matrix() -> tuple[Tensor, list[Tensor]]:
+    """Values and gradients: the first is orthogonal to the values row by row, the others are alike
+    and of every size, because some optimizers are elementwise otherwise.
+    """
+    numbers = torch.Generator().manual_seed(0)
+    values, first = (torch.randn(_SHAPE, generator=numbers) for _ in range(2))
+    along = (first * values).sum(1, keepdim=True) / values.square().sum(1, keepdim=True)
+    grads = [first - along * values]
+    for _ in range(1, _STEPS):
+        size = torch.randn(_SHAPE, generator=numbers).mul(2).exp()
+        grads.append(size * (first + torch.randn(_SHAPE, generator=numbers) / 4))
+    return values, grads
+
+
+def _moved(
+    kind: Any, options: dict[str, Any], values: Tensor, grads: list[Tensor], device: torch.device
+) -> Tensor:
+    """By how much steps with these gradients move a parameter."""
+    param = nn.Parameter(values.to(device, copy=True))
+    optimizer = kind([param], **options)
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    for grad in grads:
+
+        def backward(grad: Tensor = grad) -> Tensor:
+            param.grad = grad.to(device, copy=True)
+            return (param.detach() * param.grad).sum()
+
+        backward()
+        required = closure is not None and closure.default is inspect.Parameter.empty
+        optimizer.step(*[backward] * required)
+    return param.detach().cpu() - values
