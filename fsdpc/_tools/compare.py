@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import hashlib
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,6 +31,7 @@ from fsdpc._plan.traced import fully_shard_by, policy_for
 from fsdpc._torch import default_group, tree_leaves, tree_map_only
 
 LIMIT = 1e-5  # relative L2 difference in fp32
+_CAUSES = ("tied-weights", "optimizer-before-wrap", "optimizer-options")
 NOISE = 4.0  # low precision: times the unsharded model's own error against fp32
 
 
@@ -125,11 +128,15 @@ def compare(
     _check_optimizer(own, sharded, result)
     _check_frozen(plain, sharded, result)
     _check_ties(plain, sharded, result)
-    if any(f.kind in ("tied-weights", "optimizer-before-wrap") for f in result.findings):
+    _check_options(own, result)
+    _check_reduction(sharded, result)
+    if _values_differ(plain, sharded, result) or any(f.kind in _CAUSES for f in result.findings):
         return result  # the rest would differ because of it
     reference = _like(own, sharded, plain)
+    _check_division(made, plain, result, rank, world)
     for step in range(steps):
         _step(made, sharded, plain, own, reference, result, rank, world, step)
+        _check_buffers(sharded, result)
         if any(f.level == "error" for f in result.findings):
             break
     return result
@@ -268,6 +275,99 @@ def _check_ties(plain: nn.Module, sharded: nn.Module, result: Result) -> None:
                 unit=homes[names[0]][2],
                 parameter=names[0],
             )
+
+
+def _values_differ(plain: nn.Module, sharded: nn.Module, result: Result) -> bool:
+    """Give the plain model rank 0's values where ranks differ; whether wrapping did not.
+    Collective.
+    """
+    kinds = ("initial-values", "buffers-differ")
+    found = [f for f in result.findings if f.kind in kinds]
+    if not found:
+        return False
+    for tensor in (*plain.parameters(), *plain.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+    values = {clean_fqn(name): b.detach() for name, b in sharded.named_buffers()}
+    values |= _gather(sharded, grads=False)
+    same = all(
+        name not in values or torch.equal(values[name].to(tensor.dtype), tensor)
+        for name, tensor in (*plain.named_parameters(), *plain.named_buffers())
+    )
+    if all(gathered(same)):  # sync_module_states=True, or a broadcast
+        result.findings = [f for f in result.findings if f.kind not in kinds]
+        return False
+    return True
+
+
+def _check_options(optimizer: Any, result: Result) -> None:
+    """Options of parameter groups, which are those of rank 0 on all ranks. Collective."""
+    mine = [
+        {k: repr(v) for k, v in group.items() if k not in ("params", "param_names")}
+        for group in optimizer.param_groups
+    ]
+    for rank, theirs in enumerate(all_ranks := gathered(mine)):
+        for at, (one, other) in enumerate(zip(all_ranks[0], theirs, strict=False)):
+            for key in one:
+                if one[key] != other.get(key):
+                    result.add(
+                        "optimizer-options",
+                        f"{key} of parameter group {at} is {one[key]} on rank 0 and "
+                        f"{other.get(key)} on rank {rank}, so that parts of one parameter take "
+                        "different steps: give all ranks the same options",
+                    )
+                    return
+
+
+def _check_reduction(sharded: nn.Module, result: Result) -> None:
+    """Gradients that are summed in fewer bits than they are computed in."""
+    for unit, info, home in owners(sharded).values():
+        computed = unit.param_dtype or unit.dtypes[unit.infos.index(info)]
+        summed = unit.reduce_dtype
+        if summed is not None and summed.itemsize < computed.itemsize:
+            result.add(
+                "narrow-reduction",
+                f"gradients of {home} are computed in {computed} and summed over ranks in "
+                f"{summed}: set reduce_dtype=torch.float32, or leave it out",
+                "warning",
+                unit=home,
+            )
+            return
+
+
+def _check_division(
+    made: Training, plain: nn.Module, result: Result, rank: int, world: int
+) -> None:
+    """A loss that shrinks with the number of ranks: the mean over ranks divides once more."""
+    losses, model = [], copy.deepcopy(plain)
+    for ranks in (world, 1):
+        with torch.no_grad(), mock.patch.multiple(dist, get_world_size=lambda *_, n=ranks, **__: n):
+            with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)):
+                torch.manual_seed(77 + rank)
+                losses.append(float(Run(model, made.inputs, made.loss).forward(made.inputs)))
+    many, one = losses
+    if world > 1 and one and abs(many * world / one - 1) < 1e-4:
+        result.add(
+            "divided-twice",
+            f"the loss is {many:.6g} with {world} ranks and {one:.6g} if there were one: gradients "
+            "are averaged over ranks already, so that the loss must not be divided by their number",
+        )
+
+
+def _check_buffers(sharded: nn.Module, result: Result) -> None:
+    """Buffers that ranks have changed apart, by their own batches. Collective."""
+    if any(f.kind == "buffers-drift" for f in result.findings):
+        return
+    for name, buffer in sharded.named_buffers():
+        if len(set(gathered(_digest([buffer])))) > 1:
+            result.add(
+                "buffers-drift",
+                f"{clean_fqn(name)} differs between ranks after a step, because each rank computes "
+                "it from its own batch, and a checkpoint has one rank's: use nn.SyncBatchNorm, or "
+                "average buffers over ranks before evaluating and saving",
+                "warning",
+                parameter=clean_fqn(name),
+            )
+            return
 
 
 def _units(sharded: nn.Module) -> Iterator[Any]:
@@ -440,11 +540,12 @@ def _tensors(
     if not bad:
         return
     off, ratio, cosine = rows[bad[0]]
+    cause = fault(ratio, cosine, what.startswith("clipped"))
     unit = homes.get(bad[0], "")
     result.add(
         what.replace(" ", "-"),
-        f"{what} of {bad[0]} ({unit}) differs by {off:.2g} (limit {limit:.1g}; {len(bad)} of "
-        f"{len(rows)} differ): {fault(ratio, cosine, what.startswith('clipped'))}",
+        f"{what} of {bad[0]} ({unit or 'in no unit: ignored'}) differs by {off:.2g} "
+        f"(limit {limit:.1g}; {len(bad)} of {len(rows)} differ): {cause}",
         unit=unit,
         parameter=bad[0],
     )

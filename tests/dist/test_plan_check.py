@@ -145,7 +145,59 @@ def unused(rank):
     return made
 
 
+def seeded_by_rank(rank):
+    made = base(rank)
+    torch.manual_seed(rank)
+    for module in made["model"].modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    return made
+
+
+def synchronised(rank):
+    return {**seeded_by_rank(rank), "shard": lambda m: sharded(m, sync_module_states=True)}
+
+
+class Batches(nn.BatchNorm1d):
+    """Over the rows of a batch of sequences."""
+
+    def forward(self, x):
+        return super().forward(x.flatten(0, -2)).view(x.shape)
+
+
+def drifting(rank):
+    made = base(rank)
+    made["model"].norm = Batches(6)
+    return made
+
+
+def divided_twice(rank):
+    def by_world(output, inputs):
+        return loss(output, inputs) / torch.distributed.get_world_size()
+
+    return base(rank, loss=by_world)
+
+
+def narrow(rank):
+    mixed = fsdpc.MixedPrecision(reduce_dtype=torch.bfloat16)
+    return base(rank, shard=lambda m: sharded(m, mixed_precision=mixed))
+
+
+def rates_by_rank(rank):
+    return base(rank, optimizer=lambda m: torch.optim.SGD(m.parameters(), lr=0.1 * (rank + 1)))
+
+
+def ignored(rank):
+    return base(rank, shard=lambda m: sharded(m, ignored_modules=[m.blocks[2].up]))
+
+
 PLANTED = [
+    (seeded_by_rank, "initial-values", "", "embed.weight", "sync_module_states"),
+    (drifting, "buffers-drift", "", "norm.running_mean", "SyncBatchNorm"),
+    (divided_twice, "divided-twice", "", "", "must not be divided"),
+    (narrow, "narrow-reduction", "the root unit", "", "summed over ranks in torch.bfloat16"),
+    (rates_by_rank, "optimizer-options", "", "", "lr of parameter group 0 is 0.1 on rank 0"),
+    (ignored, "gradient", "", "blocks.2.up.weight", "(in no unit: ignored)"),
     (factor, "gradient", "the root unit", "embed.weight", "2 times as long"),
     (lost_batch, "gradient", "the root unit", "embed.weight", "direction"),
     (local_clip, "clipped-gradient", "the root unit", "embed.weight", "local norm"),
@@ -172,7 +224,7 @@ def test_planted_mistakes_are_found_and_named(rank, world, planted):
 
 @ranks(1, 2, 3)
 def test_right_trainings_pass(rank, world):
-    for training in (right, right_with_dropout, right_in_bf16):
+    for training in (right, right_with_dropout, right_in_bf16, synchronised):
         result = compare(training, rank, world, steps=2)
         assert [f for f in result.findings if f.level == "error"] == [], training.__name__
         if training is not right_in_bf16:
