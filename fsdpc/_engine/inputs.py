@@ -84,18 +84,19 @@ def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arg
     mutate are passed unchanged.
     """
     views: dict[int, torch.Tensor] = {}
+    args = tuple([_alias(views, value) for value in args])
+    return args, {key: _alias(views, value) for key, value in (kwargs or {}).items()}
 
-    def alias(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            if not value.requires_grad or value.is_sparse:
-                return value
-            view = views.get(id(value))
-            if view is None:
-                view = views[id(value)] = value.view_as(value)
-            return view
-        if type(value) is tuple:
-            return tuple([alias(item) for item in value])
-        return value
 
-    args = tuple([alias(value) for value in args])
-    return args, {key: alias(value) for key, value in (kwargs or {}).items()}
+def _alias(views: dict[int, torch.Tensor], value: Any) -> Any:
+    # No closure that names itself: the cycle would keep the inputs until Python's next collection.
+    if isinstance(value, torch.Tensor):
+        if not value.requires_grad or value.is_sparse:
+            return value
+        view = views.get(id(value))
+        if view is None:
+            view = views[id(value)] = value.view_as(value)
+        return view
+    if type(value) is tuple:
+        return tuple([_alias(views, item) for item in value])
+    return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ import pytest
 import torch
 
 from fsdpc import _probe
+from fsdpc._engine.inputs import alias_arguments
 
 ROUNDS = 300
 SLACK = ROUNDS // 2  # caches grow by up to 130 in all; a leak is at least one a round
@@ -317,3 +319,17 @@ def test_collectives_with_callbacks():
         _probe.Comm.c10d(0, 1, calls)
 
     assert_balanced(once, calls, array)
+
+
+def test_views_of_arguments_go_with_their_forward():
+    """Not with Python's next collection: they hold the inputs of every frozen unit."""
+    tensor = torch.ones(4, requires_grad=True) * 2
+    gone = weakref.ref(tensor)
+    gc.disable()
+    try:
+        args, kwargs = alias_arguments((tensor, (tensor,)), {"x": tensor})
+        assert args[0] is args[1][0] is kwargs["x"] is not tensor
+        del args, kwargs, tensor
+        assert gone() is None
+    finally:
+        gc.enable()
