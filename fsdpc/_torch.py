@@ -79,11 +79,14 @@ AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "Asyn
 
 # Sees every operation that torch runs; operations on tensors without values.
 TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode")
+TorchFunctionMode = _find("torch.overrides", "TorchFunctionMode")
 
 
-def fake_tensor_mode() -> Any:
-    """``FakeTensorMode``, imported on demand: the import takes long."""
-    return _find("torch._subclasses.fake_tensor", "FakeTensorMode")
+def fake_tensors() -> Any:
+    """The module of ``FakeTensorMode``, imported on demand: the import takes long."""
+    _find("torch._subclasses.fake_tensor", "FakeTensorMode")
+    _find("torch._subclasses.fake_tensor", "unset_fake_temporarily")
+    return sys.modules["torch._subclasses.fake_tensor"]
 
 
 @functools.cache

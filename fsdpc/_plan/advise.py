@@ -228,7 +228,8 @@ def _largest_batches(
         setup, means = replace(setup, **one), (*means, ONE_SLOT)  # type: ignore[arg-type]
         if plan(build, replace(least, **one)).upper > usable:  # type: ignore[arg-type]
             return
-    total = 1 if model.traced else setup.micro_batch * setup.accumulation
+    given = model.traced and not model.sized  # inputs decide the micro-batch
+    total = 1 if given else setup.micro_batch * setup.accumulation
     whole = total  # what costs nothing is tried where the whole batch does not fit without
     for label, values in _ACTIVATIONS:
         if model.traced and ("compress" in values or "offload_activations" in values):
@@ -251,8 +252,7 @@ def _largest(build: Build, setup: Setup, usable: int, total: int) -> Plan | None
     """With the largest micro-batch that fits. Steps in backward need the whole batch at once."""
     best, micro = None, 1
     while micro <= total:
-        traced = best is not None and best.model.traced
-        accumulation = setup.accumulation if traced or total == 1 else -(-total // micro)
+        accumulation = setup.accumulation if total == 1 else -(-total // micro)
         if setup.in_backward and accumulation > 1:
             micro *= 2
             continue

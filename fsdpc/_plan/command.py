@@ -91,7 +91,7 @@ def _as_dict(made: Plan, wanted: options.Wanted, known: object, found: list) -> 
     result = made.as_dict()
     if wanted.usable is not None:
         result["usable_bytes"] = wanted.usable
-        result["fits"] = made.upper <= wanted.usable
+        result["fits"] = made.fits(wanted.usable)
     if known is not None:
         result["cost"] = {**vars(known), "step": known.step, "between": known.between}  # type: ignore[attr-defined]
     if found:
@@ -112,7 +112,10 @@ def _draw(path: str, made: Plan, wanted: options.Wanted) -> None:
 def _suggest(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     if wanted.usable is None:
         raise ValueError("--suggest needs --gpu or --memory")
-    if plan(wanted.build, wanted.setup).model.flops == 0:
+    model = plan(wanted.build, wanted.setup).model
+    if model.missing:
+        raise ValueError(f"--suggest compares whole plans, but {model.missing}")
+    if model.flops == 0:
         raise ValueError("--suggest ranks by step time, but the inputs have no token ids")
     names = dict.fromkeys((wanted.setup.optimizer, "adamw-fused", "adamw8bit"))
     worlds = simulate.worlds_of(arguments.worlds, [wanted.setup.world])

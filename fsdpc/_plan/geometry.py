@@ -21,6 +21,8 @@ from fsdpc._plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
 class Geometry:
     """Sizes of a decoder-only transformer. ``experts`` 0: a dense MLP. ``expert_tensors``: saved
     tensors of width ``ffn`` per token and expert; ``dense_experts``: every expert gets every token.
+    ``gated``: the MLP has three matrices instead of two. ``inside``, ``around``: further parameters
+    of each block, and outside of blocks, by name. ``guessed``: no model of these sizes exists.
     """
 
     name: str
@@ -36,6 +38,10 @@ class Geometry:
     top_k: int = 0
     expert_tensors: int = 5
     dense_experts: bool = False
+    gated: bool = True
+    inside: tuple[tuple[str, int], ...] = ()
+    around: tuple[tuple[str, int], ...] = ()
+    guessed: bool = False
     notes: tuple[str, ...] = ()
 
     def block(self) -> tuple[Param, ...]:
@@ -45,14 +51,16 @@ class Geometry:
         if self.experts:
             named.append(("router", h * self.experts))
         count = max(1, self.experts)
-        named += [(n, count * h * self.ffn) for n in ("gate", "up", "down")]
-        return tuple(Param(name, numel) for name, numel in named)
+        matrices = ("gate", "up", "down") if self.gated else ("up", "down")
+        named += [(n, count * h * self.ffn) for n in matrices]
+        return tuple(Param(name, numel) for name, numel in (*named, *self.inside))
 
     def outside(self) -> tuple[Param, ...]:
         head = () if self.tied else (Param("head", self.vocab * self.hidden),)
         return (
             Param("embed", self.vocab * self.hidden),
             Param("norm", self.hidden),
+            *(Param(name, numel) for name, numel in self.around),
             *head,
         )
 
@@ -67,19 +75,31 @@ class Geometry:
         if not self.experts or self.dense_experts:
             return self.numel
         idle = self.experts - self.top_k
-        return self.numel - self.layers * idle * 3 * self.hidden * self.ffn
+        return self.numel - self.layers * idle * (2 + self.gated) * self.hidden * self.ffn
 
 
-def _preset(name: str, *sizes: int, **more: int | bool) -> Geometry:
+def _preset(name: str, *sizes: int, **more: Any) -> Geometry:
     layers, hidden, heads, kv, dim, ffn, vocab = sizes
-    return Geometry(name, layers, hidden, heads, kv, dim, ffn, vocab, **more)  # type: ignore
+    return Geometry(name, layers, hidden, heads, kv, dim, ffn, vocab, **more)
 
 
-# From the models' published configurations; gpt-oss-8e has 8 experts where gpt-oss-20b has 32.
+def _gpt2(hidden: int, ffn: int, positions: int) -> dict[str, Any]:
+    """What GPT-2 has otherwise: biases, learned positions, two matrices in the MLP."""
+    biases = (
+        ("norms.bias", 2 * hidden),
+        ("attention.bias", 4 * hidden),
+        ("mlp.bias", ffn + hidden),
+    )
+    around = (("positions", positions * hidden), ("norm.bias", hidden))
+    return {"gated": False, "inside": biases, "around": around}
+
+
+# From the models' published configurations, with as many parameters; gpt-oss-8e has 8 experts where
+# gpt-oss-20b has 32, and none of its biases.
 PRESETS = {
     g.name: g
     for g in (
-        _preset("gpt2", 12, 768, 12, 12, 64, 2048, 50257, tied=True),
+        _preset("gpt2", 12, 768, 12, 12, 64, 3072, 50257, tied=True, **_gpt2(768, 3072, 1024)),
         _preset("llama-1b", 16, 2048, 32, 8, 64, 8192, 128256, tied=True),
         _preset("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000),
         _preset("llama-3-8b", 32, 4096, 32, 8, 128, 14336, 128256),
@@ -88,8 +108,19 @@ PRESETS = {
         _preset("llama-3-405b", 126, 16384, 128, 8, 128, 53248, 128256),
         _preset("mixtral-8x7b", 32, 4096, 32, 8, 128, 14336, 32000, experts=8, top_k=2),
         _preset(
-            "gpt-oss-8e", 24, 2880, 64, 8, 64, 2880, 201088, experts=8, top_k=4, expert_tensors=9
-        ),
+            "gpt-oss-8e",
+            24,
+            2880,
+            64,
+            8,
+            64,
+            2880,
+            201088,
+            experts=8,
+            top_k=4,
+            expert_tensors=9,
+            guessed=True,
+        ),  # fmt: skip
     )
 }
 
@@ -134,6 +165,7 @@ def from_numbers(
         vocab or near.vocab,
         experts=experts,
         top_k=top_k,
+        guessed=True,
     )
     notes = [f"sizes that were not given follow {near.name}"]
     if ffn is None and params is not None:
@@ -217,14 +249,19 @@ def attention_saved(g: Geometry, setup: Setup) -> float:
 
 
 def mlp_saved(g: Geometry, setup: Setup) -> float:
-    """Per token: gate, up, silu(gate) and their product, each as wide as the MLP. Experts: the
-    router's weights, and per token and expert ``expert_tensors`` of them.
+    """Per token: gate, up, silu(gate) and their product, each as wide as the MLP; without a gate,
+    up and its activation. Experts: the router's weights, and per token and expert
+    ``expert_tensors``.
     """
     c = saved_item_of(setup)
     if not g.experts:
-        return 4 * g.ffn * c
+        return _mlp_tensors(g) * g.ffn * c
     slots = g.experts if g.dense_experts else g.top_k
     return slots * g.expert_tensors * g.ffn * c + 4 * g.experts
+
+
+def _mlp_tensors(g: Geometry) -> int:
+    return 4 if g.gated else 2
 
 
 def block_saved(g: Geometry, setup: Setup) -> int:
@@ -240,7 +277,7 @@ def packed_elements(g: Geometry, setup: Setup) -> int:
     q, kv, hidden = g.heads * g.head_dim, g.kv_heads * g.head_dim, 4 * g.hidden
     attention = q if setup.attention == "flash" else 2 * q + 2 * kv + g.heads * setup.sequence
     if not g.experts:
-        return hidden + attention + 4 * g.ffn
+        return hidden + attention + _mlp_tensors(g) * g.ffn
     slots = g.experts if g.dense_experts else g.top_k
     return hidden + attention + slots * g.expert_tensors * g.ffn
 
@@ -265,7 +302,7 @@ def saved_tensors(g: Geometry, setup: Setup) -> list[int]:
     hidden, q, kv = g.hidden * c, g.heads * g.head_dim * c, g.kv_heads * g.head_dim * c
     inner = 4 * g.heads if setup.attention == "flash" else c * g.heads * setup.sequence
     norm = [hidden, 4, hidden]
-    count, router = 4, []
+    count, router = _mlp_tensors(g), []
     if g.experts:
         count = (g.experts if g.dense_experts else g.top_k) * g.expert_tensors
         router = [4 * g.experts]
@@ -301,7 +338,7 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
     """The model in the planner's form. Pure arithmetic; blocks are equal."""
     g = part_of(g, setup)
     c, tokens = item_of(setup), setup.micro_batch * setup.sequence
-    units = units_for(g, wrap)
+    units, mlp = units_for(g, wrap), "gated" if g.gated else "plain"
     return Model(
         name=g.name,
         units=units,
@@ -309,8 +346,11 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
         input_bytes=2 * 8 * tokens,
         tokens=tokens,
         flops=flops(g, setup, tokens),
-        notes=g.notes + ("activations by formula (pre-norm blocks, gated MLP)",),
+        notes=g.notes
+        + (f"activations by formula (pre-norm blocks, {mlp} MLP){_doubted(g, setup)}",),
+        doubt=doubt(g, setup),
         blocks=g.layers,
+        guessed=g.guessed,
         extra={"active": float(g.active), "width": float(g.hidden)},
         away=offloaded(g, setup)[0] if setup.offload_activations else None,
         packing=packing_bytes(g, setup),
@@ -351,6 +391,22 @@ def part_of(g: Geometry, setup: Setup) -> Geometry:
         ffn=g.ffn // t,
         vocab=-(-g.vocab // t),
         notes=(*g.notes, note),
+    )
+
+
+def doubt(g: Geometry, setup: Setup) -> float:
+    """How much more the blocks of transformers save than the formula's, whose norms, rotary
+    embeddings, dropout and GELU are fused, and whose eager softmax is not in fp32: at most, of
+    Llama, Mistral, Qwen2, Mixtral and, without a gate, GPT-2.
+    """
+    if not g.gated:
+        return 2.0
+    return 1.0 if setup.attention == "eager" and item_of(setup) < 4 else 0.12
+
+
+def _doubted(g: Geometry, setup: Setup) -> str:
+    return (
+        f": transformers' blocks save up to {doubt(g, setup):.0%} more, as the upper bound has it"
     )
 
 
@@ -416,40 +472,53 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     yield Moment("backward", "embedding", 0, -held - hidden, held)
 
 
-_NAMES = {
-    "layers": ("num_hidden_layers", "n_layer"),
-    "hidden": ("hidden_size", "n_embd"),
-    "heads": ("num_attention_heads", "n_head"),
-    "vocab": ("vocab_size",),
-}
+# Model types of which a block has the parameters of ``Geometry.block`` and those named here.
+_KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2")
 
 
 def geometry_of(config: dict[str, Any], name: str) -> Geometry:
-    """Of a transformers configuration as a dict. ``ValueError`` names the key that is missing."""
-    found: dict[str, int] = {}
-    for key, names in _NAMES.items():
-        value = next((config[n] for n in names if config.get(n) is not None), None)
-        if value is None:
-            raise ValueError(f"{name} has none of the keys {', '.join(names)}")
-        found[key] = int(value)
-    hidden, heads = found["hidden"], found["heads"]
-    experts = int(config.get("num_local_experts") or config.get("num_experts") or 0)
-    ffn = config.get("moe_intermediate_size") if experts else None
-    ffn = ffn or config.get("intermediate_size") or config.get("n_inner") or 4 * hidden
-    note = ()
-    if "n_embd" in config:  # two matrices instead of three
-        ffn, note = round(ffn * 2 / 3), ("a plain MLP is counted as a gated one of 2/3 the width",)
-    return Geometry(
-        str(config.get("model_type", name)),
-        found["layers"],
-        hidden,
-        heads,
-        int(config.get("num_key_value_heads") or heads),
-        int(config.get("head_dim") or hidden // heads),
-        int(ffn),
-        found["vocab"],
+    """Of a transformers configuration as a dict. ``ValueError`` names the model type that is not
+    known here, or the key that is missing.
+    """
+    kind = config.get("model_type")
+    if kind not in _KNOWN:
+        raise ValueError(
+            f"{name} has model_type {kind!r}, which needs transformers installed; known without "
+            "it: " + ", ".join(_KNOWN)
+        )
+
+    def need(key: str) -> int:
+        if config.get(key) is None:
+            raise ValueError(f"{name} has no {key}")
+        return int(config[key])
+
+    if kind == "gpt2":
+        hidden, heads = need("n_embd"), need("n_head")
+        ffn = int(config.get("n_inner") or 4 * hidden)
+        sizes = (need("n_layer"), hidden, heads, heads, hidden // heads, ffn, need("vocab_size"))
+        more = _gpt2(hidden, ffn, need("n_positions"))
+        return _preset(kind, *sizes, tied=bool(config.get("tie_word_embeddings", True)), **more)
+    hidden, heads, ffn = need("hidden_size"), need("num_attention_heads"), need("intermediate_size")
+    kv = (
+        heads
+        if kind == "llama" and not config.get("num_key_value_heads")
+        else need("num_key_value_heads")
+    )
+    dim = int(config.get("head_dim") or (128 if kind == "qwen3" else hidden // heads))
+    inside = []
+    if kind == "qwen2" or (kind in ("llama", "qwen3") and config.get("attention_bias")):
+        out = hidden if kind != "qwen2" else 0
+        inside.append(("attention.bias", (heads + 2 * kv) * dim + out))
+    if kind == "llama" and config.get("mlp_bias"):
+        inside.append(("mlp.bias", 2 * ffn + hidden))
+    if kind == "qwen3":
+        inside.append(("attention.norms", 2 * dim))
+    experts = need("num_local_experts") if kind == "mixtral" else 0
+    return _preset(
+        kind,
+        *(need("num_hidden_layers"), hidden, heads, kv, dim, ffn, need("vocab_size")),
         tied=bool(config.get("tie_word_embeddings", False)),
         experts=experts,
-        top_k=int(config.get("num_experts_per_tok") or (2 if experts else 0)),
-        notes=note,
+        top_k=need("num_experts_per_tok") if experts else 0,
+        inside=tuple(inside),
     )

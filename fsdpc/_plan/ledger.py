@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -58,11 +58,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Point:
-    """What is live on the device at the highest point of a part of the step, by role."""
+    """What is live on the device at the highest point of a part of the step, by role. ``doubt``:
+    the bytes by which activations may be more.
+    """
 
     phase: str
     unit: str
     roles: dict[str, int]
+    doubt: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -84,9 +87,19 @@ class Plan:
 
     @property
     def upper(self) -> int:
-        """The peak with the larger allowance for the allocator. What must fit."""
-        slack = self.peak.roles.get("allocator", 0)
-        return self.peak.bytes + round(slack * (SLACK_HIGH / SLACK - 1))
+        """The most that a step may need, with the larger allowance for the allocator and, for
+        activations by formula, for what real models save beside. What must fit.
+        """
+        more = SLACK_HIGH / SLACK - 1
+        return max(
+            p.bytes + round(p.doubt + p.roles.get("allocator", 0) * more) for p in self.timeline
+        )
+
+    def fits(self, usable: int) -> bool | None:
+        """Whether the upper bound fits. None: unknown, because activations are missing."""
+        if self.upper > usable:
+            return False
+        return None if self.model.missing else True
 
     @property
     def host_bytes(self) -> int:
@@ -131,6 +144,8 @@ def plan(build: Build | Model, setup: Setup) -> Plan:
     engine = engine_memory(model.units, setup)
     rows = [*_engine_rows(model, engine, setup), *_state_rows(model, setup)]
     rows += _other_rows(model, setup)
+    if model.guessed:
+        rows = [replace(row, exact=False) for row in rows]
     timeline = _timeline(model, rows, setup)
     rows += _moment_rows(timeline, setup)
     return Plan(
@@ -388,7 +403,8 @@ def _timeline(model: Model, rows: list[Row], setup: Setup) -> tuple[Point, ...]:
             "allocator": round(SLACK * top) if cached else 0,
         }
         roles.update({role: count for role, count in parts.items() if count > 0})
-        points.append(Point(moment.phase, moment.unit, roles))
+        doubt = model.doubt * (parts["activations"] + again)
+        points.append(Point(moment.phase, moment.unit, roles, doubt))
         live += moment.delta
     points.append(Point("step", "", lasting("step")))
     return tuple(points)

@@ -84,7 +84,10 @@ class Model:
     """Units in module order, the root's first, and the moments of one forward and backward.
 
     ``tokens``: of the micro-batch that the moments stand for. ``flops``: of one forward and
-    backward of that micro-batch. ``notes``: assumptions made on the way.
+    backward of that micro-batch. ``notes``: assumptions made on the way. ``traced``: the moments
+    are of a trace: of the setup's micro-batch if ``sized``, else of the inputs that a program has.
+    ``guessed``: the shapes are not those of a model that exists. ``missing``: why there are no
+    moments. ``doubt``: the part by which activations of real models may be more than the moments'.
     """
 
     name: str
@@ -97,6 +100,10 @@ class Model:
     notes: tuple[str, ...] = ()
     blocks: int = 0
     traced: bool = False
+    sized: bool = False
+    guessed: bool = False
+    missing: str = ""
+    doubt: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
     away: Away | None = None  # activations in host memory
     packing: int = 0  # bytes that packing saved activations reads and writes, and unpacking again

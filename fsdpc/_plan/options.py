@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -233,13 +234,10 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
                     "returns decides it"
                 )
         return {options.wrap: _Traced(options.model, options.wrap, options.api)}
-    if options.api == "fully_shard":
-        raise ValueError(
-            "--api fully_shard cuts parameters between rows, so their shapes are needed: give "
-            "module:function instead of a name, a config or numbers"
-        )
     if options.model and options.model.endswith(".json"):
-        found = from_config(options.model)
+        found = _from_config(options)
+        if isinstance(found, _Traced):
+            return {options.wrap: found}
     elif options.model:
         if options.model not in geometry.PRESETS:
             raise ValueError(_unknown(options.model))
@@ -255,6 +253,11 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
             options.vocab,
             options.experts,
             options.top_k,
+        )
+    if options.api == "fully_shard":
+        raise ValueError(
+            "--api fully_shard cuts parameters between rows, so their shapes are needed: give "
+            "module:function, or a config.json where transformers is installed"
         )
     if options.wrap not in WRAPS:
         raise ValueError(f"--wrap must be one of {', '.join(WRAPS)}, got {options.wrap!r}")
@@ -276,33 +279,45 @@ def _unknown(name: str) -> str:
 
 
 class _Traced:
-    """A model that is traced; the trace is kept for setups that it does not depend on."""
+    """A model that is traced: of ``module:function``, or of a configuration. The trace is kept for
+    setups that it does not depend on.
+    """
 
-    def __init__(self, text: str, wrap: str, api: str) -> None:
-        self.text, self.wrap, self.api = text, wrap, api
+    def __init__(self, text: str, wrap: str, api: str, config: Any = None) -> None:
+        self.text, self.wrap, self.api, self.config = text, wrap, api, config
         self._kept: dict[Any, Any] = {}
 
     def __call__(self, setup: Setup) -> Any:
         from fsdpc._plan.traced import build_traced, load
 
         key = (setup.compute, setup.reduce, setup.checkpointing, setup.sequence, setup.micro_batch)
+        key += (setup.compress, setup.offload_activations, setup.storage, setup.attention)
         if key not in self._kept:
-            self._kept[key] = build_traced(load(self.text), setup, self.wrap, self.api)
+            factory = load(self.text) if self.config is None else lambda: deepcopy(self.config)
+            self._kept[key] = build_traced(factory, setup, self.wrap, self.api)
         return self._kept[key]
 
 
-def from_config(path: str) -> geometry.Geometry:
-    """The geometry in a transformers ``config.json``: Llama-like and mixture-of-experts decoders.
-    ``ValueError`` names the key that is missing.
+def _from_config(options: argparse.Namespace) -> geometry.Geometry | _Traced:
+    """A transformers ``config.json``, as the library builds it. By formula, for model types whose
+    shapes are known here, where the library is not installed or an option asks for the formula.
     """
-    import json
-    from pathlib import Path
+    from fsdpc._plan import configs
 
+    values = configs.read(options.model)
+    by_formula = bool(options.compress) or options.offload_activations or options.loss == "fused"
+    by_formula |= options.tensor_parallel > 1 or options.pipeline_parallel > 1
+    if configs.installed() and not by_formula:
+        return _Traced(options.model, options.wrap, options.api, configs.config_of(values))
     try:
-        config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"cannot read {path}: {error}") from error
-    return geometry.geometry_of(config, path)
+        return geometry.geometry_of(values, options.model)
+    except ValueError as error:
+        if not configs.installed():
+            raise
+        raise ValueError(
+            "--compress, --offload-activations, --loss fused and parts of parallel models are "
+            f"planned by formula: leave them away, because {error}"
+        ) from error
 
 
 def at_world(setup: Setup, world: int) -> Setup:

@@ -115,8 +115,14 @@ def show_reasons(plan: Plan) -> None:
 
 
 def verdict(plan: Plan, usable: int) -> str:
+    if plan.fits(usable) is None:
+        return (
+            f"cannot say whether it fits: {size(usable - plan.upper)} of {size(usable)} are left "
+            "for activations, which are not in the plan"
+        )
     if plan.upper <= usable:
-        return f"fits: {size(usable - plan.upper)} of {size(usable)} stay free"
+        fits = "fits if these sizes are the model's" if plan.model.guessed else "fits"
+        return f"{fits}: {size(usable - plan.upper)} of {size(usable)} stay free"
     if plan.peak.bytes <= usable:
         return (
             f"may not fit: the peak of {size(plan.peak.bytes)} is below {size(usable)}, but "

@@ -2,26 +2,26 @@
 
 Fake tensors have shapes and dtypes but no bytes. The model runs unsharded; parameters do not count,
 because the engine owns them, and whole gradients go as soon as a unit's are complete, as the engine
-packs them. Of a list of equal blocks three are traced and the middle one stands for the rest; a
-trace of four must confirm that, else all are traced.
+packs them. Every block is traced: blocks that look alike may compute different things.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdpc._engine.inputs import cast_arguments
 from fsdpc._plan.live import LiveBytes
 from fsdpc._plan.model import Moment
-from fsdpc._torch import tree_leaves, tree_map_only
+from fsdpc._torch import tree_leaves
 
-KEPT = 3  # blocks of a list that are traced
+FEW = 3  # modules in a row that are not yet a list of repeated blocks
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class Run:
     inputs: Any
     loss: Callable[[Any, Any], Tensor] | None = None
 
-    def forward(self, inputs: Any) -> Tensor:
+    def forward(self) -> Tensor:
         """The loss of one forward."""
+        inputs = self.inputs
         if isinstance(inputs, dict):
             output = self.module(**inputs)
         else:
@@ -57,51 +58,39 @@ def loss_of_output(output: Any) -> Tensor:
     )
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A moment, and whether it begins the pass through a repeated block: (list, index)."""
-
-    moment: Moment
-    block: tuple[str, int] | None = None
-
-
 class _Recorder:
-    """Cuts a step into moments at the borders of units and of repeated blocks."""
+    """Cuts a step into moments at the borders of units."""
 
-    def __init__(self, run: Run, units: dict[str, list[nn.Parameter]], blocks: dict[str, int]):
-        self.run, self.units = run, units
-        self.blocks = {
-            block_path(name, i): (name, i) for name, count in blocks.items() for i in range(count)
-        }
-        self.pieces: list[Piece] = []
+    def __init__(self, units: dict[str, list[nn.Parameter]]) -> None:
+        self.units = units
+        self.moments: list[Moment] = []
         self.live: LiveBytes
         self.backward = False
         self.stack: list[str] = [""]
         self.grads = self.top_grads = 0
-        self._open: tuple[str, str, tuple[str, int] | None] = ("forward", "", None)
+        self._open = ("forward", "")
         self._begin = 0
 
     # --- moments
 
-    def begin(self, phase: str, unit: str, block: tuple[str, int] | None = None) -> None:
+    def begin(self, phase: str, unit: str) -> None:
         self.end()
-        self._open, self._begin = (phase, unit, block), self.live.bytes
+        self._open, self._begin = (phase, unit), self.live.bytes
         self.live.start()
         self.top_grads = self.grads
 
     def end(self) -> None:
-        phase, unit, block = self._open
         rise, delta = self.live.top - self._begin, self.live.bytes - self._begin
-        if rise or delta or block:
+        if rise or delta:
             grads = min(self.top_grads, self.live.top)
-            self.pieces.append(Piece(Moment(phase, unit, rise, delta, grads), block))
+            self.moments.append(Moment(*self._open, rise, delta, grads))
 
     # --- hooks
 
     def enter(self, name: str) -> None:
         if not self.backward:
             self.stack.append(name)
-            self.begin("forward", self.unit_at(name), self.blocks.get(name))
+            self.begin("forward", name)
 
     def leave(self, name: str, output: Any) -> None:
         if self.backward:
@@ -111,15 +100,10 @@ class _Recorder:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda grad, name=name: self.back(name))
                 break
-        self.begin("forward", self.unit_at(self.stack[-1]))
+        self.begin("forward", self.stack[-1])
 
     def back(self, name: str) -> None:
-        self.begin("backward", self.unit_at(name), self.blocks.get(name))
-
-    def unit_at(self, name: str) -> str:
-        while name not in self.units and name:
-            name = name.rpartition(".")[0]
-        return name
+        self.begin("backward", name)
 
     def watch_gradients(self, stack: ExitStack) -> None:
         for params in self.units.values():
@@ -144,42 +128,39 @@ class _Recorder:
                 one.grad = None
 
 
-def trace_once(
-    run: Run, units: dict[str, list[nn.Parameter]], blocks: dict[str, int], cast: Any = None
-) -> list[Piece]:
-    """The pieces of one forward and backward. ``units``: parameters by the name of the unit's
-    module; ``blocks``: lists of repeated blocks, by name, and their lengths; ``cast``: dtype of
-    floating inputs. Everything must be fake already; parameters' gradients are None afterwards.
+def trace(run: Run, units: dict[str, list[nn.Parameter]], cast: Any = None) -> list[Moment]:
+    """The moments of one forward and backward. ``units``: parameters by the name of the unit's
+    module; ``cast``: dtype of floating inputs. Everything must be fake already; parameters'
+    gradients are None afterwards. Local. Errors of the model's own forward pass through.
     """
-    recorder = _Recorder(run, units, blocks)
+    recorder = _Recorder(units)
     owned = [*run.module.parameters(), *run.module.buffers()]
     known = [*owned, *(t for t in tree_leaves(run.inputs) if isinstance(t, Tensor))]
     names = dict(run.module.named_modules())
     with ExitStack() as stack:
-        for name in dict.fromkeys([*units, *recorder.blocks]):
-            if name and name in names:
-                module = names[name]
-                pre = module.register_forward_pre_hook(lambda m, a, name=name: recorder.enter(name))
-                post = module.register_forward_hook(
-                    lambda m, a, out, name=name: recorder.leave(name, out)
-                )
-                stack.callback(pre.remove)
-                stack.callback(post.remove)
+        for name in (n for n in units if n and n in names):
+            module = names[name]
+            pre = module.register_forward_pre_hook(lambda m, a, name=name: recorder.enter(name))
+            post = module.register_forward_hook(
+                lambda m, a, out, name=name: recorder.leave(name, out)
+            )
+            stack.callback(pre.remove)
+            stack.callback(post.remove)
         recorder.watch_gradients(stack)
         recorder.live = stack.enter_context(LiveBytes(known))
-        inputs = run.inputs
-        if cast is not None:
-            inputs = tree_map_only(
-                Tensor, lambda t: t.to(cast) if t.is_floating_point() else t, inputs
+        if cast is not None:  # as the root's forward does: nobody else has the copies
+            inner = run.module.register_forward_pre_hook(
+                lambda m, args, kwargs: cast_arguments(cast, args, kwargs), with_kwargs=True
             )
-        loss = run.forward(inputs)
+            stack.callback(inner.remove)
+        loss = run.forward()
         recorder.begin("backward", "")
         recorder.backward = True
         loss.backward()
         recorder.end()
     for param in run.module.parameters():
         param.grad = None
-    return recorder.pieces
+    return recorder.moments
 
 
 # --- repeated blocks ------------------------------------------------------------------------------
@@ -191,122 +172,26 @@ def block_path(name: str, index: int) -> str:
 
 
 def repeated(module: nn.Module) -> dict[str, int]:
-    """Lists of more than three equal blocks: name and length. Lists within lists are left alone."""
+    """Lists of more than three blocks of one kind: name and length. Lists within lists are left
+    alone. One kind: of one class of the user's, or equal modules of torch's.
+    """
     found: dict[str, int] = {}
     for name, child in module.named_modules():
         inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
-        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > KEPT and not inside:
+        if isinstance(child, (nn.ModuleList, nn.Sequential)) and len(child) > FEW and not inside:
             signs = {_signature(block) for block in child}
             if len(signs) == 1 and list(child._modules) == [str(i) for i in range(len(child))]:
                 found[name] = len(child)
     return found
 
 
-def _signature(block: nn.Module) -> tuple[Any, ...]:
+def _signature(block: nn.Module) -> Any:
+    if not type(block).__module__.startswith("torch.nn."):
+        return type(block)
     return (
         repr(block),
         tuple((n, tuple(p.shape), p.dtype, p.requires_grad) for n, p in block.named_parameters()),
     )
-
-
-@contextmanager
-def _shortened(module: nn.Module, lists: dict[str, int], keep: int) -> Iterator[None]:
-    before = {}
-    for name in lists:
-        child = module.get_submodule(name)
-        before[name] = (child, dict(child._modules))
-        for i in range(keep, lists[name]):
-            del child._modules[str(i)]
-    try:
-        yield
-    finally:
-        for child, modules in before.values():
-            child._modules.clear()
-            child._modules.update(modules)
-
-
-def expand(pieces: list[Piece], name: str, count: int, keep: int = KEPT) -> list[Piece]:
-    """The pieces of ``count`` blocks from those of ``keep``: the second is repeated.
-    ``ValueError``: the blocks did not run once each, one after the other.
-    """
-
-    def at(phase: str, index: int) -> int:
-        found = [
-            k for k, p in enumerate(pieces) if p.moment.phase == phase and p.block == (name, index)
-        ]
-        if len(found) != 1:
-            raise ValueError(f"block {index} of {name} ran {len(found)} times in {phase}")
-        return found[0]
-
-    def renamed(part: list[Piece], old: int, new: int) -> list[Piece]:
-        path, to = block_path(name, old), block_path(name, new)
-        return [_rename(p, path, to, (name, new)) for p in part]
-
-    extra = count - keep
-    one, two = at("forward", 1), at("forward", 2)
-    back_one, back_zero = at("backward", 1), at("backward", 0)
-    if not one < two < back_one < back_zero:
-        raise ValueError(f"the blocks of {name} do not run in order")
-    forward, backward = pieces[one:two], pieces[back_one:back_zero]
-    last = keep - 1
-    middle = renamed(pieces[two:back_one], last, last + extra)
-    more = [p for i in range(1, extra + 1) for p in renamed(forward, 1, 1 + i)]
-    less = [p for i in reversed(range(1, extra + 1)) for p in renamed(backward, 1, 1 + i)]
-    return [*pieces[:two], *more, *middle, *less, *pieces[back_one:]]
-
-
-def _rename(piece: Piece, path: str, to: str, block: tuple[str, int]) -> Piece:
-    unit = piece.moment.unit
-    if unit == path or unit.startswith(path + "."):
-        piece = replace(piece, moment=replace(piece.moment, unit=to + unit[len(path) :]))
-    return (
-        replace(piece, block=block) if piece.block and block_path(*piece.block) == (path) else piece
-    )
-
-
-def trace(
-    run: Run, units: dict[str, list[nn.Parameter]], *, cast: Any = None, shorten: bool = True
-) -> tuple[list[Moment], bool]:
-    """The moments of one forward and backward, and whether blocks were repeated. Local; the model
-    is unchanged afterwards. Errors of the model's own forward pass through.
-    """
-    lists = repeated(run.module) if shorten else {}
-    lists = {name: count for name, count in lists.items() if count > KEPT + 1}
-    if lists:
-        pieces = _trace_short(run, units, lists, cast)
-        if pieces is not None:
-            return [p.moment for p in pieces], True
-    return [p.moment for p in trace_once(run, units, {}, cast)], False
-
-
-def _trace_short(
-    run: Run, units: dict[str, list[nn.Parameter]], lists: dict[str, int], cast: Any
-) -> list[Piece] | None:
-    traces = []
-    for keep in (KEPT, KEPT + 1):
-        with _shortened(run.module, lists, keep):
-            here = dict(run.module.named_modules())
-            some = {n: p for n, p in units.items() if n in here}
-            try:
-                traces.append(trace_once(run, some, dict.fromkeys(lists, keep), cast))
-            except (IndexError, KeyError, AttributeError, RuntimeError, TypeError):
-                return None  # the model counts its blocks itself; all of them are traced
-    three, four = traces
-    try:
-        confirmed = three
-        for name in lists:
-            confirmed = expand(confirmed, name, KEPT + 1)
-        if _plain(confirmed) != _plain(four):
-            return None
-        for name, count in lists.items():
-            three = expand(three, name, count)
-    except ValueError:
-        return None
-    return three
-
-
-def _plain(pieces: list[Piece]) -> list[Moment]:
-    return [p.moment for p in pieces]
 
 
 # --- preparation ------------------------------------------------------------------------------

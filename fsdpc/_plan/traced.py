@@ -1,8 +1,9 @@
 """A model from the user's ``module:function``, traced on fake tensors.
 
 The function takes no arguments and returns ``model``, ``(model, inputs)`` or ``(model, inputs,
-loss)``; see ``trace.Run``. It is called under FakeTensorMode: a model of any size costs no memory,
-unless the function itself loads values.
+loss)``; see ``trace.Run``. It is called in ``fake.faking``: a model of any size costs no memory,
+unless the function itself loads values. Where the model's step cannot be traced, the plan has the
+engine's memory, and says what is missing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,11 +18,11 @@ from torch import nn
 
 from fsdpc._fsdp1.mixed import FullPrecisionHooks
 from fsdpc._fsdp2.module import fully_shard
+from fsdpc._plan import configs
 from fsdpc._plan import trace as _trace
-from fsdpc._plan.geometry import build, geometry_of
-from fsdpc._plan.model import Model, Setup, Unit
+from fsdpc._plan.fake import faking, sentence, settle
+from fsdpc._plan.model import Model, Moment, Setup, Unit
 from fsdpc._plan.modules import units_of, units_of_calls
-from fsdpc._torch import fake_tensor_mode
 from fsdpc.api import MixedPrecision, MixedPrecisionPolicy
 from fsdpc.wrap import ModuleWrapPolicy
 
@@ -40,8 +40,8 @@ def load(text: str) -> Factory:
         sys.path.insert(0, "")
     try:
         found = getattr(importlib.import_module(module_name), name, None)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"cannot import {module_name!r} of {text!r}: {error}") from error
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"cannot import {module_name!r} of {text!r}: {sentence(error)}") from error
     if not callable(found):
         raise ValueError(f"module {module_name!r} has no function {name!r}")
     return found
@@ -89,6 +89,8 @@ def classes_for(module: nn.Module, wrap: str) -> set[type[nn.Module]]:
     """The classes of modules that ``policy_for`` wraps."""
     if wrap == "whole":
         return set()
+    if wrap == "embeddings":
+        raise ValueError("--wrap embeddings is for plans by formula: name classes, as Embedding")
     if wrap == "blocks":
         return {
             type(module.get_submodule(_trace.block_path(n, 0))) for n in _trace.repeated(module)
@@ -104,52 +106,76 @@ def classes_for(module: nn.Module, wrap: str) -> set[type[nn.Module]]:
 def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str = "") -> Model:
     """The planner's model of what ``factory`` makes. ``wrap``: a name for ``policy_for``, or a
     policy; ``api``: ``fully_shard``, or the wrapper class. What the factory gives as ``shard`` is
-    planned instead of these. Without inputs there are no activations but a note.
+    planned instead of these. ``ValueError``: the factory raises; its line is in the message.
     """
-    with fake_tensor_mode()(allow_non_fake_inputs=True):
-        made = factory()
-        if hasattr(made, "model_type") and hasattr(made, "to_dict"):  # of transformers
-            found = geometry_of(made.to_dict(), made.model_type)
-            return build(found, setup, wrap=wrap if isinstance(wrap, str) else "blocks")
+    with faking():
+        made = _made(factory)
+        sized = hasattr(made, "model_type") and hasattr(made, "to_dict")  # of transformers
+        if sized:
+            made = configs.step_of(made, setup)
         run = run_of(made)
         module = run.module
+        settle(module)
         shard = made.get("shard") if isinstance(made, dict) else None
         units, notes = _units(module, setup, wrap, api, shard)
         if len(units) == 1 and wrap == "blocks" and shard is None:
             notes.append(
-                "no ModuleList or Sequential of more than three equal blocks was found, so the "
-                "model is one unit: name classes with --wrap"
+                "no ModuleList or Sequential of more than three blocks of one class was found, so "
+                "the model is one unit: name classes with --wrap"
             )
-        moments, tokens = [], 0
-        if run.inputs is None:
-            notes.append("no inputs were given, so activations are not in the plan")
-        else:
-            if setup.compress or setup.offload_activations:
-                raise ValueError(
-                    "compressed and offloaded activations are planned by formula, not from a "
-                    "trace: give a preset or a transformers configuration, or leave --compress "
-                    "and --offload-activations away"
-                )
-            moments, short = _moments(run, units, setup)
-            notes.append(
-                "activations traced on fake tensors"
-                + (", repeated blocks by one of them" if short else "")
-            )
-            tokens = _tokens(run.inputs)
+        idle = _idle(module)
+        moments, missing = _step(run, units, setup)
+        notes.append(missing or "activations traced on fake tensors")
+        tokens = _tokens(run.inputs)
         if not tokens:
             notes.append("no token ids among the inputs: FLOPs and step times are not known")
-        buffers = _trace.bytes_of_tensors(list(module.buffers()))
+        used = sum(u.numel for u in units) - idle
         return Model(
             name=type(module).__name__,
             units=units,
-            moments=tuple(moments),
-            buffer_bytes=buffers,
+            moments=moments,
+            buffer_bytes=_trace.bytes_of_tensors(list(module.buffers())),
             input_bytes=_trace.bytes_of_tensors(run.inputs),
             tokens=tokens,
-            flops=6.0 * tokens * sum(u.numel for u in units),  # 0 without token ids
+            flops=6.0 * tokens * used,  # 0 without token ids
             notes=tuple(notes),
             traced=True,
+            sized=sized,
+            missing=missing,
         )
+
+
+def _made(factory: Factory) -> Any:
+    try:
+        return factory()
+    except configs.Refused:
+        raise
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"the function that makes the model raised {sentence(error)}") from error
+
+
+def _step(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> tuple[tuple[Moment, ...], str]:
+    """The moments of a step, and why there are none."""
+    nothing = "activations are not in the plan: "
+    if run.inputs is None:
+        return (), nothing + "no inputs were given"
+    if setup.compress or setup.offload_activations:
+        raise ValueError(
+            "compressed and offloaded activations are planned by formula, not from a trace: give a "
+            "preset, or leave --compress and --offload-activations away"
+        )
+    try:
+        return tuple(_moments(run, units, setup)), ""
+    except Exception as error:
+        return (), nothing + f"the step raised {sentence(error)}"
+
+
+def _idle(module: nn.Module) -> int:
+    """Parameters of experts that a token does not use, by the numbers in a transformers config."""
+    config = getattr(module, "config", None)
+    count, used = configs.experts_of(config) if config is not None else (0, 0)
+    stacked = (p for p in module.parameters() if count and p.dim() == 3 and p.shape[0] == count)
+    return sum(p.numel() // count * (count - used) for p in stacked)
 
 
 def _units(
@@ -176,26 +202,20 @@ def _tokens(inputs: Any) -> int:
     return next((t.numel() for t in tensors if not t.is_floating_point()), 0)
 
 
-def _moments(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> tuple[list[Any], bool]:
+def _moments(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> list[Moment]:
     module, compute = run.module, _dtype(setup.compute)
+    if compute is not None:
+        _cast(module, compute)
     params = {
         unit.name: [module.get_parameter(_path(unit.name, p.name)) for p in unit.params]
         for unit in units
     }
-    if compute is not None:
-        _cast(module, compute)
-        params = {
-            unit.name: [module.get_parameter(_path(unit.name, p.name)) for p in unit.params]
-            for unit in units
-        }
     lists = _trace.repeated(module)
     blocks = [b for name in lists for b in module.get_submodule(name).children()]
     blocks = blocks or [module.get_submodule(u.name) for u in units if u.name]
     chosen = _trace.chosen_blocks(blocks, setup.checkpointing) if blocks else []
-    partly = 0 < len(chosen) < len(blocks)
-    with ExitStack() as stack:
-        stack.enter_context(_trace.checkpointed(chosen))
-        return _trace.trace(run, params, cast=compute, shorten=not partly)
+    with _trace.checkpointed(chosen):
+        return _trace.trace(run, params, compute)
 
 
 def _path(unit: str, name: str) -> str:
@@ -211,10 +231,12 @@ def _cast(module: nn.Module, dtype: torch.dtype) -> None:
     ]
     for child in kept:
         FullPrecisionHooks(child)
+    done: dict[int, nn.Parameter] = {}  # a parameter that several modules have stays one
     for child in module.modules():
         if child not in kept:
             for name, param in child._parameters.items():
                 if param is not None and param.is_floating_point():
-                    child._parameters[name] = nn.Parameter(
-                        param.detach().to(dtype), requires_grad=param.requires_grad
-                    )
+                    if id(param) not in done:
+                        low = param.detach().to(dtype)
+                        done[id(param)] = nn.Parameter(low, requires_grad=param.requires_grad)
+                    child._parameters[name] = done[id(param)]

@@ -402,7 +402,7 @@ def _step(
     for model in (plain, sharded):
         torch.manual_seed(77 + rank + 1000 * step)  # dropout draws the same masks
         model.zero_grad()
-        loss = Run(model, made.inputs, made.loss).forward(made.inputs)
+        loss = Run(model, made.inputs, made.loss).forward()
         loss.backward()
         losses.append(float(loss.detach()))
     _average(plain, world)
@@ -459,7 +459,7 @@ def _limit(
     inputs = tree_map_only(
         Tensor, lambda t: t.to(next(iter(narrow))) if t.is_floating_point() else t, made.inputs
     )
-    Run(low, inputs, made.loss).forward(inputs).backward()
+    Run(low, inputs, made.loss).forward().backward()
     _average(low, world)
     worst = LIMIT
     exact = dict(plain.named_parameters())

@@ -1,4 +1,4 @@
-"""Five small models for the planner: each function returns (model, inputs, loss)."""
+"""Small models for the planner: each function returns (model, inputs, loss)."""
 
 from __future__ import annotations
 
@@ -72,6 +72,47 @@ class MoEBlock(nn.Module):
         out = torch.bmm(F.gelu(torch.bmm(picked, self.up)), self.down) * best.T[..., None]
         summed = torch.zeros_like(flat).index_add(0, rows.T.flatten(), out.flatten(0, 1))
         return x + summed.view_as(x)
+
+
+class OddBlock(nn.Module):
+    """Every fifth of them saves more."""
+
+    def __init__(self, width: int, place: int) -> None:
+        super().__init__()
+        self.line, self.place = nn.Linear(width, width), place
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.line(x)
+        for _ in range(4 if self.place % 5 == 4 else 0):
+            x = torch.tanh(torch.exp(x / 10))
+        return x
+
+
+class LSTMBlock(nn.Module):
+    """Its kernel saves a workspace."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(width, width, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.lstm(x)[0]
+
+
+class Branch(nn.Module):
+    """A tree of units; of some the matrix is frozen, so that their inputs need not be saved."""
+
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.line = nn.Linear(width, width)
+        self.line.weight.requires_grad_(depth != 1)
+        self.below = nn.ModuleList(Branch(width, depth - 1) for _ in range(2 if depth else 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.line(x)
+        for one in self.below:
+            x = one(x)
+        return x
 
 
 class Decoder(nn.Module):
@@ -159,5 +200,24 @@ def resnet():
     return ResNet(24, 6), (torch.randn(8, 3, 24, 24),), images_loss
 
 
+def odd():
+    return _tokens([OddBlock(64, place) for place in range(15)], 64)
+
+
+def lstm():
+    return _tokens([LSTMBlock(64) for _ in range(2)], 64)
+
+
+def tree():
+    return _tokens([Branch(64, 2)], 64)
+
+
+def copied():
+    """Layers that are deep copies of one, with dropout."""
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    return _tokens([nn.TransformerEncoder(layer, 5, enable_nested_tensor=False)], 64)
+
+
 MODELS = {"gpt": gpt, "llama": llama, "vit": vit, "moe": moe, "resnet": resnet}
-BLOCKS = (GPTBlock, LlamaBlock, MoEBlock, ResBlock)
+UNLIKE = {"odd": odd, "lstm": lstm, "tree": tree, "copied": copied}
+BLOCKS = (GPTBlock, LlamaBlock, MoEBlock, ResBlock, OddBlock, LSTMBlock, Branch)

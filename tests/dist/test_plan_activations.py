@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import ranks
-from plan_models import BLOCKS, MODELS
+from plan_models import BLOCKS, MODELS, UNLIKE
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.profiler import ProfilerActivity, profile
 from toys import wrap
@@ -19,6 +19,7 @@ from fsdpc._plan.model import CPU, Setup
 from fsdpc._plan.trace import checkpointed
 from fsdpc._plan.traced import build_traced
 
+EVERY = MODELS | UNLIKE
 ENGINE = ("shards", "gradient shards", "gather slots", "reduce slots", "no_sync gradients")
 MIXED = {"compute": "bfloat16", "reduce": "float32"}
 
@@ -26,7 +27,7 @@ MIXED = {"compute": "bfloat16", "reduce": "float32"}
 def predicted(kind, world, checkpointing, precision):
     """(bytes that torch allocates in a step, bytes of the engine)"""
     setup = Setup(world=world, checkpointing=checkpointing, **CPU, **precision)
-    made = plan(lambda s: build_traced(MODELS[kind], s, ModuleWrapPolicy(set(BLOCKS))), setup)
+    made = plan(lambda s: build_traced(EVERY[kind], s, ModuleWrapPolicy(set(BLOCKS))), setup)
     step = [p for p in made.timeline if p.phase in ("forward", "backward")]
     rest = sum(
         r.bytes
@@ -38,7 +39,7 @@ def predicted(kind, world, checkpointing, precision):
 
 def measured(kind, checkpointing, precision, profiled):
     torch.manual_seed(0)
-    module, inputs, loss = MODELS[kind]()
+    module, inputs, loss = EVERY[kind]()
     blocks = [m for m in module.modules() if isinstance(m, BLOCKS)]
     options = {}
     if precision:
@@ -89,6 +90,16 @@ def test_traced_activations_are_those_of_a_run(rank, world):
             torch_plan, own_plan = predicted(kind, world, ratio, precision)
             assert own_plan == own_run
             assert torch_plan == pytest.approx(live, rel=1e-3), (kind, ratio, precision)
+
+
+@ranks(1)
+def test_also_where_blocks_are_unlike_or_nested(rank, world):
+    """Every fifth block saves more; a kernel's workspace; frozen parts of a tree; deep copies."""
+    for kind, precision in (*((kind, {}) for kind in UNLIKE), ("tree", MIXED)):
+        live, _, own_run = measured(kind, 0.0, precision, False)
+        torch_plan, own_plan = predicted(kind, world, 0.0, precision)
+        assert own_plan == own_run
+        assert torch_plan == pytest.approx(live, rel=1e-3), (kind, precision)
 
 
 @ranks(2)

@@ -17,13 +17,12 @@ from plan_models import LlamaBlock
 from torch import nn
 
 from fsdpc.__main__ import main
-from fsdpc._plan import advise, geometry, states
+from fsdpc._plan import advise, configs, geometry, states
 from fsdpc._plan.cards import CARDS, bytes_of
 from fsdpc._plan.cost import collective_seconds, cost
 from fsdpc._plan.ledger import plan
 from fsdpc._plan.model import CPU, Param, Setup, Unit, check
 from fsdpc._plan.options import WRAPS
-from fsdpc._plan.trace import repeated
 from fsdpc._plan.traced import build_traced
 
 BIG = ["llama-3-405b", "--world", "16384", "--sequence", "8192", "--loss", "fused"]
@@ -377,51 +376,167 @@ def test_the_formula_is_near_a_trace():
     assert block.delta == pytest.approx(formula, rel=0.07)
 
 
-def test_blocks_that_differ_by_place_are_all_traced():
-    """Every second block saves more: repeating one of them would be wrong, and is not done."""
-
-    class Alternating(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(7))
-
-        def forward(self, x):
-            for i, block in enumerate(self.blocks):
-                x = block(x)
-                x = torch.tanh(torch.exp(x)) if i % 2 else x
-            return x
-
-    def factory():
-        return Alternating(), (torch.randn(8, 16),)
-
-    with_all = build_traced(factory, Setup(**CPU))
-    assert repeated(Alternating()) == {"blocks": 7}
-    assert "repeated" not in " ".join(with_all.notes)
-    saved = [m.delta for m in with_all.moments if m.phase == "forward" and m.unit]
-    assert len(set(saved)) > 1 or len(with_all.moments) > 16
+LLAMA = {
+    "model_type": "llama",
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+GPT2 = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "n_positions": 1024}
 
 
-def test_a_transformers_config(tmp_path, capsys):
+def test_configs_without_the_library_are_exact_or_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(configs, "installed", lambda: False)
     path = tmp_path / "config.json"
-    path.write_text(
-        json.dumps(
-            {
-                "model_type": "llama",
-                "num_hidden_layers": 32,
-                "hidden_size": 4096,
-                "num_attention_heads": 32,
-                "num_key_value_heads": 8,
-                "intermediate_size": 14336,
-                "vocab_size": 128256,
-            }
-        )
-    )
-    code, seen = output(capsys, str(path), "--json")
-    assert code == 0
-    assert json.loads(seen.out)["parameters"] == geometry.PRESETS["llama-3-8b"].numel
+    for values, numel in (
+        (LLAMA, 8_030_261_248),
+        (LLAMA | {"attention_bias": True, "mlp_bias": True}, 8_030_261_248 + 32 * 43_008),
+        (GPT2 | {"vocab_size": 50257}, 124_439_808),
+    ):
+        path.write_text(json.dumps(values))
+        code, seen = output(capsys, str(path), "--json")
+        assert code == 0 and json.loads(seen.out)["parameters"] == numel
+    for kind in ("deepseek_v3", "falcon", "gpt_neox", "bert", "opt", "nobody"):
+        path.write_text(json.dumps(LLAMA | {"model_type": kind, "n_routed_experts": 256}))
+        code, seen = output(capsys, str(path), "--json")
+        assert code == 2 and repr(kind) in seen.err and seen.out == ""
     path.write_text("{}")
     code, seen = output(capsys, str(path))
-    assert code == 2 and "num_hidden_layers" in seen.err
+    assert code == 2 and "model_type" in seen.err
+
+
+PUBLISHED = {
+    "gpt2": 124_439_808,
+    "llama-1b": 1_235_814_400,
+    "llama-2-7b": 6_738_415_616,
+    "llama-3-8b": 8_030_261_248,
+    "llama-2-13b": 13_015_864_320,
+    "llama-3-70b": 70_553_706_496,
+    "llama-3-405b": 405_853_388_800,
+    "mixtral-8x7b": 46_702_792_704,
+}
+
+
+def test_exact_is_said_of_models_that_exist(capsys):
+    for name, g in geometry.PRESETS.items():
+        made = planned(name)
+        assert g.guessed or g.numel == made.model.numel == PUBLISHED[name], name
+        assert any(row.exact for row in made.rows) != g.guessed
+    code, seen = output(capsys, "--params", "7b", "--gpu", "h100")
+    assert code == 0 and " exact\n" not in seen.out and "\nfits:" not in seen.out
+
+
+def test_the_upper_bound_has_the_formulas_doubt():
+    made = planned("llama-3-8b", compute="bfloat16", attention="eager", micro_batch=4)
+    assert made.upper - made.peak.bytes > made.peak.roles["activations"]
+    assert made.fits(made.upper) is True and made.fits(made.upper - 1) is False
+
+
+BUILDERS = """
+import copy
+import torch
+from torch import nn
+
+def made(**more):
+    return nn.Sequential(nn.Embedding(64, 32), *(nn.Linear(32, 32, **more) for _ in range(3)))
+
+ids = torch.arange(16).view(2, 8)
+def plain(): return made(), ids
+def to_cpu(): return made().to("cpu"), ids
+def cuda(): return made().cuda(), ids.cuda()
+def to_cuda(): return made().to(torch.device("cuda", 0)), ids.to("cuda:0", non_blocking=True)
+def copied(): return copy.deepcopy(made()), ids
+def compiled(): return torch.compile(made()), torch.randint(64, (2, 8), device="cuda")
+def meta():
+    with torch.device("meta"):
+        return made(), ids
+def trunc():
+    model = made()
+    for param in model.parameters():
+        nn.init.trunc_normal_(param, std=0.02)
+    return model, ids
+def counted():
+    assert [round(p, 2) for p in torch.linspace(0, 0.2, 3).tolist()] == [0, 0.1, 0.2]
+    assert ids.max().item() == 15 and torch.ones(2, dtype=torch.long).sum() == 2
+    return made(), ids
+def bf16(): return made().to(torch.bfloat16), ids
+def half(): return made().half(), ids
+def tied():
+    model = made()
+    model[2].weight = model[1].weight
+    return model.to(torch.bfloat16), ids
+
+class Odd(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.inner, self.up = how, made(), nn.Parameter(torch.ones(4, 32, 32))
+
+    def forward(self, x):
+        x = self.inner(x)
+        if self.how == "item" and x.abs().max().item() > 9:
+            return x
+        if self.how == "shape":
+            return x.view(7, -1)
+        ends = torch.arange(4, 17, 4, dtype=torch.int32)
+        return torch._grouped_mm(x.flatten(0, 1), self.up, offs=ends)
+
+def grouped(): return Odd("grouped"), ids
+def item(): return Odd("item"), ids
+def shape(): return Odd("shape"), ids
+def raises(): return 1 / 0
+def reads(): return made(), made()[1].weight.sum().item()
+def ends(): raise SystemExit("no data")
+"""
+
+
+@pytest.fixture
+def program(tmp_path, monkeypatch, capsys):
+    """Plans a function of ``BUILDERS``."""
+    (tmp_path / "their_program.py").write_text(BUILDERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "their_program", raising=False)
+    more = ("--cpu", "--compute", "storage", "--memory", "9GB", "--wrap", "whole", "--world", "2")
+    return lambda name, *last: output(capsys, f"their_program:{name}", *more, *last)
+
+
+def test_ordinary_builders_are_planned(program):
+    def sizes(name):
+        code, seen = program(name, "--json")
+        assert code == 0, (name, seen.err)
+        found = json.loads(seen.out)
+        assert found["fits"] is True
+        return found["parameters"], found["peak"]["bytes"], found["peak"]["roles"]["activations"]
+
+    plain = sizes("plain")
+    for name in ("to_cpu", "cuda", "to_cuda", "copied", "compiled", "meta", "trunc", "counted"):
+        assert sizes(name) == plain, name
+    assert sizes("bf16") == sizes("half") < plain
+    assert sizes("tied")[0] == plain[0] - 32 * 32 and sizes("grouped")[0] == plain[0] + 4 * 32 * 32
+
+
+@pytest.mark.parametrize("name", ["item", "shape"])
+def test_a_step_that_cannot_be_traced_leaves_the_engines_rows(program, name):
+    line = next(i for i, text in enumerate(BUILDERS.splitlines(), 1)
+                if {"item": ".item() > 9", "shape": "x.view(7"}[name] in text)  # fmt: skip
+    code, seen = program(name)
+    assert code == 0 and seen.err == "" and "exact" in seen.out and "gather slots" in seen.out
+    notes = seen.out.replace("\n  ", " ").splitlines()
+    (note,) = (text for text in notes if "note: activations are not in the plan" in text)
+    assert f"(their_program.py:{line})" in note
+    assert "cannot say whether it fits" in seen.out and "\nfits:" not in seen.out
+    code, seen = program(name, "--json")
+    assert json.loads(seen.out)["fits"] is None
+
+
+@pytest.mark.parametrize("name", ["raises", "reads", "ends"])
+def test_a_builder_that_raises_is_quoted_with_its_line(program, name):
+    line = next(i for i, t in enumerate(BUILDERS.splitlines(), 1) if t.startswith(f"def {name}("))
+    code, seen = program(name)
+    assert code == 2 and seen.out == "" and seen.err.count("\n") == 1
+    assert f"(their_program.py:{line})" in seen.err
 
 
 def test_sizes_are_read_as_written():

@@ -1,0 +1,271 @@
+"""Fake tensors for a user's program: shapes and dtypes without bytes, on one device.
+
+A builder runs here as it stands: conversions, other devices, the meta device. What programs read
+back (ids, sizes, schedules) has values; the value of anything else is not known: a read raises.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from fsdpc._torch import TorchDispatchMode, TorchFunctionMode, fake_tensors, tree_leaves
+
+aten = torch.ops.aten
+SMALL = 1 << 16  # elements of tensors that have values
+PROBED = 1 << 28  # bytes of tensors with which a kernel is run to learn its workspace
+_COUNTING = {aten.arange, aten.linspace, aten.logspace, aten.scalar_tensor}
+_FILLED = {aten.zeros, aten.ones, aten.full, aten.randint, aten.randperm, aten.empty}
+
+
+@contextmanager
+def faking() -> Iterator[None]:
+    """Everything inside runs on fake tensors; devices that a program names are one."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints tracebacks of its own
+    level, moved = log.level, _Conversions()
+    with ExitStack() as stack:
+        stack.enter_context(fake_tensors().FakeTensorMode(allow_non_fake_inputs=True))
+        stack.enter_context(_Values())
+        stack.enter_context(_OneDevice())
+        stack.enter_context(mock.patch.object(nn.Module, "_apply", moved.apply))
+        stack.enter_context(mock.patch.object(nn.init, "trunc_normal_", lambda t, *a, **k: t))
+        stack.enter_context(mock.patch.object(torch, "compile", _not_compiled))
+        stack.callback(log.setLevel, level)
+        log.setLevel(logging.CRITICAL + 1)
+        yield
+
+
+def _not_compiled(model: Any = None, **options: Any) -> Any:
+    return (lambda found: found) if model is None else model
+
+
+class _Conversions:
+    """``Module.to`` and the like: fake parameters cannot change in place, so entries are replaced.
+    A parameter that several modules have stays one.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def apply(self) -> Callable[..., nn.Module]:
+        def _apply(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+            for child in module.children() if recurse else ():
+                child._apply(fn)
+            for entries in (module._parameters, module._buffers):
+                for name, tensor in entries.items():
+                    if tensor is not None:
+                        entries[name] = self._converted(tensor, fn)  # type: ignore[assignment]
+            return module
+
+        return _apply
+
+    def _converted(self, tensor: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
+        now = self._latest.get(id(tensor), (tensor, tensor))[1]
+        with torch.no_grad():
+            new = fn(now)
+        if new is not now:
+            new = _like(now, new)
+            self._latest[id(tensor)] = (
+                tensor,
+                new,
+            )  # with the old one, so that its id stays its own
+        return new
+
+
+def _like(old: Tensor, new: Tensor) -> Tensor:
+    """``new`` with what makes ``old`` a parameter, and with its attributes."""
+    if isinstance(old, nn.Parameter):
+        new = nn.Parameter(new, requires_grad=old.requires_grad)
+    for name, value in vars(old).items():
+        vars(new).setdefault(name, value)
+    return new
+
+
+def settle(module: nn.Module) -> None:
+    """Make all parameters and buffers fake tensors of one storage each: some are real (values of
+    small ones), and the storage of a copy has no identity.
+    """
+    done: dict[int, Tensor] = {}
+    for child in module.modules():
+        for entries in (child._parameters, child._buffers):
+            for name, tensor in entries.items():
+                if tensor is not None and not _is_settled(tensor):
+                    if id(tensor) not in done:
+                        fresh = torch.empty_strided(
+                            tensor.shape, tensor.stride(), dtype=tensor.dtype
+                        )
+                        done[id(tensor)] = _like(tensor, fresh)
+                    entries[name] = done[id(tensor)]  # type: ignore[assignment]
+
+
+def _is_settled(tensor: Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return True
+    return is_fake(tensor) and tensor.untyped_storage() is tensor.detach().untyped_storage()
+
+
+def is_fake(tensor: Tensor) -> bool:
+    return isinstance(tensor, fake_tensors().FakeTensor)
+
+
+class _OneDevice(TorchFunctionMode):
+    """Whatever device a program names, tensors stay on the one that they are on."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in (Tensor.cuda, Tensor.pin_memory):
+            return args[0]
+        kwargs = dict(kwargs or {})
+        if kwargs.get("device") is not None:
+            kwargs["device"] = "cpu"
+        kwargs.pop("pin_memory", None)
+        # A device by its name or number stands only in `to`; elsewhere texts are of another kind.
+        kinds = (str, int, torch.device) if func is Tensor.to else (torch.device,)
+        devices = (isinstance(a, kinds) and not isinstance(a, bool) for a in args)
+        args = [torch.device("cpu") if d else a for d, a in zip(devices, args, strict=True)]
+        return func(*args, **kwargs)
+
+
+class _Values(TorchDispatchMode):
+    """Small tensors that a program counts with have values, and so has what follows from these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._workspaces: dict[Any, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if self._has_values(func, tensors, args, kwargs):
+            with fake_tensors().unset_fake_temporarily():
+                return func(*args, **kwargs)
+        if func is aten.rand.default and torch.Size(args[0]).numel() == 1:
+            args, kwargs = (args[0], 1 - 2**-24), {"dtype": torch.float32}
+            with fake_tensors().unset_fake_temporarily():  # no layer is dropped by chance
+                return aten.full.default(*args, **kwargs)
+        if func._schema.is_mutable:
+            self._forget(func, args)
+        special = _KERNELS.get(func)
+        return special(self, func, args, kwargs) if special else func(*args, **kwargs)
+
+    def _has_values(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> bool:
+        packet = func._overloadpacket
+        if tensors:
+            if not all(_is_known(t) for t in tensors):
+                return False
+            widest = torch.broadcast_shapes(*(t.shape for t in tensors)) if _grows(tensors) else ()
+            return torch.Size(widest).numel() <= SMALL
+        if packet in _COUNTING:
+            return not args or not isinstance(args[0], int) or abs(args[0]) <= SMALL
+        dtype = kwargs.get("dtype")
+        if packet not in _FILLED or dtype is None or dtype.is_floating_point or dtype.is_complex:
+            return False
+        size = next((a for a in args if isinstance(a, (list, tuple))), ())
+        return torch.Size(size).numel() <= SMALL
+
+    def _forget(self, func: Any, args: Any) -> None:
+        """A real tensor that takes values that are not known has none any more."""
+        for value, argument in zip(args, func._schema.arguments, strict=False):
+            written = argument.alias_info is not None and argument.alias_info.is_write
+            if written and isinstance(value, Tensor) and not is_fake(value):
+                value._fsdpc_unknown = True  # type: ignore[attr-defined]
+
+
+def _is_known(tensor: Tensor) -> bool:
+    small = tensor.numel() <= SMALL and not getattr(tensor, "_fsdpc_unknown", False)
+    return small and not is_fake(tensor) and tensor.device.type == "cpu"
+
+
+def _grows(tensors: list[Tensor]) -> bool:
+    try:
+        torch.broadcast_shapes(*(t.shape for t in tensors))
+    except RuntimeError:
+        return False
+    return len(tensors) > 1
+
+
+# --- kernels of which torch's own shapes are not those of a run -----------------------------------
+
+
+def _grouped_mm(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """torch knows the shapes for bfloat16 alone; the operator takes other dtypes, too."""
+    a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs.get("offs")
+    rows, columns = a.shape[-2], b.shape[-1]
+    shape = [rows, columns] if a.dim() != b.dim() else [a.shape[0], rows, columns]
+    if a.dim() == b.dim() == 2:
+        shape = [offsets.shape[0], rows, columns]
+    per_16_bytes = 16 // a.element_size()
+    padded = -(-columns // per_16_bytes) * per_16_bytes
+    strides = [rows * padded, padded, 1][-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=kwargs.get("out_dtype") or a.dtype)
+
+
+def _rnn_layer(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The kernel saves a workspace whose size it alone knows: it runs once for each shape, with a
+    part of the batch where that would be large; the workspace is proportional to the batch.
+    """
+    out = func(*args, **kwargs)
+    x, hidden = args[0], args[9]
+    batch = x.shape[1]
+    part = max(1, min(batch, PROBED // (64 * max(1, x.shape[0] * hidden))))
+    key = str((x.shape, x.dtype, args[8:]))
+    if key not in values._workspaces:
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return value
+            shape = [part if n == batch and value.dim() == 3 else n for n in value.shape]
+            return torch.zeros(shape, dtype=value.dtype)
+
+        with fake_tensors().unset_fake_temporarily():
+            there = func(*[real(value) for value in args], **kwargs)[3]
+        values._workspaces[key] = -(-there.untyped_storage().nbytes() * batch // part)
+    return (*out[:3], torch.empty(values._workspaces[key], dtype=torch.uint8))
+
+
+_KERNELS: dict[Any, Callable[..., Any]] = {
+    getattr(aten, packet).default: kernel
+    for packet, kernel in (("_grouped_mm", _grouped_mm), ("mkldnn_rnn_layer", _rnn_layer))
+    if hasattr(aten, packet)
+}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def sentence(error: BaseException) -> str:
+    """An error of a user's program in one line, with the line of the program that it came from."""
+    text = " ".join(str(error).split())[:200]
+    reads = type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
+    if reads:
+        text += ": the program reads values of a tensor, and a plan knows shapes alone"
+    said = f"{type(error).__name__}{': ' if text else ''}{text}"
+    return f"{said} ({_line_of(error)})"
+
+
+def _line_of(error: BaseException) -> str:
+    """The last line that is neither torch's, Python's nor fsdpc's; else the last of a library."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own, python = str(Path(__file__).parents[1]), str(Path(logging.__file__).parents[1])
+    packages = str(Path(torch.__file__).parents[1])
+    outside = [f for f in frames if not f.filename.startswith((own, python, packages, "<"))]
+    library = [
+        f for f in frames if not f.filename.startswith((own, str(Path(torch.__file__).parent)))
+    ]
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{Path(error.filename).name}:{error.lineno}"
+    found = (outside or library or frames)[-1:]
+    return f"{Path(found[0].filename).name}:{found[0].lineno}" if found else sys.argv[0]
