@@ -80,6 +80,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     _fsdpc_is_unit = True
     _fsdpc_host = property(lambda self: self)
+    _others = ()  # an instance has one unit
 
     # What an instance begins with; the rest is set by the constructor and _init_state.
     _unit: HandledUnit | None = None

@@ -25,9 +25,10 @@ class UnitHost(Protocol):
     ``_unit``: None without managed parameters. ``_pass_unit``: a unit without parameters whose
     hooks mark the begin and end of a pass, for a root without a unit. ``_root``, ``_tree``,
     ``_is_root``: None until lazy initialisation; ``_tree`` is set on roots only. ``_mark_handles``:
-    hooks to be removed when the tree ends.
+    hooks to be removed when the tree ends. ``_others``: hosts of further units of the same modules.
     """
 
+    _others: tuple[Any, ...]
     _name: str
     _unit: Any
     _pass_unit: Any

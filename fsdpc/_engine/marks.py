@@ -53,7 +53,8 @@ def is_replicated(what: nn.Module | nn.Parameter) -> bool:
 def hosts(model: nn.Module) -> list[Any]:
     """The hosts of units in ``model``, of either interface, in module order. Local."""
     found = [getattr(module, "_fsdpc_host", None) for module in model.modules()]
-    return list({id(host): host for host in found if host is not None}.values())
+    whole = [each for host in found if host is not None for each in (host, *host._others)]
+    return list({id(host): host for host in whole}.values())
 
 
 def attach_marked(root: nn.Module) -> list[Any]:

@@ -9,11 +9,17 @@ import torch
 from torch import nn
 
 from fsdpc._engine.unit import ParamInfo
+from fsdpc._torch import REGISTRY_KEY
 
 
 def join(prefix: str, name: str) -> str:
     """``prefix.name``, or ``name`` alone under an empty prefix."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def has_replicate(module: nn.Module) -> bool:
+    """Whether torch's ``replicate`` manages the module and those below it. Local."""
+    return "replicate" in module.__dict__.get(REGISTRY_KEY, ())
 
 
 def walk(

@@ -22,7 +22,7 @@ from fsdpc import _C
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd
 from fsdpc._engine.marks import hosts, is_replicated
-from fsdpc._engine.modules import join, walk
+from fsdpc._engine.modules import has_replicate, join, walk
 
 # Modules below roots that have a tree. Keys are weak, and values refer to no module.
 _WATCHED: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
@@ -80,8 +80,8 @@ class Watch:
         left_out = {id(item) for item in self.front.ignored(root)}
 
         def averaged(module: nn.Module) -> bool:  # by somebody else
-            apart = isinstance(module, DistributedDataParallel) or is_replicated(module)
-            return apart or id(module) in left_out
+            apart = isinstance(module, DistributedDataParallel) or has_replicate(module)
+            return apart or is_replicated(module) or id(module) in left_out
 
         for name, module in (found for one in modules for found in walk(one, averaged)):
             if type(module).__hash__ is not None:

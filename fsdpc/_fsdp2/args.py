@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,17 +19,20 @@ from fsdpc.api import ShardingStrategy
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The ranks that share a unit. ``mesh``: that of its DTensors; the last of its
-    data-parallel dimensions shards, one before replicates. ``groups``: the communicators over these
-    dimensions. ``data_dims``: their indices in ``mesh`` if ``dp_mesh_dims`` names them; all
-    parameters are then DTensors on ``mesh``.
+    """The ranks that share a unit. ``mesh``: that of its DTensors; the last of its data-parallel
+    dimensions shards, one before replicates. ``groups``: the communicators over these dimensions.
+
+    ``spmd``: the mesh on which all parameters are DTensors if ``dp_mesh_dims`` names dimensions of
+    it, ``shard_dims`` and ``replicate_dims``; several that shard are one dimension of ``mesh``.
     """
 
     mesh: DeviceMesh
     groups: Groups
     device: torch.device
     replicates: bool
-    data_dims: tuple[int, ...] = ()
+    spmd: DeviceMesh | None = None
+    shard_dims: tuple[int, ...] = ()
+    replicate_dims: tuple[int, ...] = ()
 
     def placements(self, dim: int) -> tuple[Any, ...]:
         """Placements of a parameter that is plain before sharding and cut along ``dim``."""
@@ -70,37 +73,52 @@ def check_mesh(mesh: DeviceMesh) -> None:
         raise AssertionError("Please init the 2D mesh for HSDP with mesh_dim_names specified")
 
 
-def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[str, ...]:
-    """The names of the data-parallel dimensions of a mesh that has others, too; the last one
-    shards. torch's ``ValueError`` for names that the mesh lacks. ``NotImplementedError``: several
-    dimensions of one kind, or none that shards.
+def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names of the dimensions that replicate and of those that shard, of a mesh that has
+    others, too. torch's ``ValueError``s for names that the mesh lacks, and for none that shards.
     """
     if dims.shard is None and dims.replicate is None:
         raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
     if mesh.mesh_dim_names is None:
         raise ValueError("mesh must have mesh_dim_names when dp_mesh_dims is provided")
-    kinds = [
+    replicate, shard = (
         (one,) if isinstance(one, str) else tuple(one or ()) for one in (dims.replicate, dims.shard)
-    ]
-    for name in (*kinds[0], *kinds[1]):
+    )
+    for name in (*replicate, *shard):
         if name not in mesh.mesh_dim_names:
             raise ValueError(
                 f"Mesh dim name '{name}' not found in mesh.mesh_dim_names {mesh.mesh_dim_names}"
             )
-    if len(kinds[1]) != 1 or len(kinds[0]) > 1:
-        raise NotImplementedError(
-            f"dp_mesh_dims: fsdpc.fully_shard takes one dimension that shards and at most one that "
-            f"replicates, not shard={dims.shard!r}, replicate={dims.replicate!r}: make a mesh in "
-            "which they are one dimension"
+    if not shard:
+        raise ValueError(
+            f"dp_mesh_dims of fully_shard needs a dimension that shards, but got {dims}: replicate "
+            "with torch.distributed._composable.replicate_with_fsdp"
         )
-    return (*kinds[0], *kinds[1])
+    return replicate, shard
+
+
+def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The named dimensions as one. Collective if they are several."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
 
 
 def data_mesh_of(mesh: DeviceMesh, dims: Any = None) -> DataMesh:
     """The communicators of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
     over its second; or those of the dimensions that ``dims`` (``dp_mesh_dims``) names. Collective.
     """
-    own = () if dims is None else tuple(map(mesh.mesh_dim_names.index, named_dims(mesh, dims)))
+    if dims is None:
+        return _data_mesh(mesh)
+    replicate, shard = named_dims(mesh, dims)
+    parts = [_as_one(mesh, names) for names in (replicate, shard) if names]
+    data = _data_mesh(parts[0] if len(parts) == 1 else DeviceMesh._concatenate(parts))
+    assert mesh.mesh_dim_names is not None
+    shard_dims, replicate_dims = (
+        tuple(map(mesh.mesh_dim_names.index, names)) for names in (shard, replicate)
+    )
+    return replace(data, spmd=mesh, shard_dims=shard_dims, replicate_dims=replicate_dims)
+
+
+def _data_mesh(mesh: DeviceMesh) -> DataMesh:
     kind = mesh.device_type
     if kind not in ("cpu", "cuda"):
         raise NotImplementedError(
@@ -109,13 +127,12 @@ def data_mesh_of(mesh: DeviceMesh, dims: Any = None) -> DataMesh:
     device = torch.device("cpu")
     if kind == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    used = own or tuple(range(mesh.ndim))
-    replicates = len(used) == 2
-    shard = mesh.get_group(used[-1])
-    replicate = mesh.get_group(used[0]) if replicates else None
+    replicates = mesh.ndim == 2
+    shard = mesh.get_group(mesh.ndim - 1)
+    replicate = mesh.get_group(0) if replicates else None
     strategy = ShardingStrategy.HYBRID_SHARD if replicates else ShardingStrategy.FULL_SHARD
     groups = make_groups(strategy, shard, replicate, device=engine_device(device))
-    return DataMesh(mesh, groups, device, replicates, own)
+    return DataMesh(mesh, groups, device, replicates)
 
 
 def reshards(value: Any, world: int) -> bool:
@@ -144,20 +161,54 @@ def reshards(value: Any, world: int) -> bool:
     return value != 1
 
 
-def dim_of(choose: Any, info: Any, world: int) -> int:
-    """The dimension along which ``shard_placement_fn`` wants a parameter cut (None: 0), not
-    negative. ``NotImplementedError``: a size of a later dimension that ``world`` does not divide
-    (as torch), or a mesh of the parameter's own. torch's exceptions for other values.
+def placed(
+    choose: Any, infos: list[Any], default: DataMesh
+) -> list[tuple[DataMesh, list[Any], list[int]]]:
+    """By mesh, ``default`` first: the parameters that ``shard_placement_fn`` puts there, and the
+    dimensions along which it cuts them. Collective over the meshes.
     """
-    chosen = None if choose is None else choose(info.param)
+    found: dict[DeviceMesh, tuple[DataMesh, list[Any], list[int]]] = {}
+    found[default.mesh] = default, [], []
+    for info in infos:
+        chosen = None if choose is None else choose(info.param)
+        if hasattr(chosen, "placement") and hasattr(chosen, "mesh_info"):
+            mesh, chosen = _own_mesh(chosen.mesh_info, default, info.name), chosen.placement
+        else:
+            mesh = default.mesh
+        if mesh not in found:
+            found[mesh] = data_mesh_of(mesh), [], []
+        data_mesh, members, dims = found[mesh]
+        members.append(info)
+        dims.append(_dim(chosen, info, data_mesh.shard_world))
+    return list(found.values())
+
+
+def _own_mesh(mesh_info: Any, default: DataMesh, name: str) -> DeviceMesh:
+    mesh: DeviceMesh = mesh_info.mesh
+    replicates = getattr(mesh_info, "replicate_mesh_dim", None) is not None
+    if getattr(mesh_info, "shard_mesh_dim", None) is None or mesh.ndim != 1 + replicates:
+        raise ValueError(
+            f"shard_placement_fn: parameter {name!r} needs a mesh whose last dimension shards, "
+            f"after one that replicates if it has two, not {mesh_info}"
+        )
+    if default.spmd is not None and mesh != default.mesh:
+        raise NotImplementedError(
+            f"shard_placement_fn: a mesh of its own for parameter {name!r} beside dp_mesh_dims: "
+            "call fully_shard on the module that has the parameter"
+        )
+    if mesh.device_type != default.mesh.device_type:
+        raise ValueError(f"shard_placement_fn: {mesh} for parameter {name!r}, but {default.mesh}")
+    return mesh
+
+
+def _dim(chosen: Any, info: Any, world: int) -> int:
+    """The dimension that a placement names (None: 0), not negative. ``NotImplementedError``: a size
+    of a later dimension that ``world`` does not divide (as torch). torch's exceptions for other
+    values.
+    """
     if chosen is None:
         return 0
     if not isinstance(chosen, Shard):
-        if hasattr(chosen, "placement") and hasattr(chosen, "mesh_info"):
-            raise NotImplementedError(
-                f"shard_placement_fn: a mesh of its own for parameter {info.name!r}: call "
-                "fully_shard with that mesh on the module that has the parameter"
-            )
         raise AssertionError(f"Expected Shard but got {chosen} for parameter {info.name!r}")
     dim = chosen.dim + info.param.dim() if chosen.dim < 0 else chosen.dim
     if not 0 <= dim < info.param.dim():

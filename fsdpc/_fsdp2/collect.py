@@ -12,11 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdpc._engine.modules import collect, walk
+from fsdpc._engine.modules import collect, has_replicate, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp2.args import DataMesh
-from fsdpc._torch import REGISTRY_KEY
 
 
 def state_of(module: nn.Module) -> Any:
@@ -26,7 +25,7 @@ def state_of(module: nn.Module) -> Any:
 
 def _is_apart(module: nn.Module) -> bool:
     """Whether an earlier call, or torch's ``replicate``, manages the module."""
-    return state_of(module) is not None or "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+    return state_of(module) is not None or has_replicate(module)
 
 
 def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
@@ -112,7 +111,7 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
 
 def _check_mesh(param: nn.Parameter, name: str, data_mesh: DataMesh) -> None:
     """torch's exceptions for a DTensor's mesh and placements."""
-    if not data_mesh.data_dims:
+    if data_mesh.spmd is None:
         if isinstance(param, DTensor) and param.device_mesh.ndim > 2:
             raise NotImplementedError(
                 f"FSDP only supports 1D TP/EP or 2D EP+TP: parameter {name!r} is a DTensor with "
@@ -124,15 +123,15 @@ def _check_mesh(param: nn.Parameter, name: str, data_mesh: DataMesh) -> None:
             "When dp_mesh_dims is provided, all parameters must be DTensors on the full SPMD mesh "
             f"(e.g. via distribute_module). Got plain tensor for parameter {name!r}."
         )
-    if param.device_mesh != data_mesh.mesh:
+    if param.device_mesh != data_mesh.spmd:
         raise ValueError(
             "Expected param's DTensor mesh to be the same mesh passed to fully_shard, but got "
-            f"{param.device_mesh} and {data_mesh.mesh} for parameter {name!r}"
+            f"{param.device_mesh} and {data_mesh.spmd} for parameter {name!r}"
         )
-    for dim in data_mesh.data_dims:
+    for dim in (*data_mesh.replicate_dims, *data_mesh.shard_dims):
         if not isinstance(param.placements[dim], Replicate):
             raise ValueError(
-                f"Expected Replicate() on DP dim {data_mesh.mesh.mesh_dim_names[dim]!r} "
+                f"Expected Replicate() on DP dim {data_mesh.spmd.mesh_dim_names[dim]!r} "
                 f"(index {dim}) but got {param.placements[dim]} for parameter {name!r}"
             )
 

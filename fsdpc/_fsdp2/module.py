@@ -171,8 +171,9 @@ class FSDPModule:
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""
         state = self._get_fsdp_state()
-        if state._unit is not None:
-            state._unit.flat.divide = float(factor)
+        for one in (state, *state._others):
+            if one._unit is not None:
+                one._unit.flat.divide = float(factor)
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of ``set_gradient_divide_factor``."""
@@ -252,7 +253,8 @@ class FSDPModule:
 
     def _states(self, recurse: bool) -> list[State]:
         assert isinstance(self, nn.Module)
-        return states_below(self) if recurse else [self._get_fsdp_state()]
+        state = self._get_fsdp_state()
+        return states_below(self) if recurse else [state, *state._others]
 
 
 def _custom(name: str) -> str:
@@ -301,9 +303,10 @@ def fully_shard(  # type: ignore[misc]
     parameter; a dimension other than 0 must be a multiple of the ranks, and the full parameter is
     then a view with that dimension first in memory. ``dp_mesh_dims``: the names of the
     data-parallel dimensions of ``mesh``, on which every parameter is a DTensor. Parameters and
-    gradients of the modules are then DTensors on ``mesh`` as well. ``NotImplementedError``: a mesh
-    of a parameter's own, several dimensions that shard or none, a dimension that is no such
-    multiple.
+    gradients of the modules are then DTensors on ``mesh`` as well. ``NotImplementedError``: a
+    dimension that is no such multiple. ``shard_placement_fn`` may return torch's
+    ``ShardPlacementResult``: parameters of another mesh are a unit of their own then, gathered with
+    the call's modules.
     """
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
@@ -331,24 +334,31 @@ def fully_shard(  # type: ignore[misc]
         )
     data_mesh = _args.data_mesh_of(mesh, dp_mesh_dims)
     infos = collect_infos(managed, ignored, what, data_mesh)
-    dims = [_args.dim_of(shard_placement_fn, info, data_mesh.shard_world) for info in infos]
-    state = State(
-        modules,
-        data_mesh,
-        reshard=_args.reshards(reshard_after_forward, data_mesh.shard_world),
-        automatic=reshard_after_forward is None,
-        precision=mp_policy,
-        offload=offload_policy,
-        ignored=ignored_params or (),
-    )
+    placed = _args.placed(shard_placement_fn, infos, data_mesh)
+
+    def make_state(mesh: _args.DataMesh, leader: State | None = None) -> State:
+        return State(
+            modules,
+            mesh,
+            reshard=_args.reshards(reshard_after_forward, mesh.shard_world),
+            automatic=reshard_after_forward is None,
+            precision=mp_policy,
+            offload=offload_policy,
+            ignored=ignored_params or (),
+            leader=leader,
+        )
+
+    state = make_state(data_mesh)
+    state._others = tuple(make_state(mesh, state) for mesh, _, _ in placed[1:])
     _stepping.install()
     _clip.install()
     with explained("wrapping", what):
         move_to(data_mesh.device, managed, ignored)
         if data_mesh.device.type == "cpu":
             _draws.install()
-        if infos:
-            state.make_unit(infos, dims)
+        for one, (_, members, dims) in zip((state, *state._others), placed, strict=True):
+            if members:
+                one.make_unit(members, dims)
     state.watch_hooks(one for _, one in managed)
     for _, one in managed:
         if one._parameters:

@@ -25,6 +25,7 @@ class Call:
     infos: list[ParamInfo]
     reshard_after_forward: Any
     precision: MixedPrecisionPolicy
+    _others: tuple[Any, ...] = ()
     _unit: Any = field(init=False)
 
     def __post_init__(self) -> None:

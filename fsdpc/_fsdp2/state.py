@@ -32,6 +32,8 @@ class State:
     """The host of one unit (``fsdpc._engine.host.UnitHost``). ``modules``: the call's modules.
 
     ``automatic``: ``reshard_after_forward`` was None, so that the root keeps its parameters.
+    ``_others``: the states of further meshes on which the call has parameters; what is called on
+    this state, their ``leader``, includes them. They come behind it in the tree, as nested ones.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class State:
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
         ignored: Iterable[nn.Parameter],
+        leader: State | None = None,
     ) -> None:
+        self._others: tuple[State, ...] = ()
+        self._leader = None if leader is None else weakref.ref(leader)
         self.modules = modules
         self.data_mesh = data_mesh
         self.reshard, self.automatic = reshard, automatic
@@ -71,12 +76,29 @@ class State:
         self.summing: _hooked.Summing | None = None  # with the user's all-reduce hook
         self._hooks: list[dict[int, Any]] = []  # the tables of backward hooks of the modules
 
+    @property
+    def leader(self) -> State:
+        """The state through which the call's modules know this one."""
+        leader = self if self._leader is None else self._leader()
+        assert leader is not None  # modules hold both
+        return leader
+
     def make_unit(self, infos: list[ParamInfo], dims: Sequence[int]) -> None:
         """Shard the call's parameters along ``dims``. Collective over the mesh."""
         plain = [info.param for info in infos]
         self._unit = self._new_unit(infos, dims)
+        if self.leader is not self:
+            self._name = self._unit.name = self.name_in(self._name)
         for param in plain:  # a module outside of the unit may keep the tied parameter
             _writeback.set_owner(param, self._unit)
+
+    def name_in(self, module: str) -> str:
+        """The unit's name, in which a further mesh of one call shows."""
+        if self.leader is self:
+            return module
+        names = "_".join(self.data_mesh.mesh.mesh_dim_names or ())
+        number = self.leader._others.index(self) + 1 if self in self.leader._others else 0
+        return f"{module} on mesh {names or number}".lstrip()
 
     def _new_unit(
         self,
@@ -97,7 +119,7 @@ class State:
             reshard_after_forward=self.reshard,
             offload=isinstance(self.offload, CPUOffloadPolicy),
         )
-        this = weakref.ref(self)
+        this = weakref.ref(self.leader)
         unit.on_unattached = lambda: call_untraced(lazy_init, this())
         return unit
 
@@ -111,12 +133,20 @@ class State:
             self._sync_gradients = bool(gradients)
         if replicas is not None:
             self._sync_replicas = bool(replicas)
+        for other in self._others:
+            other.set_sync(gradients=gradients, replicas=replicas)
         if self._unit is not None:
             waits = self.data_mesh.replicates and not self._sync_replicas
             self._unit.require_sync = self._sync_gradients and not waits
 
     def set_all_reduce_hook(self, hook: Callable[..., Any] | None, stream: Any) -> None:
         """See ``FSDPModule.set_all_reduce_hook``."""
+        if self._others:
+            raise ValueError(
+                f"set_all_reduce_hook: {self._name} has parameters on several meshes "
+                "(shard_placement_fn), so the hook would not know over which to sum: call "
+                "fully_shard with each mesh on a module of its own"
+            )
         if stream is not None and self.data_mesh.replicates:
             raise ValueError("stream cannot be set when using native HSDP")
         if stream is not None and hook is None:
@@ -126,12 +156,17 @@ class State:
 
     def watch_hooks(self, modules: Iterable[nn.Module]) -> None:
         """Keep the unit gathered for backward hooks of these modules, whenever there are any."""
+        modules = list(modules)
+        for other in self._others:
+            other.watch_hooks(modules)
         self._hooks = [global_backward_hooks, *(module._backward_hooks for module in modules)]
 
     def gather_before_hooks(self, output: Any) -> None:
         """Gather the unit before the module's own backward hooks, whose nodes torch has put around
         ``output`` after the forward hooks.
         """
+        for other in self._others:
+            other.gather_before_hooks(output)
         unit = self._unit
         if unit is not None and torch.is_grad_enabled():
             gather = unit.flat.hook("pre_backward")
@@ -146,19 +181,24 @@ class State:
         """Forward pre-hook: gathers, then casts the inputs."""
         if self._is_root is None and self._unit is None:
             call_untraced(lazy_init, self)
-        unit = self._unit or self._pass_unit
-        if unit is not None:
-            if any(self._hooks) != unit.flat.observed:
-                unit.flat.observed = not unit.flat.observed
-            prepared = unit.pre_forward_hook(module, args, kwargs)
-            self._open += 1
-            if len(self.modules) > 1:
-                self._note_member(unit, module)
-            if prepared is not None:
-                args, kwargs = prepared
+        args, kwargs = self._enter(module, args, kwargs)
+        for other in self._others:
+            args, kwargs = other._enter(module, args, kwargs)
         if self._prepare_inputs is not None:
             return self._prepare_inputs(args, kwargs)
         return args, kwargs
+
+    def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        unit = self._unit or self._pass_unit
+        if unit is None:
+            return args, kwargs
+        if any(self._hooks) != unit.flat.observed:
+            unit.flat.observed = not unit.flat.observed
+        prepared = unit.pre_forward_hook(module, args, kwargs)
+        self._open += 1
+        if len(self.modules) > 1:
+            self._note_member(unit, module)
+        return (args, kwargs) if prepared is None else prepared
 
     def _note_member(self, unit: RowUnit, module: nn.Module) -> None:
         """Keep the unit gathered until all modules of the call have run, or the pass ends."""
@@ -172,18 +212,23 @@ class State:
     @not_traced
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook: releases, then casts the output."""
-        unit = self._unit or self._pass_unit
-        if unit is not None and self._open > 0:
-            self._open -= 1
-            copied = unit.post_forward_hook(kwargs, args, output)
-            if copied is not None:
-                output = copied
+        for other in reversed(self._others):
+            output = other._leave(args, kwargs, output)
+        output = self._leave(args, kwargs, output)
         if self.precision.output_dtype is not None:
             output = cast_tree(self.precision.output_dtype, output)
         if autocasts():
             # Autocast caches low-precision weights, in the end those of the whole model.
             torch.clear_autocast_cache()
         return output
+
+    def _leave(self, args: Any, kwargs: Any, output: Any) -> Any:
+        unit = self._unit or self._pass_unit
+        if unit is None or self._open == 0:
+            return output
+        self._open -= 1
+        copied = unit.post_forward_hook(kwargs, args, output)
+        return output if copied is None else copied
 
     @not_traced
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -195,11 +240,15 @@ class State:
             return function(*args, **kwargs)
         except BaseException as error:
             explain(error, "forward", host=self)
-            unit = self._unit or self._pass_unit
-            while unit is not None and self._open > before:
-                self._open -= 1
-                unit.forward_failed()
+            for state in (*reversed(self._others), self):
+                state._undo_forwards(before)
             raise
+
+    def _undo_forwards(self, before: int) -> None:
+        unit = self._unit or self._pass_unit
+        while unit is not None and self._open > before:
+            self._open -= 1
+            unit.forward_failed()
 
     # --- what torch's pipelines call behind their last backward ----------------------------------
 
@@ -208,7 +257,7 @@ class State:
 
     @property
     def _state_ctx(self) -> Any:
-        return SimpleNamespace(all_states=(self,))
+        return SimpleNamespace(all_states=(self, *self._others))
 
     def _root_post_backward_final_callback(self) -> None:
         """Sum gradients that wait, by a backward without gradients. Collective over the mesh."""
@@ -226,15 +275,22 @@ class State:
 
     def unshard(self) -> None:
         """Show full parameters in the modules. Collective outside of a pass."""
+        if self._unit is not None or self._others:
+            lazy_init(self)
+        for state in (self, *self._others):
+            state._unshard()
+
+    def _unshard(self) -> None:
         if self._unit is None:
             return
-        lazy_init(self)
         outside = self._unit.flat.unshard()
         if outside:  # no rank may change its shard before all have read it
             self._unit.groups.shard.agree("", what=f"unshard of unit {self._name}")
 
     def reshard_now(self) -> None:
         """Show sharded parameters in the modules. Local."""
+        for other in self._others:
+            other.reshard_now()
         if self._unit is not None:
             self._unit.flat.reshard()
 
@@ -242,6 +298,8 @@ class State:
         """Move values that the user has put into the parameters to the shards. Local, unless their
         dtypes have changed (``model.to(dtype)``): then collective over the mesh.
         """
+        for other in self._others:
+            other.adopt_values()
         unit = self._unit
         if unit is None:
             return
@@ -297,6 +355,11 @@ def members(root: State) -> Iterator[tuple[str, int, State]]:
                 done.add(id(state))
                 yield name, depth, state
             depth += state._unit is not None
+            for other in state._others:
+                if id(other) not in done:
+                    done.add(id(other))
+                    yield name, depth, other
+                depth += 1
         children = [
             (f"{name}.{key}" if name else key, depth, child)
             for key, child in module._modules.items()
@@ -308,12 +371,13 @@ def members(root: State) -> Iterator[tuple[str, int, State]]:
 def states_below(module: nn.Module) -> list[State]:
     """The states of all calls at or below ``module``, in module order."""
     found = [state_of(child) for child in module.modules()]
-    return list({id(state): state for state in found if state is not None}.values())
+    states = [each for state in found if state is not None for each in (state, *state._others)]
+    return list({id(state): state for state in states}.values())
 
 
 def lazy_init(state: State) -> None:
     """``fsdpc._engine.root.lazy_init`` of a state."""
-    _root.lazy_init(FRONT, state)
+    _root.lazy_init(FRONT, state.leader)
 
 
 def release(state: State) -> None:
@@ -326,12 +390,13 @@ def release(state: State) -> None:
 def _prepare(state: State, name: str) -> None:
     unit = state._unit
     dtype = state.precision.param_dtype if state.precision.cast_forward_inputs else None
-    state._prepare_inputs = preparation(state.compute_device if state._is_root else None, dtype)
+    if state.leader is state:
+        state._prepare_inputs = preparation(state.compute_device if state._is_root else None, dtype)
     if unit is None:
         return
-    unit.name = name or unit.name
+    unit.name = state.name_in(name) if name or state.leader is not state else unit.name
     check_materialized(unit, _names_in_root(state, unit.meta_names()))
-    reshard = state.reshard and not (state.automatic and state._is_root)
+    reshard = state.reshard and not (state.automatic and state.leader._is_root)
     if unit.flat.reshards != reshard:
         unit.flat.reshards = reshard
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import around, over
@@ -84,7 +84,7 @@ class RowUnit(Unit):
         param._local_tensor = local
         param.__dict__.update(full.__dict__)
         if self.trainable[i]:
-            kept = self.data_mesh.data_dims
+            kept = (*self.data_mesh.replicate_dims, *self.data_mesh.shard_dims)
             param.register_hook(lambda grad: _as_placed(grad, spec, kept))
         return param
 
@@ -249,7 +249,7 @@ def sharded_spec(param: Tensor, data_mesh: DataMesh, parallel: Any, cut: int) ->
         shape = param.shape
         meta = TensorMeta(shape, torch.empty(shape, device="meta").stride(), param.dtype)
         return DTensorSpec(data_mesh.mesh, data_mesh.placements(cut), tensor_meta=meta)
-    if data_mesh.data_dims:
+    if data_mesh.spmd is not None:
         return _spmd_spec(data_mesh, parallel, cut)
     mesh = joined_mesh(data_mesh.mesh, parallel.mesh)
     rows = [p for p in parallel.placements if isinstance(p, Shard) and p.dim == cut]
@@ -263,13 +263,29 @@ def sharded_spec(param: Tensor, data_mesh: DataMesh, parallel: Any, cut: int) ->
 
 
 def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
-    """As ``sharded_spec``, on the mesh that the parameter is distributed on already."""
-    dim, split = data_mesh.data_dims[-1], 1
-    for later in range(dim + 1, spec.mesh.ndim):
+    """As ``sharded_spec``, on the mesh that the parameter is distributed on already. Several
+    dimensions that shard are one there, which stands in the place of the first with that of the
+    replicas before it.
+    """
+    dims, placements = data_mesh.shard_dims, list(spec.placements)
+    split = 1
+    for later in range(dims[0] + 1, spec.mesh.ndim):
         split *= spec.mesh.size(later) if spec.placements[later] == Shard(cut) else 1
-    placements = list(spec.placements)
-    placements[dim] = StridedShard(cut, split_factor=split) if split > 1 else Shard(cut)
-    return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+    own = StridedShard(cut, split_factor=split) if split > 1 else Shard(cut)
+    if len(dims) == 1:
+        placements[dims[0]] = own
+        return DTensorSpec(spec.mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+    meshes: list[Any] = []
+    shown: list[Any] = []
+    for dim, name in enumerate(spec.mesh.mesh_dim_names):
+        if dim == dims[0]:
+            meshes.append(data_mesh.mesh)
+            shown += [Replicate(), own] if data_mesh.replicates else [own]
+        elif dim not in (*dims, *data_mesh.replicate_dims):
+            meshes.append(spec.mesh[name])
+            shown.append(placements[dim])
+    mesh = DeviceMesh._concatenate(meshes)
+    return DTensorSpec(mesh, tuple(shown), tensor_meta=spec.tensor_meta)
 
 
 def joined_mesh(data: Any, parallel: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.empties import is_unwritten
@@ -24,6 +24,7 @@ from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import read_book
 from fsdpc._fsdp2.state import states_below
+from fsdpc._torch import StridedShard
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.entries import NO_SPANS, Entry, block_spans, flat, flat_and_home, whole_span
 
@@ -288,26 +289,45 @@ def place_of(
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...], tuple[int, int]]:
     """Offsets and sizes of a DTensor's part on this rank, and which replica it is: ``(k, n)``.
     Offsets ``None``: this rank is not in the mesh. ``TypeError`` for placements other than
-    ``Shard`` and ``Replicate``.
+    ``Shard``, also behind the cuts of later mesh dimensions (tensor parallelism), and
+    ``Replicate``.
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
     k, n = 0, 1
-    for dimension, placement in enumerate(tensor.placements):
-        world = mesh.size(dimension)
-        rank = coordinate[dimension] if coordinate is not None else 0
+    cuts: list[tuple[int, int]] = []  # mesh and tensor dimensions, in the order of the cuts
+    for dimension in reversed(range(mesh.ndim)):
+        placement = tensor.placements[dimension]
         if placement.is_replicate():
-            k, n = k * world + rank, n * world
-            continue
-        if type(placement).__name__ != "Shard":
+            rank = coordinate[dimension] if coordinate is not None else 0
+            k, n = k + n * rank, n * mesh.size(dimension)
+        elif type(placement) is Shard:
+            cuts.insert(0, (dimension, placement.dim))
+        elif _cuts_last(tensor, dimension):
+            cuts.append((dimension, placement.dim))
+        else:
             raise TypeError(
                 f"{what} is a DTensor with placement {placement} on mesh dimension {dimension}: "
                 "a checkpoint holds Shard and Replicate; redistribute the tensor first"
             )
-        cut = placement.dim  # type: ignore[attr-defined]
-        block = -(-sizes[cut] // world)  # torch.chunk's
+    for dimension, cut in cuts:
+        rank = coordinate[dimension] if coordinate is not None else 0
+        block = -(-sizes[cut] // mesh.size(dimension))  # torch.chunk's
         low, high = (min(sizes[cut], part * block) for part in (rank, rank + 1))
         offsets[cut] += low
         sizes[cut] = high - low
     return (None if coordinate is None else tuple(offsets)), tuple(sizes), (k, n)
+
+
+def _cuts_last(tensor: DTensor, dimension: int) -> bool:
+    """Whether this mesh dimension cuts what all later ones have left."""
+    placement: Any = tensor.placements[dimension]
+    if type(placement) is not StridedShard:
+        return False
+    later = range(dimension + 1, tensor.device_mesh.ndim)
+    split = 1
+    for each in later:
+        if type(tensor.placements[each]) is Shard and tensor.placements[each].dim == placement.dim:
+            split *= tensor.device_mesh.size(each)
+    return bool(split == placement.split_factor)

@@ -296,3 +296,24 @@ def test_meta_models_that_are_not_filled(rank, world):
     with pytest.raises(RuntimeError, match=r"in place of the sharded '0\.bias'"):
         torch.optim.SGD([plain], lr=0.1).step()
     assert isinstance(model[0].bias, nn.Parameter)
+
+
+@ranks(2)
+def test_types_of_parameters_after_a_forward(rank, world):
+    """In all values of `reshard_after_forward`, on a root and on a child, as torch's."""
+    for value, plain in ((None, {"1"}), (True, set()), (False, {"0", "1"})):
+        model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        fully_shard(model[0], reshard_after_forward=value)
+        fully_shard(model, reshard_after_forward=value)
+        for end in ("backward", "reshard"):
+            output = model(torch.ones(2, 3))
+            shown = {name: isinstance(p, DTensor) for name, p in model.named_parameters()}
+            assert {name[0] for name, sharded in shown.items() if not sharded} == plain, value
+            if end == "backward":
+                output.sum().backward()
+            else:
+                model.reshard()
+                assert all(isinstance(p, DTensor) for p in model[1].parameters())
+                assert isinstance(model[0].weight, DTensor) == (value is not False)
+                model[0].reshard()
+            assert all(isinstance(p, DTensor) for p in model.parameters())

@@ -4,18 +4,27 @@ parameters with a mesh of their own.
 
 from __future__ import annotations
 
+import copy
 import importlib
+import sys
+import tempfile
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from harness import ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import Block, loss_of, tokens, toy
 
 import fsdpc
+import fsdpc.checkpoint
+
+RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def shard_blocks(model: nn.Module, **options) -> nn.Module:
@@ -99,13 +108,246 @@ def test_an_all_reduce_hook_sums_over_replicas(rank, world, kind):
 def test_torchs_replicate_around_units_and_inside_one(rank, world, outer, home):
     replicate = importlib.import_module(f"torch.distributed._composable.{home}").replicate
     model = toy()
-    inside, around = (fsdpc.fully_shard, replicate) if outer else (replicate, fsdpc.fully_shard)
     for block in model.blocks:
-        inside(block)
-    around(model)
+        if outer:
+            fsdpc.fully_shard(block, reshard_after_forward=False)
+        else:
+            replicate(block)
+    (replicate if outer else fsdpc.fully_shard)(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
+        for block in model.blocks if outer else ():
+            block.unshard(async_op=True)  # also behind an optimizer's step
         loss_of(model, tokens(rank, number)).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert_equal(model, unsharded(world, 2))
+
+
+# --- several meshes in one model -----------------------------------------------------------------
+
+
+class Experts(nn.Module):
+    """Four experts that all see each token, weighted. ``ep``: the mesh over which they are
+    distributed, whose ranks exchange tokens and results.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(4, 6, 8) / 3)
+        self.down = nn.Parameter(torch.randn(4, 8, 6) / 3)
+        self.ep: DeviceMesh | None = None
+
+    def distribute(self, ep: DeviceMesh) -> None:
+        self.ep = ep
+        for name in ("up", "down"):
+            whole = getattr(self, name).detach()
+            setattr(self, name, nn.Parameter(distribute_tensor(whole, ep, [Shard(0)])))
+
+    def forward(self, x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        up, down = self.up, self.down
+        if self.ep is not None:
+            x = functional.all_gather_tensor_autograd(x, 0, self.ep)
+            weights = functional.all_gather_tensor_autograd(weights, 0, self.ep)
+            up, down = up.to_local(), down.to_local()
+            first = self.ep.get_local_rank() * len(up)
+            weights = weights[:, first : first + len(up)]
+        hidden = torch.relu(torch.einsum("tw,ewh->eth", x, up))
+        out = torch.einsum("eth,ehw,te->tw", hidden, down, weights)
+        if self.ep is not None:
+            out = functional.reduce_scatter_tensor_autograd(out, "sum", 0, self.ep)
+        return out
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.router = nn.Linear(6, 4)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self.norm(x)
+        return x + self.experts(normed, self.router(normed).softmax(-1))
+
+
+def mixtures() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(6, 6), Mixture(), Mixture(), nn.Linear(6, 2))
+
+
+def clipped_steps(model: nn.Module, optimizer: Any, ranks: list[int], numbers: Any) -> float:
+    """Steps on the mean loss of the ranks' batches. Returns the last norm."""
+    for number in numbers:
+        for rank in ranks:
+            torch.manual_seed(10 * number + rank)
+            model(torch.randn(5, 6)).pow(2).mean().div(len(ranks)).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+    return float(norm)
+
+
+def one_mesh_per_parameter() -> nn.Module:
+    """Experts on two replicas of two shards, the rest on four shards: one unit, two meshes."""
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch 2.13 has ShardPlacementResult")
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    small = common.HSDPMeshInfo(mesh=grid, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+    def place(param):
+        return common.ShardPlacementResult(Shard(1), small) if param.dim() == 3 else None
+
+    model = mixtures()
+    for block in model[1:3]:
+        fsdpc.fully_shard(block, mesh=line, shard_placement_fn=place)
+    fsdpc.fully_shard(model, mesh=line)
+    assert model[1].experts.up.device_mesh == grid and model[1].router.weight.device_mesh == line
+    return model
+
+
+def expert_parallel() -> nn.Module:
+    """Experts distributed over two ranks and sharded over the two others; the rest on four."""
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "ep"))
+    model = mixtures()
+    for block in model[1:3]:
+        block.experts.distribute(grid["ep"])
+        fsdpc.fully_shard(block.experts, mesh=grid["shard"])
+        block.experts.set_gradient_divide_factor(4)  # each expert sees tokens of four ranks
+        fsdpc.fully_shard(block)
+    return fsdpc.fully_shard(model)
+
+
+@ranks(4)
+@pytest.mark.parametrize("make", [one_mesh_per_parameter, expert_parallel])
+def test_train_clip_save_and_load_on_several_meshes(rank, world, make):
+    warnings.simplefilter("ignore")
+    reference = mixtures()
+    stepper = torch.optim.AdamW(reference.parameters(), lr=1e-2)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norm = clipped_steps(model, optimizer, [rank], range(2))
+    assert norm == pytest.approx(clipped_steps(reference, stepper, list(range(4)), range(2)))
+    assert_equal(model, reference)
+    with torch.no_grad():
+        torch.testing.assert_close(model(torch.ones(5, 6)), reference(torch.ones(5, 6)))
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    fsdpc.checkpoint.save(folder[0] + "/saved", model, optimizer)
+    again = make()
+    resumed = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    fsdpc.checkpoint.load(folder[0] + "/saved", again, resumed)
+    clipped_steps(again, resumed, [rank], range(2, 3))
+    clipped_steps(reference, stepper, list(range(4)), range(2, 3))
+    assert_equal(again, reference, "resumed")
+
+
+@ranks(4)
+@pytest.mark.parametrize("names", ["a b tp", "r a b", "r q s"])
+def test_several_dimensions_in_dp_mesh_dims(rank, world, names):
+    warnings.simplefilter("ignore")
+    dims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
+    if dims is None:
+        pytest.skip("torch 2.13 has DataParallelMeshDims")
+    names = names.split()
+    sizes = {"a b tp": (2, 1, 2), "r a b": (2, 2, 1), "r q s": (2, 1, 2)}
+    mesh = init_device_mesh("cpu", sizes[" ".join(names)], mesh_dim_names=names)
+    tp = 2 if "tp" in names else 1
+    model, reference = (nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)) for _ in range(2))
+    torch.manual_seed(1)
+    for mine, other in zip(model.parameters(), reference.parameters(), strict=True):
+        other.data.copy_(torch.randn(mine.shape).div(3))
+    for name, param in list(reference.named_parameters()):
+        cut = Shard({"0": 0, "1": 1}[name[0]]) if tp == 2 and name != "1.bias" else Replicate()
+        placements = [cut if each == "tp" else Replicate() for each in names]
+        value = distribute_tensor(param.detach().clone(), mesh, placements)
+        model[int(name[0])]._parameters[name[2:]] = nn.Parameter(value)
+    shards, replicas = ("a", "b") if "a" in names else "s", tuple(n for n in names if n in "rq")
+    for module in (*model, model):
+        chosen = dims(shard=shards, replicate=replicas or None)
+        fsdpc.fully_shard(module, mesh=mesh, dp_mesh_dims=chosen)
+    if "a" in names:
+        assert "a_b" in model[0].weight.device_mesh.mesh_dim_names
+    batches = [Shard(0) if name != "tp" else Replicate() for name in names]
+    for number in range(2):
+        for data in range(4 // tp):
+            torch.manual_seed(10 * number + data)
+            x = torch.randn(3, 6)
+            reference(x).pow(2).mean().div(4 // tp).backward()
+            if data == rank // tp:
+                out = model(DTensor.from_local(x, mesh, batches, run_check=False))
+        out = out.redistribute(placements=batches).to_local()
+        out.pow(2).mean().backward()
+        for net in (model, reference):
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.05)
+            torch.optim.SGD(net.parameters(), lr=0.5).step()
+            net.zero_grad()
+    assert_equal(model, reference)
+
+
+class Ring(torch.autograd.Function):
+    """torch's ring attention over the ranks of a group, on the processor's kernel."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, group):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, sums = sys.modules[RING]._templated_ring_attention(
+            group, 2, kernel, query, key, value, is_causal=True, dropout_p=0.0
+        )
+        ctx.save_for_backward(query, key, value, out, sums)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grads = sys.modules[RING]._templated_ring_attention_backward(
+            ctx.group, 2, kernel, grad, "grad_out", *ctx.saved_tensors, True, dropout_p=0.0
+        )
+        return *grads[:3], None
+
+
+class Attention(nn.Module):
+    group: Any = None  # whose ranks hold parts of each sequence
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = [part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1)]
+        if self.group is None:
+            out = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        else:
+            out = Ring.apply(*heads, self.group)
+        return x + self.out(out.transpose(1, 2).flatten(2))
+
+
+@ranks(4)
+def test_ring_attention_on_a_flattened_mesh(rank, world):
+    """Two ranks hold halves of a sequence, two such pairs other sequences; units on all four."""
+    warnings.simplefilter("ignore")
+    pytest.importorskip(RING)._cp_options.enable_load_balance = False
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    torch.manual_seed(3)
+    reference = nn.Sequential(nn.Linear(8, 8), Attention(), Attention(), nn.Linear(8, 2))
+    model = copy.deepcopy(reference)
+    for layer in model[1:3]:
+        layer.group = mesh.get_group("cp")
+        fsdpc.fully_shard(layer, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    fsdpc.fully_shard(model, mesh=mesh["dp", "cp"]._flatten("dp_cp"))
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.5) for net in (model, reference)]
+    for number in range(2):
+        for data in range(2):
+            torch.manual_seed(10 * number + data)
+            x = torch.randn(2, 8, 8)
+            reference(x).pow(2).mean().div(2).backward()
+            if data == rank // 2:
+                model(x.chunk(2, 1)[rank % 2]).pow(2).mean().backward()
+        for net, optimizer in zip((model, reference), optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(model, reference)
