@@ -69,6 +69,8 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    for name, param in model.named_parameters():
+        _refuse_meta(param, f"parameter {clean_fqn(name)}")
     found = Model(everyone)
     if unit_modules(model):
         _add_units(found, model)
@@ -252,12 +254,7 @@ def tensor_entry(
 ) -> Entry:
     """A DTensor, or a plain tensor that every rank has: the first one's values are saved."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
-        if tensor.is_meta:
-            raise TypeError(
-                f"{what} is on the meta device, without memory: give the model its memory first "
-                "(model.to_empty(device=...)), then load; buffers that no checkpoint holds need "
-                "their values after that"
-            )
+        _refuse_meta(tensor, what)
         raise TypeError(
             f"{what} is a {tensor.layout} tensor: a checkpoint holds dense tensors with values"
         )
@@ -267,6 +264,15 @@ def tensor_entry(
     span = whole_span(math.prod(shape))
     memory, home = flat_and_home(tensor)
     return Entry(name, shape, tensor.dtype, memory, span, everyone, everyone[1] > 1, home)
+
+
+def _refuse_meta(tensor: torch.Tensor, what: str) -> None:
+    if tensor.is_meta:
+        raise TypeError(
+            f"{what} is on the meta device, without memory: give the model its memory first "
+            "(model.to_empty(device=...)), then load; buffers that no checkpoint holds need "
+            "their values after that"
+        )
 
 
 def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:

@@ -22,6 +22,7 @@ from test_checkpoint_faults import filled
 from torch import nn
 from toys import full_parameters, loss_of, tokens, toy, wrap
 
+import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint import loading
 
@@ -86,6 +87,24 @@ def average(rank: int, world: int, path: str) -> None:
 
 def test_an_average_beside_the_model(tmp_path: Path):
     run_ranks(average, 2, path=str(tmp_path / "a"))
+
+
+def without_memory(rank: int, world: int, path: str) -> None:
+    with torch.device("meta"):
+        model = toy(1)
+    fsdpc.fully_shard(model)
+    checkpoint.save(path, build("fsdpc"))
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises(checkpoint.CheckpointError, match="on the meta device, .*to_empty"):
+            call(path, model)
+    model.to_empty(device="cpu")
+    checkpoint.load(path, model)
+    assert loss(model) == loss(build("fsdpc"))
+
+
+def test_a_model_without_memory(tmp_path: Path):
+    """It was "Cannot copy out of meta tensor"."""
+    run_ranks(without_memory, 2, path=str(tmp_path / "a"))
 
 
 def accumulate(rank: int, world: int, path: str) -> None:
