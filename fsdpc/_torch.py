@@ -135,7 +135,11 @@ is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
 keeps_graph = _find("torch._C", "_autograd._get_current_graph_task_keep_graph")
 will_execute = _find("torch._C", "_will_engine_execute_node")
-is_batched = _find("torch._C", "_functorch.is_batchedtensor")  # inside vmap
+# torch.func: whether a transform runs, what its wrapped tensors are and wrap.
+transform_level = _find("torch._C", "_functorch.maybe_current_level")
+is_wrapped = _find("torch._C", "_functorch.is_functorch_wrapped_tensor")
+unwrapped = _find("torch._C", "_functorch.get_unwrapped")
+is_batched = _find("torch._C", "_functorch.is_batchedtensor")
 queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callback")
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")

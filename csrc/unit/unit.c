@@ -130,6 +130,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
     fsdpc_range_fini(&unit->range);
     fsdpc_grad_close(unit);
     fsdpc_unit_free_retired(unit);
+    fsdpc_mem_free(unit->digests);
     if (unit->layout) {
         fsdpc_unit_free_grads(unit);
         fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);

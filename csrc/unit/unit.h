@@ -61,6 +61,12 @@ void *fsdpc_unit_full(const fsdpc_unit *unit);
 /* First byte of this rank's part of a parameter or of the gradient that the optimizer sees. */
 void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
 void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
+/* Notes a digest of the values of each trainable parameter in the master shard, of all of them or of three
+ * elements each; nothing where only a device can read them or where the gathered values are the shard. */
+int fsdpc_unit_note_values(fsdpc_unit *unit, bool whole);
+void fsdpc_unit_forget_values(fsdpc_unit *unit);
+/* The first parameter from `from` on whose values are not those that were noted; -1: none. */
+int fsdpc_unit_next_changed(const fsdpc_unit *unit, int from, bool whole);
 /* First byte of this rank's piece of a segment in the gradient that the optimizer sees. */
 char *fsdpc_unit_grad_out(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtype);
 /* True when master shard and shard gradient lie in pinned host memory: the CPU may access them after

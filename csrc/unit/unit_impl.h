@@ -70,6 +70,9 @@ struct fsdpc_unit {
     fsdpc_range range;
     bool direct; /* as in the footprint */
 
+    uint32_t *digests; /* per parameter, NULL until the first pass (unit_digest.c); */
+    bool noted;        /* they are those of the latest pass */
+
     struct fsdpc_grads grads;
     struct fsdpc_unit_use *use; /* borrowed from the exchange; NULL without one */
 };

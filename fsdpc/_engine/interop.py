@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
@@ -81,6 +82,31 @@ def makes_grads(params: list[torch.Tensor]) -> bool:
     return any(_torch.will_execute(get_gradient_edge(param).node) for param in trained)
 
 
+def inner_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that torch.func's transforms have wrapped in ``output``, and their tangents."""
+    found: list[torch.Tensor] = []
+    pending = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    while pending:
+        tensor = pending.pop()
+        if not _torch.is_wrapped(tensor):
+            found.append(tensor)
+            continue
+        pending.append(_torch.unwrapped(tensor))
+        tangent = unpack_dual(tensor).tangent
+        if tangent is not None:
+            pending.append(tangent)
+    return found
+
+
+def refuse_export() -> None:
+    """Raise ``NotImplementedError`` while ``torch.export`` traces."""
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            "torch.export cannot trace a sharded model, which computes with memory that it fills "
+            "in each forward: export the unsharded module, with values from a full state dict"
+        )
+
+
 def torch_functions() -> tuple[Any, ...]:
     """torch's functions that the engine's hooks call, in the order of csrc/py/step/py_tree.c."""
     return (
@@ -97,6 +123,9 @@ def torch_functions() -> tuple[Any, ...]:
         alias_arguments,
         copy_outputs,
         _torch.pytree_nodes,
+        _torch.transform_level,
+        inner_tensors,
+        refuse_export,
     )
 
 

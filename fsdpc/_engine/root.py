@@ -21,6 +21,7 @@ from fsdpc._comm import wire as _wire
 from fsdpc._engine import thaw as _thaw
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd
+from fsdpc._engine.interop import refuse_export
 from fsdpc._engine.marks import attach_marked, hosts
 from fsdpc._engine.registered import Watch
 from fsdpc._engine.shortage import explain
@@ -41,6 +42,7 @@ def lazy_init(front: FrontEnd, root: Any) -> None:
     """
     if root._is_root is not None and (root._unit is None or root._unit.tree is not None):
         return
+    refuse_export()
     placed = list(front.members(root))
     members = [member for _, _, member in placed]
     front.check(members)

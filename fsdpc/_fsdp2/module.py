@@ -22,6 +22,7 @@ from fsdpc._engine.compiled import not_traced
 from fsdpc._engine.shortage import explained
 from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp2 import args as _args
+from fsdpc._fsdp2 import assigned as _assigned
 from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2 import planned as _planned
 from fsdpc._fsdp2 import stepping as _stepping
@@ -350,6 +351,7 @@ def fully_shard(  # type: ignore[misc]
 
     state = make_state(data_mesh)
     state._others = tuple(make_state(mesh, state) for mesh, _, _ in placed[1:])
+    _assigned.install()
     _stepping.install()
     _clip.install()
     with explained("wrapping", what):

@@ -20,6 +20,7 @@ from fsdpc._engine.interop import around, over
 from fsdpc._engine.released import ReleasedDTensor
 from fsdpc._engine.rows import rows_shape
 from fsdpc._engine.unit import ParamInfo, Unit
+from fsdpc._fsdp2 import assigned as _assigned
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._torch import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
@@ -122,7 +123,7 @@ class RowUnit(Unit):
         return self._part(self.flat.shard_part(i), i)
 
     def grad_view(self, i: int) -> Tensor:
-        return self.distributed(self._part(self.flat.grad_part(i), i), i)
+        return _assigned.mark(self.distributed(self._part(self.flat.grad_part(i), i), i))
 
     def _part(self, memory: Any, i: int) -> Tensor:
         rows = over(memory, self.dtypes[i], self._rows(i))

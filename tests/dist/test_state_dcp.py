@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import sys
 
 import pytest
@@ -90,6 +91,23 @@ def test_several_dtypes_and_ties(rank, world, use_orig_params):
     full = get_model_state_dict(other, options=FULL)
     set_model_state_dict(model, full if rank == 0 else {}, options=FROM_RANK_0)
     same(model.state_dict(), expected)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["fsdpc", "fsdpc-flat"])
+def test_full_with_keys_missing(rank, world, kind):
+    def values():
+        full = {name: value + 1 for name, value in toy(seed=1).state_dict().items()}
+        del full["blocks.0.up.weight"], full["head.bias"]
+        return full
+
+    for options in (FULL, FROM_RANK_0):
+        model = build(kind, toy())
+        options = dataclasses.replace(options, strict=False)
+        some = values() if rank == 0 or not options.broadcast_from_rank0 else {}
+        set_model_state_dict(model, some, options=options)
+        found = get_model_state_dict(model, options=FULL)
+        same(found, {**toy().state_dict(), **values()})
 
 
 @ranks(2)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import ranks
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -291,3 +292,82 @@ def test_tensor_parallel_beside(rank, world, use_orig_params):
             n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in full(sharded).items()
         }
         check_equal(got, reference.parameters(), f"after step {step}", rtol=1e-5)
+
+
+def by_kind(kind, module):
+    """A unit for each block, and one for the rest."""
+    if kind != "fully_shard":
+        return wrap_blocks("fsdpc", module, use_orig_params=kind == "original")
+    for block in module.children():
+        fsdpc.fully_shard(block)
+    return fsdpc.fully_shard(module)
+
+
+class ByTransforms(nn.Module):
+    """A part of the model inside torch.func's transforms, in the model's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Block(), Block()
+
+    def forward(self, x):
+        y, back = torch.func.vjp(self.second, self.first(x))
+        return y + back(torch.ones_like(y))[0]
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["original", "flat", "fully_shard"])
+def test_transforms_of_torch_func(rank, world, kind):
+    torch.manual_seed(0)
+    plain = nn.Sequential(Block(), Block())
+    nested = ByTransforms()
+    x = torch.randn(5, 3, 6, generator=torch.Generator().manual_seed(1))
+    tangent = torch.ones_like(x[0])
+    programs = {
+        "vmap": lambda m: torch.func.vmap(m)(x).pow(2).sum(),
+        "jvp": lambda m: sum(out.pow(2).sum() for out in torch.func.jvp(m, (x[0],), (tangent,))),
+        "forward": lambda m: m(x[0]).pow(2).sum(),
+    }
+    for module, names in ((plain, ("vmap", "jvp")), (nested, ("forward",))):
+        expected = copy.deepcopy(module)
+        model = by_kind(kind, module)
+        for name in names:
+            loss, other = programs[name](model), programs[name](expected)
+            loss.backward()
+            other.backward()
+            torch.testing.assert_close(loss, other)
+            got = [sum_of(p.grad) for p in model.parameters()]
+            if kind == "fully_shard":
+                wanted = [p.grad.double().pow(2).sum() for p in expected.parameters()]
+                torch.testing.assert_close(got, wanted)
+            squares = sum(got)
+            if kind != "fully_shard":
+                dist.all_reduce(squares)
+            wanted = sum(p.grad.double().pow(2).sum() for p in expected.parameters())
+            torch.testing.assert_close(squares, wanted)
+            model.zero_grad()
+            expected.zero_grad()
+
+
+def sum_of(grad):
+    whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return torch.zeros((), dtype=torch.double) if whole is None else whole.double().pow(2).sum()
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["original", "flat", "fully_shard"])
+def test_a_failed_export_leaves_the_model_as_it_was(rank, world, kind):
+    model = by_kind(kind, nn.Sequential(Block(), Block()))
+    x = torch.ones(3, 6)
+    for _ in range(2):  # before the first forward, and after one
+        with pytest.raises(NotImplementedError, match="export the unsharded module"):
+            torch.export.export(model, (x,), strict=False)
+        model(x).sum().backward()
+    assert torch.equal(model(x), copy_of(model)(x))
+
+
+def copy_of(model):
+    plain = nn.Sequential(Block(), Block())
+    options = StateDictOptions(full_state_dict=True)
+    plain.load_state_dict(get_model_state_dict(model, options=options))
+    return plain

@@ -8,9 +8,11 @@ import contextlib
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.tensor import Replicate, distribute_tensor
 from toys import (
     Reference,
     Toy,
@@ -25,6 +27,8 @@ from toys import (
     wrap,
     wrap_blocks,
 )
+
+import fsdpc
 
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 STRATEGIES = pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
@@ -403,3 +407,85 @@ def test_attributes_that_the_user_replaces_on_the_type(rank, world):
     assert not any(reads(2))
     expected = {name: p.grad for name, p in plain.named_parameters()}
     check_equal(full_gradients(model), expected, "sums of three backwards")
+
+
+def rows():
+    model = toy()
+    for block in model.blocks:
+        fsdpc.fully_shard(block)
+    return fsdpc.fully_shard(model)
+
+
+def halve(params):
+    for param in params:
+        param.data.mul_(0.5)
+
+
+@ranks(2)
+def test_weights_changed_between_forward_and_backward(rank, world):
+    """Units that were released would be gathered with other values than the forward used."""
+    wrong = "was changed on rank . between its forward and this backward"
+    makes = {"original": sharded, "flat": lambda: sharded(use_orig_params=False), "rows": rows}
+    for kind, make in makes.items():
+        model = make()
+        params = list(model.parameters())
+        loss = loss_of(model, tokens(rank, 0))
+        dist.barrier()  # a rank that is late in its forward must not see the change
+        halve(params)
+        with pytest.raises(fsdpc.StateError, match=wrong):
+            loss.backward()
+        if kind == "rows":  # every rank has a part of each parameter
+            block = list(model.blocks[1].parameters())
+            for change in (lambda p: p.data.mul_(2), torch.no_grad()(lambda p: p.mul_(2))):
+                loss = loss_of(model, tokens(rank, 0))
+                dist.barrier()
+                change(block[2])
+                with pytest.raises(fsdpc.StateError, match=wrong):
+                    loss.backward()
+            loss = loss_of(model, tokens(rank, 0))
+            dist.barrier()
+            local = block[4]._local_tensor.data.view(-1)
+            local[len(local) // 3] += 1  # a digest of all elements under FSDPC_POISON=1
+            with pytest.raises(fsdpc.StateError, match=wrong):
+                loss.backward()
+            y = model.blocks[0](torch.ones(2, 6)).sum()  # does not use the other block
+            dist.barrier()
+            halve(block)
+            y.backward()
+        loss = loss_of(model, tokens(rank, 1))
+        dist.barrier()
+        halve(params)
+        for param in params:  # as before: an evaluation with other weights
+            param.data.mul_(2)
+        loss.backward()
+        assert all(p.grad is not None for p in params if p.numel() > 0), kind
+
+
+@ranks(2)
+def test_data_assigned_to_a_dtensor(rank, world):
+    model, average = rows(), rows()
+    plain = toy()
+    with torch.no_grad():
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            one.mul_(3), other.mul_(3)
+    pairs = zip(toy().parameters(), plain.parameters(), strict=True)
+    expected = [0.9 * a + 0.1 * b for a, b in pairs]
+    for one, other in zip(average.parameters(), model.parameters(), strict=True):
+        one.data = 0.9 * one.data + 0.1 * other.data
+    for value, one in zip(expected, average.parameters(), strict=True):
+        torch.testing.assert_close(one.full_tensor(), value.detach())
+    with torch.no_grad():
+        for one, value in zip(plain.parameters(), expected, strict=True):
+            one.copy_(value)
+    assert torch.equal(loss_of(average, tokens(0, 0)), loss_of(plain, tokens(0, 0)))
+    param = next(average.parameters())
+    whole = param.full_tensor().detach()
+    param.data = distribute_tensor(whole * 2, param.device_mesh, [Replicate()])
+    assert torch.equal(param.full_tensor(), whole * 2)
+    with pytest.raises(ValueError, match="set to a Tensor of shape .*assign a DTensor"):
+        param.data = whole
+    loss_of(average, tokens(rank, 0)).backward()
+    param.grad.data = param.grad.data * 0
+    assert not param.grad.full_tensor().any()
+    loss_of(average, tokens(rank, 0)).backward()
+    assert param.grad.full_tensor().any()

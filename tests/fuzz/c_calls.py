@@ -161,6 +161,9 @@ class Caller:
             self.rng.choice([lambda args, kwargs: (args, kwargs or {}), self.hostile()]),
             self.rng.choice([lambda output, begin, end: output, self.hostile()]),
             self.rng.choice([{}, {object: self.hostile(), values.Hostile: object()}]),
+            self.rng.choice([lambda: None, lambda: 1, self.hostile()]),
+            self.rng.choice([lambda output: [], lambda output: output, self.hostile()]),
+            self.rng.choice([lambda: None, self.hostile()]),
         )
 
     def new_hook(self) -> Any:

@@ -120,6 +120,9 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
         fsdpc_py_finish_those_passed(flat) < 0) {
         return -1;
     }
+    if (!flat->entered && fsdpc_py_check_values(flat) < 0) {
+        return -1;
+    }
     tree->entered = flat->id;
     tree->entered_done = false;
     int status;

@@ -84,7 +84,8 @@ begin_pass(fsdpc_py_tree *tree)
     int thaws = 0, graphs = 0;
     bool compares = fsdpc_tree_compares(tree->tree, tree->outer_grad);
     bool looks = looks_at_gathered(tree);
-    if (set_in_pass(tree, false) < 0 || call_before_pass(tree) < 0) {
+    if (fsdpc_py_call(tree->refuse_export) < 0 || set_in_pass(tree, false) < 0 ||
+        call_before_pass(tree) < 0) {
         return -1;
     }
     if (fsdpc_tree_in_backward(tree->tree) && fsdpc_py_clear_broken_backward(tree) < 0) {
@@ -100,6 +101,10 @@ begin_pass(fsdpc_py_tree *tree)
             return -1;
         }
         thaws |= flags;
+        if (tree->outer_grad &&
+            fsdpc_py_checked(fsdpc_unit_note_values(flat->unit, tree->poison)) < 0) {
+            return -1;
+        }
     }
     if (thaws) {
         return call_on_thaw(tree);
@@ -433,6 +438,23 @@ backward_hook(fsdpc_py_hook *self, fsdpc_py_hook *call)
     return (fsdpc_py_hook *)hook;
 }
 
+/* Inside of torch.func.vmap, jvp and the like the nodes that lead to the parameters are those of the tensors
+ * that the outputs wrap. */
+static int
+watch_transformed(fsdpc_py_tree *tree, PyObject *output, fsdpc_py_hook *backward)
+{
+    PyObject *level = PyObject_CallNoArgs(tree->transform_level);
+    if (!level || level == Py_None) {
+        Py_XDECREF(level);
+        return level ? 0 : -1;
+    }
+    Py_DECREF(level);
+    PyObject *inner = PyObject_CallOneArg(tree->inner_tensors, output);
+    int hooked = inner ? fsdpc_py_walk(tree, inner, fsdpc_py_watch_output, backward) : -1;
+    Py_XDECREF(inner);
+    return hooked;
+}
+
 /* Steals `hook`, which may be NULL with an exception. 1: a backward may come to the outputs, and then to the hook. */
 static int
 walk_outputs(fsdpc_py_tree *tree, fsdpc_py_hook *hook, PyObject *input_hook, PyObject *inputs,
@@ -442,6 +464,8 @@ walk_outputs(fsdpc_py_tree *tree, fsdpc_py_hook *hook, PyObject *input_hook, PyO
     tree->inputs = inputs;
     tree->input_hook = input_hook;
     int hooked = hook ? fsdpc_py_walk(tree, output, fsdpc_py_watch_output, hook) : -1;
+    int inner = hooked < 0 ? -1 : watch_transformed(tree, output, hook);
+    hooked = inner < 0 ? -1 : hooked | inner;
     tree->inputs = outer;
     tree->input_hook = NULL;
     Py_XDECREF(hook);

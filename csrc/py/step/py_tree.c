@@ -98,20 +98,21 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
     PyObject *tensor, *param, *grad_enabled, *graph_task, *keeps_graph, *makes_grads;
     PyObject *queue_callback, *listeners, *set_versions, *increment_versions, *alias_inputs;
-    PyObject *copy_outputs, *nodes;
+    PyObject *copy_outputs, *nodes, *transform_level, *inner_tensors, *refuse_export;
     if (torch == Py_None) {
         return 0;
     }
     if (!PyTuple_Check(torch)) {
         PyErr_Format(PyExc_TypeError,
-                     "Tree: torch must be a tuple of thirteen items or None, not %.100s",
+                     "Tree: torch must be a tuple of sixteen items or None, not %.100s",
                      Py_TYPE(torch)->tp_name);
         return -1;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOOO!", &PyType_Type, &tensor, &PyType_Type, &param,
+    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOOO!OOO", &PyType_Type, &tensor, &PyType_Type, &param,
                           &grad_enabled, &graph_task, &keeps_graph, &makes_grads, &queue_callback,
                           &listeners, &set_versions, &increment_versions, &alias_inputs,
-                          &copy_outputs, &PyDict_Type, &nodes)) {
+                          &copy_outputs, &PyDict_Type, &nodes, &transform_level, &inner_tensors,
+                          &refuse_export)) {
         return -1;
     }
     self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
@@ -127,6 +128,9 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     self->alias_inputs = Py_NewRef(alias_inputs);
     self->copy_outputs = Py_NewRef(copy_outputs);
     self->nodes = Py_NewRef(nodes);
+    self->transform_level = Py_NewRef(transform_level);
+    self->inner_tensors = Py_NewRef(inner_tensors);
+    self->refuse_export = Py_NewRef(refuse_export);
     return 0;
 }
 
@@ -152,7 +156,7 @@ parse_tree(fsdpc_py_tree *self, PyObject *args, PyObject *keywords)
     }
     options.backward_prefetch = (enum fsdpc_prefetch)backward_prefetch;
     options.forward_prefetch = forward_prefetch != 0;
-    options.poison = poison != 0;
+    options.poison = self->poison = poison != 0;
     options.trust_order = trust_order != 0;
     PyObject *units = PySequence_Tuple(unit_list);
     PyObject *depths = units ? PySequence_Tuple(depth_list) : NULL;
@@ -186,6 +190,9 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->alias_inputs);
     Py_VISIT(self->copy_outputs);
     Py_VISIT(self->nodes);
+    Py_VISIT(self->transform_level);
+    Py_VISIT(self->inner_tensors);
+    Py_VISIT(self->refuse_export);
     Py_VISIT(self->step_unit);
     Py_VISIT(self->before_end);
     Py_VISIT(self->before_pass);
@@ -255,6 +262,9 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->alias_inputs);
     Py_CLEAR(self->copy_outputs);
     Py_CLEAR(self->nodes);
+    Py_CLEAR(self->transform_level);
+    Py_CLEAR(self->inner_tensors);
+    Py_CLEAR(self->refuse_export);
     Py_CLEAR(self->step_unit);
     Py_CLEAR(self->before_end);
     Py_CLEAR(self->before_pass);

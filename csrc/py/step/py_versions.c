@@ -187,10 +187,56 @@ fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins)
     if (stepped <= 0) {
         return stepped;
     }
+    fsdpc_unit_forget_values(flat->unit);
     flat->gathered_version = new_version(flat, false);
     return flat->marked && flat->tree && flat->tree->set_versions
                ? put_version(flat, flat->gathered_version)
                : 0;
+}
+
+/* Whether the backward that runs makes a gradient of this parameter, or of any (-1). 1, 0, or -1. */
+static int
+makes_grad(const fsdpc_py_flat *flat, int param)
+{
+    PyObject *params = PyList_New(0);
+    int result = params ? 0 : -1;
+    const int count = fsdpc_unit_layout(flat->unit)->param_count;
+    for (int i = param < 0 ? 0 : param; result == 0 && i < (param < 0 ? count : param + 1); i++) {
+        result = flat->full[i] ? PyList_Append(params, flat->full[i]) : 0;
+    }
+    PyObject *makes = result == 0 ? PyObject_CallOneArg(flat->tree->makes_grads, params) : NULL;
+    result = makes ? PyObject_IsTrue(makes) : -1;
+    Py_XDECREF(makes);
+    Py_XDECREF(params);
+    return result;
+}
+
+/* An optimizer may have stepped some parameters of the unit that another loss uses. */
+static int
+uses_value(const fsdpc_py_flat *flat, int param)
+{
+    int makes = makes_grad(flat, param);
+    return makes == 0 ? (makes = makes_grad(flat, -1)) < 0 ? -1 : !makes : makes;
+}
+
+int
+fsdpc_py_check_values(const fsdpc_py_flat *flat)
+{
+    const bool whole = flat->tree->poison;
+    int i = fsdpc_unit_next_changed(flat->unit, 0, whole), uses = 0;
+    while (i >= 0 && (uses = uses_value(flat, i)) == 0) {
+        i = fsdpc_unit_next_changed(flat->unit, i + 1, whole);
+    }
+    if (uses <= 0) {
+        return uses;
+    }
+    PyErr_Format(fsdpc_py_current()->state_error,
+                 "parameter %s of unit %s was changed on rank %d between its forward and this "
+                 "backward, which would compute with old and new weights: change weights after "
+                 "backward, or before forward",
+                 fsdpc_unit_layout(flat->unit)->params[i].name, fsdpc_unit_name(flat->unit),
+                 fsdpc_unit_rank(flat->unit));
+    return -1;
 }
 
 int

@@ -125,6 +125,7 @@ typedef struct fsdpc_py_tree {
     bool thaws;     /* on_thaw runs, and may detach the units */
     int forward_depth;
     bool recompute;   /* the outermost forward in progress runs inside a backward */
+    bool poison;      /* see fsdpc_tree_options */
     bool twice;       /* the backward in progress makes a graph for a second one */
     bool makes_graph; /* torch's answer to that, for this task of this backward: */
     long asked_task;
@@ -144,6 +145,9 @@ typedef struct fsdpc_py_tree {
     PyObject *set_versions, *increment_versions, *alias_inputs,
         *copy_outputs; /* see fsdpc/_engine/interop.py */
     PyObject *nodes;   /* torch's table of pytree nodes by type; NULL as the functions above */
+    /* Whether torch.func transforms what runs, and the tensors inside of a transformed output; raises while
+     * torch.export runs. */
+    PyObject *transform_level, *inner_tensors, *refuse_export;
     PyTypeObject *tensor_type, *param_type;
     PyObject
         *before_pass;  /* called once when the next pass begins, unless it raises; NULL: nothing */
@@ -352,6 +356,9 @@ int fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins);
 /* Whether autograd has counted a write to a sharded parameter since the last call, to one without elements, too.
  * 1, 0, or -1 with an exception. */
 int fsdpc_py_was_touched(fsdpc_py_flat *flat);
+/* Raises StateError if the unit's own values are not those of the latest forward, and the backward that runs uses
+ * them. 0, or -1. */
+int fsdpc_py_check_values(const fsdpc_py_flat *flat);
 
 /* --- py_grads_sharded.c ------------------------------------------------------------------------- */
 

@@ -92,7 +92,15 @@ def _drop_managed(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
 def before_load(
     member: Any, state_dict: dict[str, Any], prefix: str, error_msgs: list[str]
 ) -> None:
-    """Register full parameters for modules to load into. Collective over the sharding group."""
+    """Register full parameters for modules to load into. Collective over the sharding group.
+
+    Where the dict has the unit's own shards (torch's ``set_model_state_dict`` puts them in for keys
+    that are missing), values stay as they are, and the keys count as missing.
+    """
+    if member._unit is not None:
+        own = {id(param) for param in member._unit.shard_params}
+        for key in [key for key, value in state_dict.items() if id(value) in own]:
+            del state_dict[key]
     show(member)
 
 

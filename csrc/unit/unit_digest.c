@@ -1,0 +1,69 @@
+/* Changes of this rank's master shard between a forward and its backward.
+ *
+ * A step of the optimizer is known by autograd's counts of writes (py_versions.c). A write to some parameters
+ * or through `.data` is not, and some units would be gathered anew with other values than the forward used. So
+ * a pass notes a digest of each trainable parameter: of three elements, or with `whole` of all. A device's
+ * memory is not read: that were a host sync.
+ */
+#include "base/mem.h"
+#include "base/status.h"
+#include "ckpt/crc32c.h"
+#include "unit/unit_impl.h"
+
+static uint32_t
+digest(const fsdpc_unit *unit, int param, bool whole)
+{
+    int64_t length;
+    const char *values = fsdpc_unit_master_part(unit, param, &length);
+    const fsdpc_layout *layout = unit->layout;
+    const size_t item = fsdpc_dtype_bytes(layout->segments[layout->params[param].segment].storage);
+    if (whole || length < 3) {
+        return fsdpc_crc32c(0, values, (size_t)length * item);
+    }
+    uint32_t sum = 0;
+    for (int64_t k = 0; k < 3; k++) {
+        sum = fsdpc_crc32c(sum, values + (size_t)((length - 1) * k / 2) * item, item);
+    }
+    return sum;
+}
+
+int
+fsdpc_unit_note_values(fsdpc_unit *unit, bool whole)
+{
+    const fsdpc_layout *layout = unit->layout;
+    if (unit->direct || layout->trainable_count == 0 ||
+        fsdpc_device_get_caps(unit->device)->asynchronous) {
+        return FSDPC_OK;
+    }
+    if (!unit->digests) {
+        unit->digests = fsdpc_mem_calloc((size_t)layout->param_count, sizeof *unit->digests);
+        if (!unit->digests) {
+            return fsdpc_error(FSDPC_E_NOMEM, "no memory for digests of unit %s", unit->name);
+        }
+    }
+    for (int i = 0; i < layout->param_count; i++) {
+        if (layout->params[i].trainable_index >= 0) {
+            unit->digests[i] = digest(unit, i, whole);
+        }
+    }
+    unit->noted = true;
+    return FSDPC_OK;
+}
+
+void
+fsdpc_unit_forget_values(fsdpc_unit *unit)
+{
+    unit->noted = false;
+}
+
+int
+fsdpc_unit_next_changed(const fsdpc_unit *unit, int from, bool whole)
+{
+    for (int i = from; unit->noted && i < unit->layout->param_count; i++) {
+        if (unit->layout->params[i].trainable_index >= 0 &&
+            unit->digests[i] != digest(unit, i, whole)) {
+            return i;
+        }
+    }
+    return -1;
+}
