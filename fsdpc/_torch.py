@@ -115,6 +115,18 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
     return int(_storage_use_count(storage._cdata))
 
 
+def group_timeouts() -> list[float]:
+    """After how many seconds collectives of the default group fail, by its backends that say so."""
+    group = torch.distributed.group.WORLD
+    found = []
+    for device in group._device_types if group is not None else ():
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            found.append(timeout.total_seconds())
+    return found
+
+
 # The communication hooks that torch ships.
 default_hooks = _find("torch.distributed.algorithms._comm_hooks", "default_hooks")
 # Pytrees; not all supported versions have a public module for them.
@@ -233,6 +245,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_version",
     ),
     "torch._C._FunctionBase": ("_register_hook_dict", "_sequence_nr"),  # a node of the graph
+    "torch.distributed.ProcessGroup": ("_device_types", "_get_backend"),
     "torch.nn.Module": (
         "_apply",
         "_backward_hooks",

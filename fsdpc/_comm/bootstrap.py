@@ -13,7 +13,8 @@ Environment, read on every rank when a group is first used; all ranks need the s
                        through host memory, with host syncs in each collective: for several
                        ranks on one GPU, or where there is no NCCL.
 ``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), for its own GPU and
-                       for its other threads; 600 by default.
+                       for its other threads; by default 600, or 0.9 of the default group's own
+                       timeout if that is less.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (default 1).
 ``FSDPC_STALL``        seconds without progress after which each rank logs a table of all ranks
@@ -60,6 +61,7 @@ from fsdpc._comm.objects import exchange
 from fsdpc._comm.stall import Location, Stall
 from fsdpc._comm.table import report, table
 from fsdpc._comm.texts import gather_texts
+from fsdpc._torch import group_timeouts
 
 KINDS = ("auto", "shm", "c10d", "nccl")
 
@@ -404,8 +406,11 @@ def _read_kind(kind: str | None) -> str:
 
 
 def read_timeout() -> float:
-    """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``. Local."""
-    text = os.environ.get("FSDPC_TIMEOUT") or str(_C.DEFAULT_TIMEOUT)
+    """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``, else 600, or less where torch's
+    collectives give up earlier, whose errors name no rank. Local.
+    """
+    limits = [_C.DEFAULT_TIMEOUT, *(0.9 * seconds for seconds in group_timeouts())]
+    text = os.environ.get("FSDPC_TIMEOUT") or str(min(limits))
     try:
         seconds = float(text)
     except ValueError:

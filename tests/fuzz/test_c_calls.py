@@ -41,7 +41,9 @@ PRELUDE = """
                  "listen": lambda params: None, "versions": lambda tensors, numbers: None,
                  "increment": lambda tensors: None,
                  "alias": lambda args, kwargs: (args, kwargs or {}),
-                 "copy": lambda output, begin, end: output, "nodes": {}, **changed}
+                 "copy": lambda output, begin, end: output, "nodes": {},
+                 "level": lambda: None, "inner": lambda output: [], "export": lambda: None,
+                 **changed}
         return (torch.Tensor, torch.nn.Parameter, *given.values())
 
     def later(function):

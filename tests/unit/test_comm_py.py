@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import gc
 import inspect
 import math
@@ -18,6 +19,7 @@ import weakref
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import fsdpc
 from fsdpc import _C
@@ -459,6 +461,20 @@ def test_timeout(monkeypatch):
     assert _bootstrap.read_timeout() == 600.0
     monkeypatch.setenv("FSDPC_TIMEOUT", "2.5")
     assert _bootstrap.read_timeout() == 2.5
+
+
+def test_the_deadline_ends_a_wait_before_torchs_own_does(monkeypatch, tmp_path):
+    """A rank that skips its last backward waits in a collective whose error names no rank."""
+    monkeypatch.setenv("FSDPC_TIMEOUT", "")
+    limit = datetime.timedelta(seconds=20)
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=limit)
+    try:
+        assert _bootstrap.read_timeout() == 18.0
+        monkeypatch.setenv("FSDPC_TIMEOUT", "300")
+        assert _bootstrap.read_timeout() == 300.0
+    finally:
+        dist.destroy_process_group()
 
 
 def test_kind(monkeypatch):
