@@ -333,7 +333,7 @@ def test_a_unit_cannot_be_in_a_tree_twice():
             _probe.Tree(2147483647, np.array(["a"] * 12))
         with pytest.raises(ValueError, match="at most 131072"):
             _probe.layout([], 2147483647, 64)
-        with pytest.raises(TypeError, match="tuple of thirteen"):
+        with pytest.raises(TypeError, match="tuple of sixteen"):
             _probe.Tree([flat], [0], torch=1)
         """
     )
