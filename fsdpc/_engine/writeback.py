@@ -35,6 +35,11 @@ def owner_of(param: Any) -> Any:
     return owner() if owner is not None else None
 
 
+def disown(param: nn.Parameter) -> None:
+    """Forget the unit that shards ``param``. Local."""
+    param.__dict__.pop(_OWNER, None)
+
+
 def refuse_sharing(fn: Any, unit_name: str) -> None:
     """``NotImplementedError`` if ``fn`` is what ``Module.share_memory`` applies. Local."""
     if getattr(fn, "__qualname__", "").startswith(f"{nn.Module.share_memory.__qualname__}."):
@@ -85,13 +90,14 @@ def adopt_values(unit: Any) -> None:
         unit.point_at_shard(index)
 
 
-def adopt_objects(unit: Any) -> None:
+def adopt_objects(unit: Any, but: int = -1) -> None:
     """Let Parameters that the user has put into the modules stand for the unit's; their values are
-    copied later. Local.
+    copied later. ``but``: number of a parameter that is left. Local.
     """
     if unit.use_orig_params:
         for index, info in enumerate(unit.infos):
-            _adopt_object(unit, index, info)
+            if index != but:
+                _adopt_object(unit, index, info)
 
 
 def _adopt_object(unit: Any, index: int, info: Any) -> None:

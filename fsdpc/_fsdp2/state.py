@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +21,7 @@ from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.shortage import explain
 from fsdpc._engine.unit import ParamInfo
+from fsdpc._fsdp2 import tied as _tied
 from fsdpc._fsdp2.all_reduce_hook import sum_and_call
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
@@ -179,7 +180,7 @@ class State:
     @not_traced
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook: gathers, then casts the inputs."""
-        if self._is_root is None and self._unit is None:
+        if self._is_root is None:  # may make another unit
             call_untraced(lazy_init, self)
         args, kwargs = self._enter(module, args, kwargs)
         for other in self._others:
@@ -315,27 +316,40 @@ class State:
         if [tensor.dtype for tensor in local] == unit.dtypes:
             _writeback.adopt_values(unit)
         else:
-            self._convert(unit, local)
+            self.remake()
 
-    def _convert(self, unit: RowUnit, local: list[torch.Tensor]) -> None:
-        """Shard the parameters anew in other dtypes; the Parameter objects stay."""
+    def remake(
+        self, *, without: int = -1, sites: Mapping[int, list[tuple[nn.Module, str]]] | None = None
+    ) -> None:
+        """Shard the parameters anew, in their local tensors' dtypes; the Parameter objects stay.
+        ``without``: number of one that the unit gives up; ``sites``: places of others, by number.
+        Collective over the mesh.
+        """
         release(self)
-        adopted = unit.shard_params
+        unit: Any = self._unit
+        kept = [i for i in range(len(unit.infos)) if i != without]
+        adopted = [unit.shard_params[i] for i in kept]
+        local = [unit.local(param) for param in adopted]
         infos = []
-        for i, (info, tensor) in enumerate(zip(unit.infos, local, strict=True)):
+        for i, tensor in zip(kept, local, strict=True):
+            info = unit.infos[i]
             blank = torch.empty(unit.shapes[i], dtype=tensor.dtype, device="meta")
             blank = blank.movedim(0, unit.dims[i])
             param = nn.Parameter(blank, requires_grad=info.param.requires_grad)
-            infos.append(ParamInfo(info.name, param, info.sites))
-        new = self._unit = self._new_unit(infos, unit.dims, adopted, unit.parallel)
-        for param, view, tensor in zip(adopted, new.views, local, strict=True):
-            if tensor.is_meta:
-                param._local_tensor = tensor
-            else:
-                view.copy_(tensor)
-        new.require_sync = unit.require_sync
-        new.flat.divide = unit.flat.divide
-        new.flat.adopt_grads()
+            infos.append(ParamInfo(info.name, param, (sites or {}).get(i, info.sites)))
+        if not infos:
+            self._unit = None
+        else:
+            dims, parallel = [unit.dims[i] for i in kept], [unit.parallel[i] for i in kept]
+            new = self._unit = self._new_unit(infos, dims, adopted, parallel)
+            for param, view, tensor in zip(adopted, new.views, local, strict=True):
+                if tensor.is_meta:
+                    param._local_tensor = tensor
+                else:
+                    view.copy_(tensor)
+            new.require_sync = unit.require_sync
+            new.flat.divide = unit.flat.divide
+            new.flat.adopt_grads()
         unit.flat.unbind()
 
 
@@ -421,6 +435,7 @@ def _names_in_root(state: State, names: list[str]) -> list[str]:
 
 
 def _adopt_all(states: list[State]) -> None:
+    _tied.join(states)
     for state in states:
         state.adopt_values()
 

@@ -317,3 +317,32 @@ def test_types_of_parameters_after_a_forward(rank, world):
                 assert isinstance(model[0].weight, DTensor) == (value is not False)
                 model[0].reshard()
             assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+@ranks(2)
+def test_weights_that_are_tied_after_sharding(rank, world):
+    """As by a loader that ties weights last: one gradient from both places."""
+    ids = torch.arange(11)[None]
+    for meta, alone in [(False, True), (True, False)]:
+        torch.manual_seed(0)
+        source = Heads(tied=True)
+        with torch.device("meta" if meta else "cpu"):
+            torch.manual_seed(0)
+            model = Heads()
+        fully_shard(model.embed if alone else [model.embed, model.norm])
+        fully_shard(model)
+        if meta:
+            untied = Heads()
+            untied.load_state_dict(source.state_dict())
+            fill(model, untied, "parameters", rank)
+        model.head.weight = model.embed.weight
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, source)]
+        for _ in range(2):
+            torch.testing.assert_close(model(ids), source(ids))
+            for one, optimizer in zip((model, source), optimizers, strict=True):
+                one(ids).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert model.head.weight is model.embed.weight
+        for one, other in zip(model.parameters(), source.parameters(), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other)

@@ -1,0 +1,60 @@
+"""Weights that are tied after ``fully_shard``: one Parameter put into modules of several units
+before the first forward, as a loader does that ties weights last. The outermost unit takes all its
+places.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fsdpc._engine import writeback as _writeback
+
+
+def join(states: list[Any]) -> None:
+    """Leave each Parameter to one of the units that show it, whose modules contain the others'.
+    Collective over the mesh if there are such Parameters; others stay as they are.
+    """
+    found = _first(states)
+    while found is not None:
+        _leave_to(*found)  # numbers in units change
+        found = _first(states)
+
+
+def _first(states: list[Any]) -> tuple[Any, list[tuple[Any, int]]] | None:
+    for places in _shown(states).values():
+        units = dict.fromkeys(state for state, _ in places)
+        outer = (state for state in units if len(units) > 1 and _contains(state, places))
+        for state in outer:
+            return state, places
+    return None
+
+
+def _shown(states: list[Any]) -> dict[int, list[tuple[Any, int]]]:
+    """By the id of a Parameter that a unit's modules show: (state, number in its unit)."""
+    found: dict[int, list[tuple[Any, int]]] = {}
+    for state in states:
+        for number, info in enumerate(state._unit.infos if state._unit is not None else ()):
+            shown = info.sites[0][0]._parameters.get(info.sites[0][1])
+            if shown is not None:
+                found.setdefault(id(shown), []).append((state, number))
+    return found
+
+
+def _contains(state: Any, places: list[tuple[Any, int]]) -> bool:
+    below = {child for module in state.modules for child in module.modules()}
+    sites = (site for other, number in places for site in other._unit.infos[number].sites)
+    return all(module in below for module, _ in sites)
+
+
+def _leave_to(outer: Any, places: list[tuple[Any, int]]) -> None:
+    own = next(number for state, number in places if state is outer)
+    module, name = outer._unit.infos[own].sites[0]
+    _writeback.disown(module._parameters[name])
+    _writeback.adopt_objects(outer._unit)
+    sites = list(outer._unit.infos[own].sites)
+    for state, number in places:
+        if state is not outer:
+            sites += state._unit.infos[number].sites
+            _writeback.adopt_objects(state._unit, but=number)
+            state.remake(without=number)
+    outer.remake(sites={own: sites})
