@@ -78,7 +78,9 @@ def class_of(config: Any) -> Any:
         mapping = getattr(transformers, auto)._model_mapping
         if type(config) in mapping:
             found = mapping[type(config)]
-            return found[0] if isinstance(found, (list, tuple)) else found
+            found = found[0] if isinstance(found, (list, tuple)) else found
+            if isinstance(config, found.config_class):  # else a part of this model
+                return found
     raise Refused(f"transformers has no model for the configuration {config.model_type!r}")
 
 

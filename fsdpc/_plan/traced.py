@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -92,15 +93,27 @@ def classes_for(module: nn.Module, wrap: str) -> set[type[nn.Module]]:
     if wrap == "embeddings":
         raise ValueError("--wrap embeddings is for plans by formula: name classes, as Embedding")
     if wrap == "blocks":
-        return {
+        found = {
             type(module.get_submodule(_trace.block_path(n, 0))) for n in _trace.repeated(module)
         }
+        return {kind for kind in found if not _splits_a_tie(module, kind)}
     wanted = set(wrap.split(","))
     classes = {type(m) for m in module.modules() if type(m).__name__ in wanted}
     missing = wanted - {c.__name__ for c in classes}
     if missing:
         raise ValueError(f"the model has no module of class {', '.join(sorted(missing))}")
     return classes
+
+
+def _splits_a_tie(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a parameter of a module of this class is used outside of it, too."""
+
+    def uses(of: nn.Module) -> Counter[int]:
+        return Counter(id(p) for m in of.modules() for p in m._parameters.values() if p is not None)
+
+    every = uses(module)
+    blocks = [m for m in module.modules() if isinstance(m, kind)]
+    return any(every[key] > count for b in blocks for key, count in uses(b).items())
 
 
 def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str = "") -> Model:

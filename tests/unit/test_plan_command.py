@@ -435,6 +435,21 @@ def test_the_upper_bound_has_the_formulas_doubt():
     assert made.fits(made.upper) is True and made.fits(made.upper - 1) is False
 
 
+def test_blocks_that_share_a_parameter_with_others_are_no_units():
+    """Wrapping each would count the parameter twice, and break the tie."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed = nn.ModuleList(nn.Embedding(8, 4) for _ in range(4))
+            self.heads = nn.ModuleList(nn.Linear(4, 8, bias=False) for _ in range(4))
+            for head, embed in zip(self.heads, self.embed, strict=True):
+                head.weight = embed.weight
+
+    made = build_traced(Heads, Setup(**CPU))
+    assert made.numel == 4 * 32 and len(made.units) == 1
+
+
 BUILDERS = """
 import copy
 import torch
