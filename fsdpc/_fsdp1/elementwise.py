@@ -59,9 +59,9 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
         warnings.warn(
             f"{kind.__name__} steps an element by other elements of its parameter, and sees flat "
             "parts of parameters under FullyShardedDataParallel: results are not those of an "
-            "unsharded run. Use fully_shard, whose parameters are DTensors of the whole, "
-            "ShardingStrategy.NO_SHARD with use_orig_params=True, or an elementwise optimizer "
-            "(AdamW, SGD, Lion)",
+            "unsharded run. Use an elementwise optimizer (AdamW, SGD, Lion), "
+            "ShardingStrategy.NO_SHARD with use_orig_params=True, or fully_shard, whose parameters "
+            "are DTensors: the optimizer sees all of them there, or raises",
             stacklevel=2,
         )
 
