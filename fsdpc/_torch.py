@@ -153,6 +153,10 @@ is_wrapped = _find("torch._C", "_functorch.is_functorch_wrapped_tensor")
 unwrapped = _find("torch._C", "_functorch.get_unwrapped")
 is_batched = _find("torch._C", "_functorch.is_batchedtensor")
 queue_callback = _find("torch.autograd", "Variable._execution_engine.queue_callback")
+# A dictionary in which PROFILES is True while one of torch's profilers runs.
+profiler_flags = vars(torch.autograd.profiler)
+PROFILES = "_is_profiler_enabled"
+_find("torch.autograd.profiler", PROFILES)
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
 increment_version_counters = _find("torch._C", "_increment_version")

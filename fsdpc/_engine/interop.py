@@ -126,6 +126,8 @@ def torch_functions() -> tuple[Any, ...]:
         _torch.transform_level,
         inner_tensors,
         refuse_export,
+        _torch.profiler_flags,
+        torch.profiler.record_function,
     )
 
 

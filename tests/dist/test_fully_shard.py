@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from harness import ranks, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -388,3 +388,65 @@ def test_the_plan_equals_what_units_of_rows_allocate(rank, world):
         report = fsdpc.memory_report(model)
         assert report.equal, report
         assert sum(line.actual for line in report.lines) > 0
+
+
+@ranks(4)
+@pytest.mark.parametrize("param_dtype, reduce_dtype", [(torch.bfloat16, None), (None, torch.half)])
+def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
+    """Over shared memory the exact mean; over torch's collectives the sum that gloo rounds."""
+
+    def gradients(shard, **options):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 8))
+        if shard is None:
+            model = module.to(param_dtype or torch.float32)
+            x = batch.to(param_dtype or torch.float32)
+        else:
+            policy = fsdpc.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+            model, x = shard(module, mp_policy=policy, **options), batch
+        model(x).float().square().sum().backward()
+        return [full_gradient(p) for p in model.parameters()]
+
+    batch = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
+    exact = []
+    for grad in gradients(None):
+        mean = grad.to(reduce_dtype or grad.dtype).double()
+        dist.all_reduce(mean)
+        exact.append(mean / world)
+    own, theirs = gradients(fsdpc.fully_shard), gradients(door("torch"))
+    for mean, value in zip(exact, own, strict=True):
+        torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-12)
+    far = [(value.double() - mean).abs().max() for mean, value in zip(exact, theirs, strict=True)]
+    assert max(far) > 1e-4 * max(mean.abs().max() for mean in exact)
+    os.environ["FSDPC_COLLECTIVES"] = "c10d"  # the mesh's group uses it, the default group does not
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    for value, other in zip(gradients(fsdpc.fully_shard, mesh=mesh), theirs, strict=True):
+        assert torch.equal(value, other)
+
+
+def full_gradient(param):
+    return param.grad.full_tensor() if isinstance(param.grad, DTensor) else param.grad
+
+
+RANGES = """root_pre_forward|pre_forward (0)|all_gather (0)|post_forward (0)|pre_backward (0)
+    |post_backward_reduce (0)|root_post_backward_callback"""
+
+
+@ranks(2)
+def test_ranges_in_a_profile(rank, world):
+    wanted = {f"FSDP::{name.strip()}" for name in RANGES.split("|")}
+    found = []
+    for package in ("fsdpc", "torch"):
+        model = nn.Sequential(Block(), Block())
+        for block in model:
+            door(package)(block)
+        door(package)(model)
+        model(torch.ones(2, 6)).sum().backward()  # not in the profile
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model(torch.ones(2, 6)).sum().backward()
+        found.append({event.name for event in profile.events()})
+    assert wanted <= found[0] and wanted <= found[1], [wanted - names for names in found]
+    model = wrap_blocks("fsdpc", nn.Sequential(Block(), Block()))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model(torch.ones(2, 6)).sum().backward()
+    assert wanted <= {event.name for event in profile.events()}

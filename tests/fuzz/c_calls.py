@@ -164,6 +164,8 @@ class Caller:
             self.rng.choice([lambda: None, lambda: 1, self.hostile()]),
             self.rng.choice([lambda output: [], lambda output: output, self.hostile()]),
             self.rng.choice([lambda: None, self.hostile()]),
+            self.rng.choice([{}, {"_is_profiler_enabled": True}]),
+            self.rng.choice([torch.profiler.record_function, self.hostile()]),
         )
 
     def new_hook(self) -> Any:

@@ -43,6 +43,7 @@ PRELUDE = """
                  "alias": lambda args, kwargs: (args, kwargs or {}),
                  "copy": lambda output, begin, end: output, "nodes": {},
                  "level": lambda: None, "inner": lambda output: [], "export": lambda: None,
+                 "profiler": {}, "record": None,
                  **changed}
         return (torch.Tensor, torch.nn.Parameter, *given.values())
 
@@ -333,7 +334,7 @@ def test_a_unit_cannot_be_in_a_tree_twice():
             _probe.Tree(2147483647, np.array(["a"] * 12))
         with pytest.raises(ValueError, match="at most 131072"):
             _probe.layout([], 2147483647, 64)
-        with pytest.raises(TypeError, match="tuple of sixteen"):
+        with pytest.raises(TypeError, match="tuple of eighteen"):
             _probe.Tree([flat], [0], torch=1)
         """
     )

@@ -90,7 +90,7 @@ class Stepped:
             lambda: False, lambda params: True, lambda end: self.ends.append(end),
             lambda params: None, lambda tensors, numbers: None, lambda tensors: None,
             lambda args, kwargs: (args, kwargs or {}), lambda output, begin, end: output, {},
-            lambda: None, lambda output: [], lambda: None,
+            lambda: None, lambda output: [], lambda: None, {}, None,
         )  # fmt: skip
 
     def rows(self) -> tuple[list[Any], ...]:

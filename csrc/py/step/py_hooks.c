@@ -136,6 +136,23 @@ dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject 
 static const char *const kind_names[] = {"pre_forward", "post_forward", "pre_backward",
                                          "input_done",  "grad",         "end"};
 
+/* None for hooks that run per parameter. */
+static PyObject *
+open_range(const fsdpc_py_hook *self)
+{
+    const fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
+    switch (self->kind) {
+    case FSDPC_HOOK_INPUT_DONE:
+    case FSDPC_HOOK_GRAD:
+        return NULL;
+    case FSDPC_HOOK_END:
+        return fsdpc_py_range_open((fsdpc_py_tree *)self->owner, "root_post_backward_callback",
+                                   NULL);
+    default:
+        return fsdpc_py_range_open(flat->tree, kind_names[self->kind], flat);
+    }
+}
+
 /* After a hook has left its gates: the observer may call methods of units and trees. */
 static void
 call_observer(const fsdpc_py_hook *self)
@@ -168,7 +185,9 @@ hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywo
         result = result < 0 ? -1 : go_in(self, &tree_use);
     }
     if (result == 0 && (result = check_torch(self)) == 0 && (result = enter(self)) == 0) {
+        PyObject *range = open_range(self);
         result = dispatch(self, args, PyVectorcall_NARGS(flags), &out);
+        fsdpc_py_range_close(range);
     }
     if (tree_use.flat) {
         fsdpc_py_end_use(&tree_use);

@@ -126,7 +126,9 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     tree->entered = flat->id;
     tree->entered_done = false;
     int status;
+    PyObject *range = fsdpc_py_range_open(tree, "all_gather", flat);
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_backward_enter(tree->tree, flat->id));
+    fsdpc_py_range_close(range);
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || detect_second(flat) < 0) {
         return -1;
     }
@@ -166,6 +168,8 @@ send_grads(fsdpc_py_flat *flat, bool sync)
 {
     int status, result = -1;
     fsdpc_tree *tree = flat->tree->tree;
+    PyObject *range = fsdpc_py_range_open(
+        flat->tree, sync ? "post_backward_reduce" : "post_backward_accumulate", flat);
     if ((sync && fsdpc_py_take_slot(flat) < 0) || fsdpc_py_prepare_grads(flat) < 0 ||
         fsdpc_py_collect_grads(flat) < 0) {
         goto done;
@@ -183,6 +187,7 @@ send_grads(fsdpc_py_flat *flat, bool sync)
     result = fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_clear_full_grads(flat, false);
 done:
     fsdpc_py_drop_held(flat);
+    fsdpc_py_range_close(range);
     return result;
 }
 

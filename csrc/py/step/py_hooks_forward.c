@@ -291,8 +291,13 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
     if (tree->forward_depth > 0 && flat->id == 0 && flat->installed == 0) {
         tree->forward_depth = 0;
     }
-    if (tree->forward_depth == 0 && begin_outermost(flat) < 0) {
-        return -1;
+    if (tree->forward_depth == 0) {
+        PyObject *range = fsdpc_py_range_open(tree, "root_pre_forward", NULL);
+        int begun = begin_outermost(flat);
+        fsdpc_py_range_close(range);
+        if (begun < 0) {
+            return -1;
+        }
     }
     tree = flat->tree;
     /* Under reentrant checkpointing no hook runs before the recomputation when the backward comes to the unit. */
@@ -300,7 +305,9 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
         return -1;
     }
     int status;
+    PyObject *range = fsdpc_py_range_open(tree, "all_gather", flat);
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_forward_enter(tree->tree, flat->id));
+    fsdpc_py_range_close(range);
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || fsdpc_py_install(flat) < 0) {
         return pass_broke_off(tree);
     }

@@ -98,21 +98,22 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
     PyObject *tensor, *param, *grad_enabled, *graph_task, *keeps_graph, *makes_grads;
     PyObject *queue_callback, *listeners, *set_versions, *increment_versions, *alias_inputs;
-    PyObject *copy_outputs, *nodes, *transform_level, *inner_tensors, *refuse_export;
+    PyObject *copy_outputs, *nodes, *transform_level, *inner_tensors, *refuse_export, *profiler,
+        *record;
     if (torch == Py_None) {
         return 0;
     }
     if (!PyTuple_Check(torch)) {
         PyErr_Format(PyExc_TypeError,
-                     "Tree: torch must be a tuple of sixteen items or None, not %.100s",
+                     "Tree: torch must be a tuple of eighteen items or None, not %.100s",
                      Py_TYPE(torch)->tp_name);
         return -1;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOOO!OOO", &PyType_Type, &tensor, &PyType_Type, &param,
-                          &grad_enabled, &graph_task, &keeps_graph, &makes_grads, &queue_callback,
-                          &listeners, &set_versions, &increment_versions, &alias_inputs,
-                          &copy_outputs, &PyDict_Type, &nodes, &transform_level, &inner_tensors,
-                          &refuse_export)) {
+    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOOO!OOOO!O", &PyType_Type, &tensor, &PyType_Type,
+                          &param, &grad_enabled, &graph_task, &keeps_graph, &makes_grads,
+                          &queue_callback, &listeners, &set_versions, &increment_versions,
+                          &alias_inputs, &copy_outputs, &PyDict_Type, &nodes, &transform_level,
+                          &inner_tensors, &refuse_export, &PyDict_Type, &profiler, &record)) {
         return -1;
     }
     self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
@@ -131,6 +132,8 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     self->transform_level = Py_NewRef(transform_level);
     self->inner_tensors = Py_NewRef(inner_tensors);
     self->refuse_export = Py_NewRef(refuse_export);
+    self->profiler = Py_NewRef(profiler);
+    self->record = Py_NewRef(record);
     return 0;
 }
 
@@ -193,6 +196,8 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->transform_level);
     Py_VISIT(self->inner_tensors);
     Py_VISIT(self->refuse_export);
+    Py_VISIT(self->profiler);
+    Py_VISIT(self->record);
     Py_VISIT(self->step_unit);
     Py_VISIT(self->before_end);
     Py_VISIT(self->before_pass);
@@ -265,6 +270,8 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->transform_level);
     Py_CLEAR(self->inner_tensors);
     Py_CLEAR(self->refuse_export);
+    Py_CLEAR(self->profiler);
+    Py_CLEAR(self->record);
     Py_CLEAR(self->step_unit);
     Py_CLEAR(self->before_end);
     Py_CLEAR(self->before_pass);

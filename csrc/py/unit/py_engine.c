@@ -22,6 +22,7 @@ fsdpc_py_make_names(void)
         {&fsdpc_py_name.any, "any"},
         {&fsdpc_py_name.signbit, "signbit"},
         {&fsdpc_py_name.flatten_fn, "flatten_fn"},
+        {&fsdpc_py_name.profiles, "_is_profiler_enabled"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},
     };
     for (size_t i = 0; i < sizeof table / sizeof table[0]; i++) {

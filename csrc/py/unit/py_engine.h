@@ -147,6 +147,7 @@ typedef struct fsdpc_py_tree {
     PyObject *nodes;   /* torch's table of pytree nodes by type; NULL as the functions above */
     /* Whether torch.func transforms what runs, and the tensors inside of a transformed output; raises while
      * torch.export runs. */
+    PyObject *profiler, *record; /* a dictionary with torch's flag, and the class of ranges */
     PyObject *transform_level, *inner_tensors, *refuse_export;
     PyTypeObject *tensor_type, *param_type;
     PyObject
@@ -163,7 +164,7 @@ typedef struct fsdpc_py_tree {
 typedef struct fsdpc_py_names {
     PyObject *register_prehook, *dataclass_fields, *detach, *is_view, *sequence,
         *register_hook_dict, *backward_optimizers, *local_tensor, *copy, *any, *signbit,
-        *flatten_fn;
+        *flatten_fn, *profiles;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
@@ -343,6 +344,14 @@ int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
 int fsdpc_py_carry_frozen(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
 PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
+
+/* --- py_range.c ------------------------------------------------------------------------------ */
+
+/* A range of torch's profilers; `flat` may be NULL. NULL (without an exception) while none runs. */
+PyObject *fsdpc_py_range_open(const fsdpc_py_tree *tree, const char *what,
+                              const fsdpc_py_flat *flat);
+/* Ends and drops it; keeps an exception that is set. NULL is allowed. */
+void fsdpc_py_range_close(PyObject *range);
 
 /* --- py_versions.c --------------------------------------------------------------------------- */
 
