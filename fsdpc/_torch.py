@@ -281,6 +281,7 @@ MARKS = frozenset(
         "_checkpoint_wrapped_module",  # activation checkpointing's name of the wrapped module
         "_in_backward_optimizers",  # on a parameter: optimizers that step in backward
         "_is_flat_param",  # makes isinstance(p, FlatParameter) true
+        "_is_profiler_enabled",  # in torch.autograd.profiler: a profiler runs
         "_metadata",  # on a state dict: versions of its modules
         "_wrap_overrides",  # on a module: arguments of its unit that replace the common ones
     }
