@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._torch import REGISTRY_KEY
@@ -64,11 +65,27 @@ def collect(
             info = infos.get(id(param))
             if info is None:
                 name = join(module_name, attribute)
+                _check_kind(module, param, name, what)
                 check(param, name)
                 info = infos[id(param)] = ParamInfo(name, param)
             info.sites.append((module, attribute))
     check_apart(((info.name, info.param) for info in infos.values()), what)
     return list(infos.values())
+
+
+def _check_kind(module: nn.Module, param: nn.Parameter, name: str, what: str) -> None:
+    """``ValueError``: a parameter without a shape yet, or of a module that TorchScript holds."""
+    if is_lazy(param):
+        raise ValueError(
+            f"parameter {name!r} of {what} has no shape yet (a lazy module, such as "
+            "LazyLinear): run a forward of the unsharded model once, then shard it"
+        )
+    if isinstance(module, torch.jit.ScriptModule):
+        raise ValueError(
+            f"parameter {name!r} of {what} belongs to a TorchScript module, whose parameters "
+            "cannot be replaced: shard the module that was scripted or traced, or list its "
+            "parameters as ignored"
+        )
 
 
 def check_apart(named: Iterable[tuple[str, nn.Parameter]], what: str) -> None:

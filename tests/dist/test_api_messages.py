@@ -10,8 +10,10 @@ import pytest
 import torch
 from checkpoints import LOCAL, SHARDED, typed
 from harness import ranks
+from torch import nn
 from toys import check_equal, loss_of, tokens, toy, wrap, wrap_blocks
 
+import fsdpc
 from fsdpc import FullyShardedDataParallel as FSDP
 
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
@@ -133,3 +135,18 @@ def test_channels_last_is_not_dropped_without_a_word(rank, world, use_orig_param
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.double()
+
+
+@ranks(2)
+@pytest.mark.parametrize("shard", [fsdpc.fully_shard, fsdpc.FullyShardedDataParallel])
+def test_modules_that_cannot_be_sharded_say_the_way_out(rank, world, shard):
+    scripted = nn.Sequential(torch.jit.script(nn.Linear(4, 4)))
+    for module, words in (
+        (scripted, "'0.weight' of .* belongs to a TorchScript module.*shard the module that"),
+        (nn.Sequential(nn.LazyLinear(4)), "'0.weight' of .* has no shape yet.*run a forward"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            shard(module)
+    model = shard(nn.Embedding(10, 4, sparse=True))
+    with pytest.raises(fsdpc.StateError, match="weight of unit .* is sparse.*sparse=False"):
+        model(torch.tensor([1, 2])).sum().backward()

@@ -16,6 +16,15 @@ check_size(const fsdpc_py_flat *flat, int i)
     return -1;
 }
 
+static int
+is_sparse(PyObject *grad)
+{
+    PyObject *sparse = PyObject_GetAttrString(grad, "is_sparse");
+    int result = sparse ? sparse == Py_True : -1;
+    Py_XDECREF(sparse);
+    return result;
+}
+
 /* A lazily negated gradient (complex arithmetic makes them) is written out first. */
 static int
 view_grad(fsdpc_py_flat *flat, int i)
@@ -27,6 +36,18 @@ view_grad(fsdpc_py_flat *flat, int i)
         return -1;
     }
     PyErr_Clear();
+    int sparse = is_sparse(flat->held[i]);
+    if (sparse != 0) {
+        if (sparse > 0) {
+            PyErr_Format(fsdpc_py_current()->state_error,
+                         "the gradient of parameter %s of unit %s is sparse, and only dense ones "
+                         "are summed over the ranks: make its nn.Embedding with sparse=False, or "
+                         "list the parameter as ignored",
+                         fsdpc_unit_layout(flat->unit)->params[i].name,
+                         fsdpc_unit_name(flat->unit));
+        }
+        return -1;
+    }
     PyObject *plain = PyObject_CallMethod(flat->held[i], "resolve_neg", NULL);
     if (!plain) {
         return -1;
