@@ -301,6 +301,7 @@ fsdpc_arena_bind(fsdpc_arena *arena, fsdpc_range *range, int slot)
         range->slot = shown;
         return status;
     }
+    fsdpc_arena_watch_writes();
     range->written = false;
     /* An earlier arena may have left private memory mapped; the bind unmaps it. */
     range->spare = range->veiled = false;
