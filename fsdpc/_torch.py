@@ -135,6 +135,7 @@ tree_leaves = _find("torch.utils._pytree", "tree_leaves")
 tree_map = _find("torch.utils._pytree", "tree_map")
 tree_map_only = _find("torch.utils._pytree", "tree_map_only")
 pytree_nodes = _find("torch.utils._pytree", "SUPPORTED_NODES")  # by type: what is registered
+flatten_mesh = _find("torch.distributed.device_mesh", "DeviceMesh._flatten")
 # The default process group, and the store of a process group.
 default_group = _find("torch.distributed.distributed_c10d", "_get_default_group")
 process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process_group_store")

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._comm.bootstrap import Groups, make_groups
 from fsdpc._engine.device import engine_device
+from fsdpc._torch import flatten_mesh
 from fsdpc.api import ShardingStrategy
 
 
@@ -99,7 +100,7 @@ def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[tuple[str, ...], tuple[str,
 
 def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     """The named dimensions as one. Collective if they are several."""
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 
 def data_mesh_of(mesh: DeviceMesh, dims: Any = None) -> DataMesh:

@@ -30,7 +30,7 @@ _FILLED = {aten.zeros, aten.ones, aten.full, aten.randint, aten.randperm, aten.e
 @contextmanager
 def faking() -> Iterator[None]:
     """Everything inside runs on fake tensors; devices that a program names are one."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # prints tracebacks of its own
+    log = logging.getLogger(fake_tensors().__name__)  # prints tracebacks of its own
     level, moved = log.level, _Conversions()
     with ExitStack() as stack:
         stack.enter_context(fake_tensors().FakeTensorMode(allow_non_fake_inputs=True))
