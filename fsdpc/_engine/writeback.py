@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdpc import _C
@@ -100,6 +101,12 @@ def adopt_objects(unit: Any, but: int = -1) -> None:
                 _adopt_object(unit, index, info)
 
 
+def _is_behind_another(module: nn.Module, name: str) -> bool:
+    """Whether torch's utilities compute this parameter from others of the module."""
+    made = (f"{name}{ending}" for ending in ("_orig", "_g"))
+    return parametrize.is_parametrized(module, name) or any(n in module._parameters for n in made)
+
+
 def _adopt_object(unit: Any, index: int, info: Any) -> None:
     found = [module._parameters.get(name) for module, name in info.sites]
     own = (info.param, unit.released[index], unit.full[index])
@@ -109,10 +116,13 @@ def _adopt_object(unit: Any, index: int, info: Any) -> None:
     what = f"parameter {info.name!r} of unit {unit.name!r}"
     rank = unit.groups.shard.rank
     if any(param is None for param in found):
-        raise _C.StateError(
-            f"{what} is no longer registered in its module on rank {rank}: delete or replace "
-            "parameters before wrapping, or keep the parameter and freeze it"
-        )
+        way = "delete or replace parameters before wrapping, or keep the parameter and freeze it"
+        if any(_is_behind_another(*site) for site in info.sites):
+            way = (
+                "a parametrization, weight_norm or prune was applied to it after wrapping; apply "
+                "them before wrapping, or remove them again"
+            )
+        raise _C.StateError(f"{what} is no longer registered in its module on rank {rank}: {way}")
     new: Any = changed[0]
     if any(param is not new for param in (changed if unit.dtensors else found)):
         new = _one_of(unit, changed, what)

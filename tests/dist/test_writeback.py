@@ -229,6 +229,23 @@ def test_a_deleted_parameter_is_named(rank, world, how):
         model(tokens(rank, 0))
 
 
+@ranks(2)
+@pytest.mark.parametrize("how", ["parametrize", "prune"])
+def test_a_parametrization_after_wrapping_says_the_way_out(rank, world, how):
+    from torch.nn.utils import parametrize, prune
+
+    from fsdpc import StateError
+
+    model = sharded()
+    up = model.blocks[0].module.up
+    if how == "parametrize":
+        parametrize.register_parametrization(up, "weight", torch.nn.Tanh())
+    else:
+        prune.identity(up, "weight")
+    with pytest.raises(StateError, match=r"'up\.weight' of unit .*apply them before wrapping"):
+        loss_of(model, tokens(rank, 0)).backward()
+
+
 # --- flags ---------------------------------------------------------------------------------------
 
 
