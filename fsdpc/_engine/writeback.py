@@ -98,7 +98,7 @@ def adopt_objects(unit: Any, but: int = -1) -> None:
     if unit.use_orig_params:
         for index, info in enumerate(unit.infos):
             if index != but:
-                _adopt_object(unit, index, info)
+                _adopt_new(unit, index, info)
 
 
 def _is_behind_another(module: nn.Module, name: str) -> bool:
@@ -107,7 +107,7 @@ def _is_behind_another(module: nn.Module, name: str) -> bool:
     return parametrize.is_parametrized(module, name) or any(n in module._parameters for n in made)
 
 
-def _adopt_object(unit: Any, index: int, info: Any) -> None:
+def _adopt_new(unit: Any, index: int, info: Any) -> None:
     found = [module._parameters.get(name) for module, name in info.sites]
     own = (info.param, unit.released[index], unit.full[index])
     changed = [param for param in found if not any(param is one for one in own)]

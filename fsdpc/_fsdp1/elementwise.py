@@ -105,12 +105,12 @@ def _matrix() -> tuple[Tensor, list[Tensor]]:
     and of every size, because some optimizers are elementwise otherwise.
     """
     numbers = torch.Generator().manual_seed(0)
-    values, first = (torch.randn(_SHAPE, generator=numbers) for _ in range(2))
+    values, first = (torch.randn(_SHAPE, generator=numbers, device="cpu") for _ in range(2))
     along = (first * values).sum(1, keepdim=True) / values.square().sum(1, keepdim=True)
     grads = [first - along * values]
     for _ in range(1, _STEPS):
-        size = torch.randn(_SHAPE, generator=numbers).mul(2).exp()
-        grads.append(size * (first + torch.randn(_SHAPE, generator=numbers) / 4))
+        size = torch.randn(_SHAPE, generator=numbers, device="cpu").mul(2).exp()
+        grads.append(size * (first + torch.randn(_SHAPE, generator=numbers, device="cpu") / 4))
     return values, grads
 
 

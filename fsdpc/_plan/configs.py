@@ -109,17 +109,19 @@ def inputs_of(model: Any, setup: Setup) -> dict[str, Any] | None:
         size = getattr(config, "image_size", None) or 224
         height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
         return {
-            "pixel_values": torch.rand(batch, getattr(config, "num_channels", 3), height, width)
+            "pixel_values": torch.rand(
+                batch, getattr(config, "num_channels", 3), height, width, device="cpu"
+            )
         }
     if main == "input_values":
-        return {"input_values": torch.rand(batch, 16000)}
+        return {"input_values": torch.rand(batch, 16000, device="cpu")}
     text, found = config.get_text_config(), {}
     most = getattr(text, "max_position_embeddings", None)
     length = min(setup.sequence, most) if isinstance(most, int) and most > 0 else setup.sequence
     ids = torch.randint(getattr(text, "vocab_size", 2), (batch, length), dtype=torch.long)
     if main == "input_features" and hasattr(config, "num_mel_bins"):
         frames = 2 * getattr(config, "max_source_positions", 1500)
-        found = {main: torch.rand(batch, config.num_mel_bins, frames)}
+        found = {main: torch.rand(batch, config.num_mel_bins, frames, device="cpu")}
     elif "input_ids" in names:
         found = {"input_ids": ids}
     else:

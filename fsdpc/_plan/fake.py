@@ -102,7 +102,7 @@ def settle(module: nn.Module) -> None:
                 if tensor is not None and not _is_settled(tensor):
                     if id(tensor) not in done:
                         fresh = torch.empty_strided(
-                            tensor.shape, tensor.stride(), dtype=tensor.dtype
+                            tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
                         )
                         done[id(tensor)] = _like(tensor, fresh)
                     entries[name] = done[id(tensor)]  # type: ignore[assignment]
@@ -210,7 +210,9 @@ def _grouped_mm(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) -
     per_16_bytes = 16 // a.element_size()
     padded = -(-columns // per_16_bytes) * per_16_bytes
     strides = [rows * padded, padded, 1][-len(shape) :]
-    return torch.empty_strided(shape, strides, dtype=kwargs.get("out_dtype") or a.dtype)
+    return torch.empty_strided(
+        shape, strides, dtype=kwargs.get("out_dtype") or a.dtype, device=a.device
+    )
 
 
 def _rnn_layer(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -228,12 +230,12 @@ def _rnn_layer(values: _Values, func: Any, args: Any, kwargs: dict[str, Any]) ->
             if not isinstance(value, Tensor):
                 return value
             shape = [part if n == batch and value.dim() == 3 else n for n in value.shape]
-            return torch.zeros(shape, dtype=value.dtype)
+            return torch.zeros(shape, dtype=value.dtype, device="cpu")
 
         with fake_tensors().unset_fake_temporarily():
             there = func(*[real(value) for value in args], **kwargs)[3]
         values._workspaces[key] = -(-there.untyped_storage().nbytes() * batch // part)
-    return (*out[:3], torch.empty(values._workspaces[key], dtype=torch.uint8))
+    return (*out[:3], torch.empty(values._workspaces[key], dtype=torch.uint8, device=x.device))
 
 
 _KERNELS: dict[Any, Callable[..., Any]] = {
