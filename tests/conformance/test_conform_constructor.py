@@ -372,9 +372,13 @@ def the_training_flag_is_passed_on(lib):
     return first, inner.training, inner.blocks[0].training
 
 
-@case(over={"orig": [True, False]})
+@case(
+    fsdpc=raises(ValueError, "common memory"),
+    fsdpc_does="refuses them by name",
+    over={"orig": [True, False]},
+)
 def parameters_that_share_memory_before(lib, orig):
-    """Two Parameters over one tensor's memory are two parameters afterwards."""
+    """Two Parameters over one tensor's memory are two parameters afterwards, in silence."""
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
     model["b"].weight.data = model["a"].weight.data
     return lib.full(lib.wrap(model, use_orig_params=orig))
