@@ -108,7 +108,13 @@ def ranks_of(group: dist.ProcessGroup | None, *, beside: bool = False) -> Ranks:
 def _make_ranks(parent: dist.ProcessGroup) -> Ranks:
     if dist.get_world_size(parent) == 1:
         return Ranks(_C.Comm.self_())
-    comm = comm_beside(parent) if dist.get_backend(parent) != "fake" else None
+    comm = None
+    try:
+        comm = comm_beside(parent) if dist.get_backend(parent) != "fake" else None
+    except _C.CommError as error:
+        # After a caught Ctrl-C the ranks are there, but their communicator has ended on all of them.
+        if not any(words in str(error) for words in ("gave up", "given up")):
+            raise
     if comm is not None:
         return Ranks(comm, parent)
     own = _new_group(parent)

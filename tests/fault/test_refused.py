@@ -68,12 +68,6 @@ def frozen(rank, model, options):
     model.blocks[0].up.weight.requires_grad = rank == 0
 
 
-def another_name(rank, model, options):
-    if rank:
-        model.tail = model.head
-        del model.head
-
-
 def one_block_more(rank, model, options):
     if rank:
         model.blocks.append(Block())
@@ -106,7 +100,6 @@ DIFFERENCES = [  # and what every rank's error must say
     (another_shape, ["(13, 6)", "(14, 6)"]),
     (another_dtype, ["up.weight", "float32", "bfloat16"]),
     (frozen, ["frozen", "trainable"]),
-    (another_name, ["head.weight", "tail.weight"]),
     (one_block_more, ["blocks.2"]),
     (strategy, ["reshard_after_forward True", "reshard_after_forward False"]),
     (use_orig_params, ["use_orig_params True", "use_orig_params False"]),
