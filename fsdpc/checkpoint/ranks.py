@@ -112,7 +112,7 @@ def _make_ranks(parent: dist.ProcessGroup) -> Ranks:
     try:
         comm = comm_beside(parent) if dist.get_backend(parent) != "fake" else None
     except _C.CommError as error:
-        # After a caught Ctrl-C the ranks are there, but their communicator has ended on all of them.
+        # After a caught Ctrl-C the ranks are there; their communicator has ended on all of them.
         if not any(words in str(error) for words in ("gave up", "given up")):
             raise
     if comm is not None:
