@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from fsdpc import _C
+
 NO_SPANS = np.empty((0, 3), dtype=np.int64)
 _CUT_BYTES = 1 << 20  # what replicas hold of a tensor is divided from this size on
 _PAGE = 4096
@@ -25,6 +27,8 @@ class Entry:
 
     ``replica``: ``(k, n)`` if ``n`` ranks hold the same elements and this is the ``k``-th of them.
     ``first_writes``: the replicas may differ (buffers), so that the first one's values are saved.
+    ``ranks``: the number of ranks among which ``spans`` and ``replica`` divide the tensor, 0 for
+    all; others may hold the same, see ``settle``.
     """
 
     name: str
@@ -38,6 +42,7 @@ class Entry:
     borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)  # read; others write and verify
     steady: bool = True  # only optimizers write the values, no forward
     on_host: bool = False  # even where CPU tensors count as memory of a simulated GPU
+    ranks: int = 0
 
     @property
     def numel(self) -> int:
@@ -68,6 +73,38 @@ def _clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
     moved = begin - starts
     kept = np.stack([spans[:, 0] + moved, spans[:, 1] + moved, count], axis=1)
     return kept[count > 0]
+
+
+def parts_of_some(entries: Sequence[Entry], world: int) -> np.ndarray:
+    """This rank's part of each entry that fewer than ``world`` ranks divide, for ``settle``."""
+    rows = [
+        (index, entry.replica[0], entry.spans[:, 2].sum(), _C.ckpt_crc32c(entry.spans.tobytes(), 0))
+        for index, entry in enumerate(entries)
+        if entry.ranks not in (0, world)
+    ]
+    return np.array(rows, dtype=np.int64).reshape(-1, 4)
+
+
+def settle(entries: Sequence[Entry], received: Sequence[np.ndarray], rank: int) -> None:
+    """Count parts that groups of ranks beside each other hold alike (parameters on the data
+    parallel dimension of a mesh beside tensor parallelism) as replicas, of which the first writes.
+    ``received``: every rank's ``parts_of_some``. Local.
+    """
+    table = np.concatenate(received)
+    if len(table) == 0:
+        return
+    _, group, counts = np.unique(table, axis=0, return_inverse=True, return_counts=True)
+    group = group.reshape(-1)
+    order = np.argsort(group, kind="stable")  # in each group by rank
+    nth = np.empty(len(table), dtype=np.int64)
+    nth[order] = np.arange(len(table)) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = sum(len(rows) for rows in received[:rank])
+    for at, index in enumerate(received[rank][:, 0].tolist(), first):
+        several = int(counts[group[at]])
+        if several > 1:
+            k, n = entries[index].replica
+            entries[index].replica = (k + n * int(nth[at]), n * several)
+            entries[index].first_writes = True
 
 
 def whole_span(numel: int) -> np.ndarray:

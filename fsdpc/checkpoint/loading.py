@@ -23,7 +23,7 @@ from torch import nn
 from fsdpc import _C
 from fsdpc.checkpoint.digests import combine, combine_parts
 from fsdpc.checkpoint.dtypes import can_cast
-from fsdpc.checkpoint.entries import Entry, whole_span
+from fsdpc.checkpoint.entries import Entry, parts_of_some, settle, whole_span
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
 from fsdpc.checkpoint.model import Model, read_model, set_extra
@@ -96,15 +96,17 @@ def run_load(
 ) -> Loaded:
     """See ``fsdpc.checkpoint.load``. Collective."""
     what = f"loading checkpoint {path}"
-    with ranks.step(what):
+    with ranks.step(what) as seen:
         if verify not in ("before", "during", "no"):
             raise ValueError(f"verify must be 'before', 'during' or 'no', not {verify!r}")
         chosen, own_name = chooser(only), renamer(rename)
+        check_objects(optimizer, scheduler, "load_state_dict")
+        target = read_model(model, (ranks.rank, ranks.world))
+        seen.value = parts_of_some(target.entries, ranks.world)
+    settle(target.entries, seen.values, ranks.rank)
     found = _open_together(path, ranks, what)
     compares = found.manifest is not None and verify != "no"
     with ranks.step(what) as matched:
-        check_objects(optimizer, scheduler, "load_state_dict")
-        target = read_model(model, (ranks.rank, ranks.world))
         kept = chosen_names(target, chosen, only)
         work, missing, unexpected = _match(found, target, cast, kept, chosen, own_name)
         if strict and (missing or unexpected):

@@ -198,6 +198,7 @@ def _unit_entries(place: Any) -> list[Entry]:
                 spans if count else NO_SPANS,
                 replica,
                 on_host=unit.flat.offloaded,
+                ranks=place.comm.world * replica[1],
             )
         )
     return entries
@@ -287,7 +288,8 @@ def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
         )
     spans = block_spans(shape, offsets, sizes)
     memory, home = flat_and_home(local)
-    return Entry(name, shape, tensor.dtype, memory, spans, replica, home=home)
+    ranks = tensor.device_mesh.size()
+    return Entry(name, shape, tensor.dtype, memory, spans, replica, home=home, ranks=ranks)
 
 
 def place_of(

@@ -19,7 +19,7 @@ from torch import nn
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
-from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.entries import Entry, parts_of_some, settle
 from fsdpc.checkpoint.folders import Draft, sync
 from fsdpc.checkpoint.layout import FILE_BYTES, Layout, fingerprint, lay_out
 from fsdpc.checkpoint.model import read_model
@@ -66,13 +66,15 @@ def make_plan(
 ) -> Plan:
     """Collective. ``CheckpointError``: ranks have different models, or a value cannot be saved."""
     what = f"planning checkpoint {target}"
-    with ranks.step(what):
+    with ranks.step(what) as seen:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast(dtype)):
             raise TypeError(
                 f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
             )
         check_objects(optimizer, scheduler, "state_dict")
         found = read_model(model, (ranks.rank, ranks.world))
+        seen.value = parts_of_some(found.entries, ranks.world)
+    settle(found.entries, seen.values, ranks.rank)
     state = State() if optimizer is None else read_state(optimizer, found, ranks)
     with ranks.step(what) as planned:
         if only is not None:

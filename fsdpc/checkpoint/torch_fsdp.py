@@ -68,7 +68,11 @@ def _entries(
             place, begin, count = 0, 0, 0
         spans = np.array([[begin, place, count]], dtype=np.int64) if count else NO_SPANS
         full = clean_fqn(join(name, fqn))
-        result.append((Entry(full, tuple(shape), flat_param.dtype, local, spans, replica), spans))
+        ranks = handle.process_group.size()
+        if handle.uses_sharded_strategy:
+            ranks *= replica[1]
+        entry = Entry(full, tuple(shape), flat_param.dtype, local, spans, replica, ranks=ranks)
+        result.append((entry, spans))
     return result
 
 

@@ -244,6 +244,70 @@ def test_train_clip_save_and_load_on_several_meshes(rank, world, make):
     assert_equal(again, reference, "resumed")
 
 
+def beside_tensor_parallelism(shape: tuple[int, ...]) -> nn.Module:
+    """Experts cut by tensor parallelism, the rest plain: each rank of the last dimension holds the
+    same shards of it.
+    """
+    names = ("replica", "shard", "tp")[-len(shape) :]
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    model = mixtures()
+    for block in model[1:3]:
+        for name in ("up", "down"):
+            cut = distribute_tensor(getattr(block.experts, name).detach(), mesh["tp"], [Shard(2)])
+            setattr(block.experts, name, nn.Parameter(cut))
+    data = mesh[names[:-1]] if len(shape) == 3 else mesh["shard"]
+    for module in (*model[1:3], model):
+        fsdpc.fully_shard(module, mesh=data)
+    return model
+
+
+def groups_of_two() -> nn.Module:
+    """Two groups of two ranks, each with all of the model."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "same"))
+    return fsdpc.FullyShardedDataParallel(mixtures(), process_group=mesh.get_group("shard"))
+
+
+@ranks(4)
+def test_save_and_load_what_groups_of_ranks_hold_alike(rank, world):
+    """A checkpoint has the values once, and each group reads them: any number of replicas, both
+    interfaces, also a model that no tensor parallelism cuts.
+    """
+    warnings.simplefilter("ignore")
+    makers = [
+        lambda: beside_tensor_parallelism((2, 2)),
+        lambda: beside_tensor_parallelism((2, 1, 2)),
+        groups_of_two,
+    ]
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    plain = mixtures()
+    stepper = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    for param in plain.parameters():
+        param.grad = torch.ones_like(param)
+    stepper.step()
+    for number, make in enumerate(makers):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for param in model.parameters():
+            param.grad = torch.zeros_like(param) + 1
+        optimizer.step()
+        path = f"{folder[0]}/{number}"
+        fsdpc.checkpoint.save(path, model, optimizer)
+        again = make()
+        resumed = torch.optim.AdamW(again.parameters(), lr=1e-2)
+        with torch.no_grad():
+            for param in again.parameters():
+                param.zero_()
+        assert fsdpc.checkpoint.load(path, again, resumed).verified
+        fsdpc.checkpoint.save(f"{path}-again", again, resumed)
+        alone = mixtures()
+        last = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+        fsdpc.checkpoint.load(f"{path}-again", alone, last)
+        assert_equal(alone, plain, str(number))
+        for one, two in zip(alone.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(last.state[one]["exp_avg"], stepper.state[two]["exp_avg"])
+
+
 @ranks(4)
 @pytest.mark.parametrize("names", ["a b tp", "r a b", "r q s"])
 def test_several_dimensions_in_dp_mesh_dims(rank, world, names):
