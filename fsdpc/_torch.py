@@ -169,11 +169,12 @@ current_raw_stream = _maybe("torch._C", "_cuda_getCurrentRawStream")
 if torch.backends.cuda.is_built() and current_raw_stream is None:
     raise _missing("torch._C._cuda_getCurrentRawStream")
 # Sets the compiler's strategy for frames of a code object. SKIP_FRAME skips the frame itself, not
-# its callees.
+# its callees, SKIP_CALLEES both.
 set_code_exec_strategy = _find("torch._C", "_dynamo.eval_frame.set_code_exec_strategy")
 _Strategy = _find("torch._C", "_dynamo.eval_frame._FrameExecStrategy")
 _Action = _find("torch._C", "_dynamo.eval_frame._FrameAction")
 SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
+SKIP_CALLEES = _Strategy(_Action.SKIP, _Action.SKIP)
 # Called before the steps of all optimizers, and of one.
 global_step_pre_hooks = _find("torch.optim.optimizer", "_global_optimizer_pre_hooks")
 

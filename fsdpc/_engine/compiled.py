@@ -19,11 +19,18 @@ from fsdpc import _torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def not_traced(function: Function) -> Function:
+def hook(function: Function) -> Function:
+    """``not_traced``, callees included: a hook may run inside a module that is compiled with
+    ``fullgraph=True``, where whatever the compiler cannot trace raises.
+    """
+    return not_traced(function, _torch.SKIP_CALLEES)
+
+
+def not_traced(function: Function, strategy: Any = _torch.SKIP_FRAME) -> Function:
     """Make torch.compile skip the frame of ``function``, not its callees. Costs nothing per call
     and does not import the compiler.
     """
-    _torch.set_code_exec_strategy(function.__code__, _torch.SKIP_FRAME)
+    _torch.set_code_exec_strategy(function.__code__, strategy)
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = (

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdpc._engine import hooked as _hooked
 from fsdpc._engine import root as _root
 from fsdpc._engine import writeback as _writeback
-from fsdpc._engine.compiled import call_untraced, not_traced
+from fsdpc._engine.compiled import call_untraced, hook, not_traced
 from fsdpc._engine.host import FrontEnd, TreeOptions
 from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
@@ -177,7 +177,7 @@ class State:
 
     # --- the step --------------------------------------------------------------------------------
 
-    @not_traced
+    @hook
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook: gathers, then casts the inputs."""
         if self._is_root is None:  # may make another unit
@@ -210,7 +210,7 @@ class State:
         self._to_run.discard(module)
         unit.flat.members_left = len(self._to_run)
 
-    @not_traced
+    @hook
     def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook: releases, then casts the output."""
         for other in reversed(self._others):

@@ -208,3 +208,27 @@ def test_the_wrappers_frame_is_not_traced(rank, world):
     compiled(torch.rand(2, 3)).sum().backward()
     assert len(input_codes.seen) > 0
     assert FullyShardedDataParallel.forward.__code__ not in input_codes
+
+
+@ranks(2, **patient)
+def test_hooks_of_fully_shard_beside_whole_graphs(rank, world):
+    """Blocks that must compile as one graph; units of one module and of two, outputs cast."""
+    from fsdpc import MixedPrecisionPolicy, fully_shard
+
+    model = toy()
+    reference = Reference(model)
+    for module in (*model.blocks, model.norm, model.head):
+        module.compile(backend="eager", fullgraph=True)
+        module.register_forward_hook(lambda *_: None)
+    cast = {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float32)}
+    for unit in (*model.blocks, [model.norm, model.head], model):
+        fully_shard(unit, **cast)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference.master)]
+    for step in range(STEPS):
+        loss_of(model, tokens(rank, step)).backward()
+        reference.backward(tokens(rank, step))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        got = {name: p.full_tensor() for name, p in model.named_parameters()}
+        check_equal(got, reference.parameters(), f"after step {step}")
