@@ -81,18 +81,36 @@ class ReleasedParameter(torch.Tensor):
 
 
 class ReleasedDTensor(ReleasedParameter):
-    """Stands for a parameter whose sharded form is a DTensor: mesh and placements are that one's.
+    """Stands for a parameter whose sharded form is a DTensor, also for ``isinstance``: mesh and
+    placements are that one's, and the full tensor where no gradient goes through it.
 
-    A rank's rows are not readable either: changes of them would reach the gathers of some ranks.
+    A rank's rows are not readable: changes of them would reach the gathers of some ranks.
     """
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return DTensor
+
+    def full_tensor(self, **options: Any) -> Any:
+        """torch's: a collective of all ranks of the mesh. Another unit's gradient would be that of
+        this rank's batch alone, hence an error where the parameter trains.
+        """
+        own: Any = self._fsdpc_sharded
+        if own is None or (own.requires_grad and torch.is_grad_enabled()):
+            raise _C.StateError(
+                f"{self._fsdpc_which} is not gathered here, and no rank would have the gradient of "
+                "all ranks through full_tensor(): wrap the module that reads the parameter and its "
+                "own in one unit, or call the owning module"
+            )
+        return own.full_tensor(**options)
 
     def _refuse_part(self, *args: Any, **kwargs: Any) -> Any:
         raise _C.StateError(
-            f"{self._fsdpc_which} is not gathered here: call to_local(), full_tensor() or "
-            "redistribute() of it before the model's forward, and pass the result in"
+            f"{self._fsdpc_which} is not gathered here: call to_local() or redistribute() of it "
+            "before the model's forward, and pass the result in"
         )
 
-    to_local = full_tensor = redistribute = _refuse_part
+    to_local = redistribute = _refuse_part
 
 
 def _pass_on(name: str, kind: type = torch.Tensor, to: type = ReleasedParameter) -> None:

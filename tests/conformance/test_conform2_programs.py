@@ -337,7 +337,6 @@ def asking(lib, ask):
 
 PARTS = {
     "to_local": lambda weight: weight.to_local(),
-    "full_tensor": lambda weight: weight.full_tensor(),
     "redistribute": lambda weight: weight.redistribute(placements=weight.placements),
 }
 
@@ -347,8 +346,21 @@ PARTS = {
     over={"method": list(PARTS)},
 )
 def part_of_a_weight_of_another_unit(lib, method):
-    """the root's forward calls to_local(), full_tensor() or redistribute() of a unit's weight"""
+    """the root's forward calls to_local() or redistribute() of a unit's weight"""
     asking(lib, PARTS[method])(inputs(lib))
+
+
+@case(fsdpc=raises(RuntimeError, "no rank would have the gradient of all ranks"))
+def full_tensor_of_a_weight_of_another_unit(lib):
+    asking(lib, lambda weight: weight.full_tensor())(inputs(lib))
+
+
+@case()
+def full_tensor_of_a_weight_of_another_unit_without_gradients(lib):
+    model = asking(lib, lambda weight: weight.full_tensor().tolist())
+    with torch.no_grad():
+        model(inputs(lib))
+    return model.answer
 
 
 @case()

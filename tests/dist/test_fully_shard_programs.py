@@ -150,6 +150,42 @@ def test_losses_that_read_a_head_they_never_call(rank, world):
     train_chunked(rank, world, after=True, group=True, reshard=False)
 
 
+class Asking(Chunked):
+    """The head's weight by ``full_tensor()``, where the model is sharded."""
+
+    def loss(self, hidden, labels):
+        weight = self.head.weight
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        return functional.cross_entropy((hidden @ whole.T).flatten(0, 1), labels.flatten())
+
+
+@ranks(2)
+def test_full_tensors_of_a_frozen_head_inside_the_forward(rank, world):
+    """trl's way with adapters: the head is a unit of its own, and is not called."""
+    model, reference = Asking(), Asking()
+    for one in (model, reference):
+        one.head.weight.requires_grad_(False)
+    for unit in (*model.blocks, model.head, model):
+        fully_shard(unit)
+    optimizers = sgd(model), sgd(reference)
+    for number in range(2):
+        chunked_loss(model, rank, number).backward()
+        (sum(chunked_loss(reference, r, number) for r in range(world)) / world).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, param), want in zip(model.named_parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), want, rtol=0, atol=1e-6, msg=name)
+
+    trainable, plain = Asking(), Asking()
+    for unit in (trainable.head, trainable):
+        fully_shard(unit)
+    with torch.no_grad():
+        assert chunked_loss(trainable, rank, 0) == chunked_loss(plain, rank, 0)
+    with pytest.raises(RuntimeError, match=r"'weight' of unit 'head' .* gradient of all ranks"):
+        chunked_loss(trainable, rank, 0)
+
+
 @ranks(2)
 def test_what_modules_show_after_a_forward(rank, world):
     """As with torch: plain parameters of units that are kept, until their backward or reshard()."""
