@@ -31,6 +31,7 @@ from fsdpc._engine.listeners import check_listeners
 from fsdpc._engine.modules import check_apart
 from fsdpc._engine.shortage import explain, explained
 from fsdpc._engine.unit import ParamInfo
+from fsdpc._engine.writeback import refuse_lending
 from fsdpc._fsdp1 import args as _args
 from fsdpc._fsdp1 import comm_hooks as _comm_hooks
 from fsdpc._fsdp1 import convert as _convert
@@ -438,6 +439,21 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             if name == "__deepcopy__":
                 raise  # a copy of the wrapped module alone would be returned for this one's
             return getattr(self._modules[FSDP_WRAPPED], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As ``__getattr__``: a tensor in place of one of the wrapped module is set there."""
+        if isinstance(value, torch.Tensor) and not self._has_own(name):
+            module = self.module
+            if isinstance(getattr(module, name, None), torch.Tensor):
+                if name not in module._buffers:
+                    refuse_lending(f"parameter {name!r} of unit {self._name!r}")
+                setattr(module, name, value)
+                return
+        super().__setattr__(name, value)
+
+    def _has_own(self, name: str) -> bool:
+        tables = (self.__dict__, self._parameters, self._buffers)
+        return FSDP_WRAPPED not in self._modules or any(name in table for table in tables)
 
     def __getitem__(self, key: int) -> Any:
         return self.module[key]  # type: ignore[index]

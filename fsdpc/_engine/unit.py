@@ -120,6 +120,7 @@ class Unit(WholeValues):
         # In modules while the unit is released, or while other units' forwards run.
         self.released = [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
+        self.flat_places: dict[int, tuple[dict[str, Any], str]] = {}
         self.flat_segments: list[dict[str, Any]] = []  # the layout of each
         self._optim_params: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
         self.views: list[Tensor] = []  # over the shard, one per entry of _optim_params
@@ -271,6 +272,8 @@ class Unit(WholeValues):
 
     def adopt_in_pass(self) -> None:
         """``adopt_values`` when a forward begins: all parameters must have values. Local."""
+        if not self.use_orig_params:
+            _writeback.refuse_unread(self)
         _writeback.adopt_values(self)
 
     def _add_optim_param(
@@ -278,6 +281,11 @@ class Unit(WholeValues):
     ) -> None:
         self._optim_params.append((param, grad, covers))
         self.views.append(self.local(param).data)
+
+    def place_flat_param(self, index: int, table: dict[str, Any], key: str) -> None:
+        """Name the module entry at which a flat parameter has to stand in passes. Local."""
+        self.flat_places[index] = table, key
+        self.flat.place_param(index, table, key)
 
     def _make_flat_params(self) -> None:
         layout = self.flat.layout()

@@ -132,12 +132,7 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
             f"{what} was replaced by a parameter of unit {owner.name!r} on rank {rank}: tie "
             "parameters before wrapping, in one unit"
         )
-    if _in_functional_call():
-        raise NotImplementedError(
-            f"{what}: torch.func.functional_call cannot lend values to a sharded module, which "
-            "computes with its own shards in forward and in backward; copy values into the "
-            "parameters, or call functional_call on the unsharded module"
-        )
+    refuse_lending(what)
     new = unit.replacement(index, new, what)
     for module, name in info.sites:
         module._parameters[name] = new
@@ -148,6 +143,44 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
     unit.flat.replace_param(index, new)
     set_owner(new, unit)
     info.param = new
+
+
+def refuse_unread(unit: Any) -> None:
+    """Raise if another tensor stands where a pass with flat parameters reads none: as one of these,
+    or as what they are made of. ``NotImplementedError``: inside ``functional_call``.
+    ``StateError``. Local.
+    """
+    for index, (table, key) in unit.flat_places.items():
+        if table.get(key) is not unit.flat_params[index]:
+            way = "copy values into it (param.data.copy_(values)) instead"
+            _refuse_unread(unit, f"flat parameter {key!r}", way)
+    if unit.flat.readable:  # the pass computes with what the modules show
+        return
+    for index, info in enumerate(unit.infos):
+        for module, name in info.sites:
+            shown = module.__dict__.get(name, module._parameters.get(name))
+            if shown is not unit.full[index] and shown is not unit.released[index]:
+                way = "write values inside summon_full_params, or wrap with use_orig_params=True"
+                _refuse_unread(unit, f"parameter {info.name!r}", way)
+
+
+def _refuse_unread(unit: Any, which: str, way: str) -> None:
+    what = f"{which} of unit {unit.name!r}"
+    refuse_lending(what)
+    raise _C.StateError(
+        f"{what} was replaced after wrapping, on rank {unit.groups.shard.rank}, and no step would "
+        f"read the new tensor: {way}"
+    )
+
+
+def refuse_lending(what: str) -> None:
+    """``NotImplementedError`` inside ``torch.func.functional_call``, about ``what``. Local."""
+    if _in_functional_call():
+        raise NotImplementedError(
+            f"{what}: torch.func.functional_call cannot lend values to a sharded module, which "
+            "computes with its own shards in forward and in backward; copy values into the "
+            "parameters, or call functional_call on the unsharded module"
+        )
 
 
 def _one_of(unit: Any, changed: list[Any], what: str) -> Any:

@@ -274,7 +274,9 @@ def show_flat_params(member: Any) -> None:
     """Register the unit's flat parameters (``use_orig_params=False``), for optimizers. Local."""
     owner = flat_owner(member)
     for index, param in enumerate(member._unit.flat_params):
-        owner._parameters[flat_param_name(index)] = param
+        key = flat_param_name(index)
+        owner._parameters[key] = param
+        member._unit.place_flat_param(index, owner._parameters, key)
 
 
 def hide_flat_params(member: Any) -> None:

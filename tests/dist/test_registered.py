@@ -11,6 +11,7 @@ import pytest
 import torch
 from harness import ranks
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
 
@@ -251,3 +252,52 @@ def test_parameters_over_common_memory(rank, world, interface):
             wrap("fsdpc", model, auto_wrap_policy=policy)
     second.weight = first.weight
     shard(model, interface)
+
+
+@ranks(2)
+def test_values_lent_to_a_sharded_class(rank, world):
+    """A unit would compute with its own shards: functional_call is refused by whatever name it
+    lends a value, for units inside others too; the model is as before.
+    """
+    x = torch.ones(3, 4)
+    for flat, nested in ((True, False), (True, True), (False, True)):
+        torch.manual_seed(1)
+        plain = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+        want = plain(x)
+        full = {name: param.detach() * 2 for name, param in plain.named_parameters()}
+        if nested:
+            plain[0] = wrap("fsdpc", plain[0], use_orig_params=not flat)
+        model = wrap("fsdpc", plain, use_orig_params=not flat)
+        model(x).sum().backward()
+        own = {name: param.detach() * 2 for name, param in model.named_parameters()}
+        inner = {f"_fsdp_wrapped_module.{name}": value for name, value in full.items()}
+        for values in (own, full, inner, dict(list(own.items())[-1:])):
+            with pytest.raises(NotImplementedError, match="unit .*functional_call cannot lend"):
+                functional_call(model, values, (x,))
+            torch.testing.assert_close(model(x), want)
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(torch.zeros_like(vector), model.parameters())
+        assert not model(x).any()
+
+
+@ranks(2)
+def test_what_stands_for_a_flat_parameter(rank, world):
+    """Another tensor there, or for what it is made of, is named; buffers go to their module."""
+    model = wrap("fsdpc", nn.Sequential(nn.Linear(4, 4), wrap("fsdpc", nn.BatchNorm1d(4))))
+    x = torch.ones(2, 4)
+    inner, flat = model.module, model.module._flat_param
+    inner._flat_param = nn.Parameter(flat.detach() * 2, requires_grad=False)
+    with pytest.raises(fsdpc.StateError, match="'_flat_param' of unit .* was replaced .* copy"):
+        model(x)
+    inner._flat_param = flat
+    model(x)
+    weight = inner[0].weight
+    inner[0].weight = torch.ones(4, 4)
+    with pytest.raises(fsdpc.StateError, match="'0.weight' of unit .*summon_full_params"):
+        model(x)
+    inner[0].weight = weight
+    lent = {"1.running_mean": torch.full((4,), 9.0)}  # by the name without the wrapper's
+    functional_call(model, lent, (x,))
+    assert 0 < (lent["1.running_mean"] - 9).abs().max() < 2
+    assert model.module[1].module.running_mean.abs().max() < 2
+    model(x).sum().backward()

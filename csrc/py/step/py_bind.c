@@ -304,6 +304,8 @@ fsdpc_py_flat_unbind(fsdpc_py_flat *flat)
         Py_CLEAR(sharded[i].grad);
         Py_CLEAR(sharded[i].shown);
         Py_CLEAR(sharded[i].alias);
+        Py_CLEAR(sharded[i].dict);
+        Py_CLEAR(sharded[i].key);
         fsdpc_mem_free(sharded[i].covers);
     }
     fsdpc_mem_free(sites);

@@ -27,9 +27,12 @@ place_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_site *site)
 }
 
 static int
-memory_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
+param_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
     const void *data;
+    if (sharded->dict && PyDict_GetItemWithError(sharded->dict, sharded->key) != sharded->param) {
+        return PyErr_Occurred() ? -1 : 1;
+    }
     if (fsdpc_py_local_data(flat, sharded->param, &data) < 0) {
         return -1;
     }
@@ -70,7 +73,7 @@ fsdpc_py_detect_changes(fsdpc_py_flat *flat)
         changed = place_has_changed(flat, &flat->sites[i]);
     }
     for (int i = 0; changed == 0 && i < flat->sharded_count; i++) {
-        changed = memory_has_changed(flat, &flat->sharded[i]);
+        changed = param_has_changed(flat, &flat->sharded[i]);
     }
     if (changed <= 0 || !flat->on_changed) {
         return changed < 0 ? -1 : 0;
@@ -102,6 +105,23 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
         }
     }
     Py_SETREF(sharded->param, Py_NewRef(param));
+    Py_RETURN_NONE;
+}
+
+PyObject *
+fsdpc_py_flat_place(fsdpc_py_flat *self, PyObject *args)
+{
+    int number;
+    PyObject *dict, *key;
+    if (!PyArg_ParseTuple(args, "iO!U:place_param", &number, &PyDict_Type, &dict, &key)) {
+        return NULL;
+    }
+    if (number < 0 || number >= self->sharded_count) {
+        PyErr_SetString(PyExc_IndexError, "place_param: the parameter's index is out of range");
+        return NULL;
+    }
+    Py_XSETREF(self->sharded[number].dict, Py_NewRef(dict));
+    Py_XSETREF(self->sharded[number].key, Py_NewRef(key));
     Py_RETURN_NONE;
 }
 

@@ -25,6 +25,7 @@ typedef struct fsdpc_py_site {
 typedef struct fsdpc_py_sharded {
     PyObject *param, *grad; /* grad: the tensor over the shard gradient, or NULL (frozen) */
     PyObject *shown;        /* what param.grad is: `grad`, or a DTensor around that tensor */
+    PyObject *dict, *key;   /* where a flat parameter stands in its module, or NULL */
     PyObject *alias; /* a second tensor over that memory: the user may point `grad` elsewhere */
     const void *grad_data, *param_data;
     long param_version; /* of `param`, when last recorded: py_versions.c */
@@ -411,6 +412,7 @@ int fsdpc_py_detect_changes(fsdpc_py_flat *flat);
 /* -1 with StateError: a gathered tensor points at other memory than the unit's. */
 int fsdpc_py_check_gathered(const fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_place(fsdpc_py_flat *self, PyObject *args);
 /* `sharded` shows zeros for gradients that wait. */
 int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
 /* What autograd has counted of writes to `grad`; -1 with an exception. */

@@ -124,6 +124,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
         Py_VISIT(self->sharded[i].grad);
         Py_VISIT(self->sharded[i].shown);
         Py_VISIT(self->sharded[i].alias);
+        Py_VISIT(self->sharded[i].dict);
     }
     return 0;
 }
@@ -265,6 +266,7 @@ GUARDED_ONE(grad_norm)
 GUARDED_ONE(scale_grads)
 GUARDED_ONE(replace)
 GUARDED_ONE(thaw)
+GUARDED_ONE(place)
 GUARDED_ONE(replace_grad)
 GUARDED_ONE(grad_bits)
 GUARDED_ONE(pack_grads)
@@ -310,6 +312,9 @@ static PyMethodDef methods[] = {
     {"replace_param", FAST(guarded_replace), METH_VARARGS,
      "replace_param(number, param)\n--\n\nReplaces the parameter in row `number` of bind()'s "
      "`sharded`, over the same memory."},
+    {"place_param", FAST(guarded_place), METH_VARARGS,
+     "place_param(number, dict, key)\n--\n\nThe module entry where the parameter in that row has "
+     "to stand when a forward begins."},
     {"replace_grad", FAST(guarded_replace_grad), METH_VARARGS,
      "replace_grad(number, grad)\n--\n\nReplaces the gradient in row `number` of bind()'s "
      "`sharded` "
