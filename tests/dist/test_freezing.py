@@ -72,6 +72,23 @@ def test_a_unit_is_frozen_between_forward_and_backward(rank, world, use_orig_par
 
 @ranks(2)
 @both_ways
+def test_frozen_for_a_pass_between_forward_and_backward(rank, world, use_orig_params):
+    """As peft's adapters are, for the outputs of the model without them (trl's DPO)."""
+    pair = Pair(rank, use_orig_params=use_orig_params)
+
+    def another_pass(path):
+        pair.set(path, False)
+        with torch.no_grad():
+            pair.model(pair.batch(1))
+        pair.set(path, True)
+
+    for path in ("", "blocks.0", "blocks.1"):
+        for between in (lambda path=path: another_pass(path), lambda: None):
+            pair.step(between)
+
+
+@ranks(2)
+@both_ways
 def test_a_unit_is_frozen_while_gradients_accumulate(rank, world, use_orig_params):
     pair = Pair(rank, use_orig_params=use_orig_params)
     for _ in range(2):

@@ -2,7 +2,8 @@
  * gradient hooks on these.
  *
  * Flags are read when a pass begins, and once more when a backward does: like an unsharded leaf, a
- * parameter that was frozen in between gets no gradient. A parameter that was frozen when its unit
+ * parameter that was frozen in between gets no gradient, and one that was frozen for another pass in
+ * between (adapters, for the outputs of the model without them) gets one. A parameter that was frozen when its unit
  * was made has no gradient memory; when the parameter is to be trained, the tree's `on_thaw`
  * allocates it (fsdpc/_engine/thaw.py). Collective.
  */
@@ -85,25 +86,6 @@ fsdpc_py_sync_flags(fsdpc_py_flat *flat)
         } else if (wanted != sharded->requires_grad && carry_flag(flat, sharded, flag) < 0) {
             result = -1;
         }
-        Py_DECREF(flag);
-    }
-    return result;
-}
-
-int
-fsdpc_py_carry_frozen(fsdpc_py_flat *flat)
-{
-    int result = 0;
-    for (int i = 0; result == 0 && i < flat->sharded_count; i++) {
-        fsdpc_py_sharded *sharded = &flat->sharded[i];
-        if (!sharded->requires_grad) {
-            continue;
-        }
-        PyObject *flag = fsdpc_py_field(sharded->param, FSDPC_PY_REQUIRES_GRAD);
-        if (!flag) {
-            return -1;
-        }
-        result = flag == Py_True ? 0 : carry_flag(flat, sharded, flag);
         Py_DECREF(flag);
     }
     return result;

@@ -91,7 +91,7 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
         tree->units[i]->open_calls = 0;
         tree->units[i]->unwatched = false;
         tree->units[i]->withheld = fsdpc_unit_withholds(tree->units[i]->unit);
-        if (fsdpc_py_carry_frozen(tree->units[i]) < 0 ||
+        if (fsdpc_py_sync_flags(tree->units[i]) < 0 ||
             fsdpc_py_detect_step(tree->units[i], false) < 0) {
             return -1;
         }

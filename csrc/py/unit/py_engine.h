@@ -341,8 +341,6 @@ int fsdpc_py_watch_all(fsdpc_py_flat *flat);
 /* Copies requires_grad of the sharded parameters to the gathered ones. 1: a parameter without gradient
  * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
-/* Only of those that have been frozen since. */
-int fsdpc_py_carry_frozen(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
 PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
 
