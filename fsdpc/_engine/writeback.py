@@ -136,6 +136,8 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
     new = unit.replacement(index, new, what)
     for module, name in info.sites:
         module._parameters[name] = new
+        if any(module.__dict__.get(name) is param for param in changed):
+            del module.__dict__[name]  # set past the module's __setattr__, it would hide the entry
     _, grad, covers = unit.optim_params[index]
     info.param.grad = new.grad = None
     unit.optim_params[index] = (new, grad, covers)

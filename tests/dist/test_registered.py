@@ -301,3 +301,21 @@ def test_what_stands_for_a_flat_parameter(rank, world):
     assert 0 < (lent["1.running_mean"] - 9).abs().max() < 2
     assert model.module[1].module.running_mean.abs().max() < 2
     model(x).sum().backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("interface", ["class", "fully_shard"])
+def test_a_parameter_set_past_the_modules_setattr(rank, world, interface):
+    """In the table of parameters and as an attribute, which hides the table's."""
+    model = shard(nn.Sequential(nn.Linear(4, 4)), interface)
+    x = torch.ones(2, 4)
+    model(x)
+    linear, new = model[0], nn.Parameter(torch.full((4, 4), 2.0))
+    linear._parameters["weight"] = new
+    object.__setattr__(linear, "weight", new)
+    out = model(x)
+    assert (out > 7).all()  # 8, and the bias
+    out.sum().backward()
+    assert "weight" not in linear.__dict__
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert torch.allclose(model(x) - out, torch.full((2, 4), -10.0))
