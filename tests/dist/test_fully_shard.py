@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -451,3 +452,30 @@ def test_ranges_in_a_profile(rank, world):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model(torch.ones(2, 6)).sum().backward()
     assert wanted <= {event.name for event in profile.events()}
+
+
+@ranks(2)
+@pytest.mark.parametrize("annotate", ["emit_nvtx", "emit_itt"])
+def test_ranges_reach_the_observers_of_other_profilers(rank, world, annotate):
+    """emit_nvtx installs an observer of torch's record functions; as it needs a GPU, another
+    observer stands for its own.
+    """
+    profiler = torch.autograd.profiler
+    model = shard_blocks("fsdpc", nn.Sequential(Block(), Block()))
+    model(torch.ones(2, 6)).sum().backward()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for owner, name in (
+            (profiler, "_enable_profiler"),
+            (profiler, "_disable_profiler"),
+            (torch.cuda, "synchronize"),
+        ):
+            patch.setattr(owner, name, lambda *args: None)
+        observer = torch.profiler.ExecutionTraceObserver().register_callback(f"{folder}/x.json")
+        observer.start()
+        with getattr(profiler, annotate)():
+            model(torch.ones(2, 6)).sum().backward()
+        observer.stop()
+        observer.unregister_callback()
+        found = Path(f"{folder}/x.json").read_text()
+    wanted = {f"FSDP::{name.strip()}" for name in RANGES.split("|")}
+    assert {name for name in wanted if f'"{name}"' not in found} == set()
