@@ -10,6 +10,17 @@
 #include "ckpt/crc32c.h"
 #include "unit/unit_impl.h"
 
+/* Of one element. */
+static uint64_t
+bits(const char *value, size_t bytes)
+{
+    uint64_t result = 0;
+    for (size_t i = 0; i < bytes; i++) {
+        result = result << 8 | (unsigned char)value[i];
+    }
+    return result;
+}
+
 static uint32_t
 digest(const fsdpc_unit *unit, int param, bool whole)
 {
@@ -18,13 +29,14 @@ digest(const fsdpc_unit *unit, int param, bool whole)
     const fsdpc_layout *layout = unit->layout;
     const size_t item = fsdpc_dtype_bytes(layout->segments[layout->params[param].segment].storage);
     if (whole || length < 3) {
-        return fsdpc_crc32c(0, values, (size_t)length * item);
+        return length == 0 ? 0 : fsdpc_crc32c(0, values, (size_t)length * item);
     }
-    uint32_t sum = 0;
-    for (int64_t k = 0; k < 3; k++) {
-        sum = fsdpc_crc32c(sum, values + (size_t)((length - 1) * k / 2) * item, item);
-    }
-    return sum;
+    const uint64_t odd = UINT64_C(0x9E3779B97F4A7C15);
+    const size_t last = (size_t)(length - 1);
+    uint64_t sum = bits(values, item) * odd;
+    sum = (sum ^ bits(values + last / 2 * item, item)) * odd;
+    sum = (sum ^ bits(values + last * item, item)) * odd;
+    return (uint32_t)(sum >> 32);
 }
 
 int

@@ -123,7 +123,7 @@ def torch_functions() -> tuple[Any, ...]:
         alias_arguments,
         copy_outputs,
         _torch.pytree_nodes,
-        _torch.transform_level,
+        _torch.transforms_active,
         inner_tensors,
         refuse_export,
         _torch.profiler_flags,

@@ -240,7 +240,9 @@ def test_405_b_on_16384_ranks_is_quick_and_small(more):
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     plans, kilobytes = map(int, run.stdout.splitlines()[-1].split())
-    assert plans <= 400 and kilobytes < 500_000
+    assert plans <= 400
+    if "libasan" not in os.environ.get("LD_PRELOAD", ""):  # ASan keeps memory that was freed
+        assert kilobytes < 300_000
 
 
 def test_the_peak_is_of_a_timeline_not_a_sum():

@@ -450,12 +450,10 @@ backward_hook(fsdpc_py_hook *self, fsdpc_py_hook *call)
 static int
 watch_transformed(fsdpc_py_tree *tree, PyObject *output, fsdpc_py_hook *backward)
 {
-    PyObject *level = PyObject_CallNoArgs(tree->transform_level);
-    if (!level || level == Py_None) {
-        Py_XDECREF(level);
-        return level ? 0 : -1;
+    int active = fsdpc_py_call_truth(tree->transforms_active);
+    if (active <= 0) {
+        return active;
     }
-    Py_DECREF(level);
     PyObject *inner = PyObject_CallOneArg(tree->inner_tensors, output);
     int hooked = inner ? fsdpc_py_walk(tree, inner, fsdpc_py_watch_output, backward) : -1;
     Py_XDECREF(inner);

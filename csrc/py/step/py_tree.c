@@ -98,7 +98,7 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
     PyObject *tensor, *param, *grad_enabled, *graph_task, *keeps_graph, *makes_grads;
     PyObject *queue_callback, *listeners, *set_versions, *increment_versions, *alias_inputs;
-    PyObject *copy_outputs, *nodes, *transform_level, *inner_tensors, *refuse_export, *profiler,
+    PyObject *copy_outputs, *nodes, *transforms_active, *inner_tensors, *refuse_export, *profiler,
         *record;
     if (torch == Py_None) {
         return 0;
@@ -112,7 +112,7 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOOO!OOOO!O", &PyType_Type, &tensor, &PyType_Type,
                           &param, &grad_enabled, &graph_task, &keeps_graph, &makes_grads,
                           &queue_callback, &listeners, &set_versions, &increment_versions,
-                          &alias_inputs, &copy_outputs, &PyDict_Type, &nodes, &transform_level,
+                          &alias_inputs, &copy_outputs, &PyDict_Type, &nodes, &transforms_active,
                           &inner_tensors, &refuse_export, &PyDict_Type, &profiler, &record)) {
         return -1;
     }
@@ -129,7 +129,7 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     self->alias_inputs = Py_NewRef(alias_inputs);
     self->copy_outputs = Py_NewRef(copy_outputs);
     self->nodes = Py_NewRef(nodes);
-    self->transform_level = Py_NewRef(transform_level);
+    self->transforms_active = Py_NewRef(transforms_active);
     self->inner_tensors = Py_NewRef(inner_tensors);
     self->refuse_export = Py_NewRef(refuse_export);
     self->profiler = Py_NewRef(profiler);
@@ -193,7 +193,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     Py_VISIT(self->alias_inputs);
     Py_VISIT(self->copy_outputs);
     Py_VISIT(self->nodes);
-    Py_VISIT(self->transform_level);
+    Py_VISIT(self->transforms_active);
     Py_VISIT(self->inner_tensors);
     Py_VISIT(self->refuse_export);
     Py_VISIT(self->profiler);
@@ -267,7 +267,7 @@ tree_clear(fsdpc_py_tree *self)
     Py_CLEAR(self->alias_inputs);
     Py_CLEAR(self->copy_outputs);
     Py_CLEAR(self->nodes);
-    Py_CLEAR(self->transform_level);
+    Py_CLEAR(self->transforms_active);
     Py_CLEAR(self->inner_tensors);
     Py_CLEAR(self->refuse_export);
     Py_CLEAR(self->profiler);

@@ -149,7 +149,7 @@ typedef struct fsdpc_py_tree {
     /* Whether torch.func transforms what runs, and the tensors inside of a transformed output; raises while
      * torch.export runs. */
     PyObject *profiler, *record; /* a dictionary with torch's flag, and the class of ranges */
-    PyObject *transform_level, *inner_tensors, *refuse_export;
+    PyObject *transforms_active, *inner_tensors, *refuse_export;
     PyTypeObject *tensor_type, *param_type;
     PyObject
         *before_pass;  /* called once when the next pass begins, unless it raises; NULL: nothing */
