@@ -148,8 +148,8 @@ is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
 keeps_graph = _find("torch._C", "_autograd._get_current_graph_task_keep_graph")
 will_execute = _find("torch._C", "_will_engine_execute_node")
-# torch.func: whether a transform runs, what its wrapped tensors are and wrap. Asking for the level of
-# transforms instead would make a state of torch.func in the thread, which each node of autograd copies.
+# torch.func: whether a transform runs, what its wrapped tensors are and wrap. Asking for the level
+# instead would make a state of torch.func in the thread, which each node of autograd copies.
 transforms_active = _find("torch._C", "_are_functorch_transforms_active")
 is_wrapped = _find("torch._C", "_functorch.is_functorch_wrapped_tensor")
 unwrapped = _find("torch._C", "_functorch.get_unwrapped")
