@@ -12,6 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from toys import PRECISIONS, Toy, loss_of, summon, tokens, toy, wrap_blocks
 
+from fsdpc import fully_shard
+
 UNITS = ["blocks.0", "blocks.1"]
 
 
@@ -85,6 +87,63 @@ def test_frozen_for_a_pass_between_forward_and_backward(rank, world, use_orig_pa
     for path in ("", "blocks.0", "blocks.1"):
         for between in (lambda path=path: another_pass(path), lambda: None):
             pair.step(between)
+
+
+class Adapters(nn.Module):
+    """Two of which one is used and trained, in the root."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(5)
+        self.base, self.a, self.b = (nn.Linear(4, 4) for _ in range(3))
+        self.use("a")
+
+    def use(self, name):
+        self.name = name
+        self.a.requires_grad_(name == "a")
+        self.b.requires_grad_(name == "b")
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + getattr(self, self.name)(x))
+
+
+def switch_adapters(model, x, way):
+    output = model(x)
+    if way != "no pass":
+        model.use("b")
+        with torch.set_grad_enabled(way == "with a graph"):
+            other = model(x).detach()
+        output = output + other
+    model.use("b" if way == "no pass" else "a")
+    output.square().mean().backward()
+    model.use("a")
+
+
+@ranks(2)
+def test_adapters_of_a_kept_root_are_switched_after_its_forward(rank, world):
+    """The root shows gathered tensors then; what is set on these holds for the parameters."""
+    for way in ("no graph", "with a graph", "no pass"):
+        model, reference = Adapters(), Adapters()
+        fully_shard(model.base)
+        fully_shard(model)
+        pairs = list(zip(model.parameters(), reference.parameters(), strict=True))
+        optimizers = [torch.optim.SGD(one, lr=0.1) for one in zip(*pairs, strict=True)]
+        for number in range(3):
+            batches = [
+                torch.randn(3, 4, generator=torch.manual_seed(7 * number + r)) for r in (0, 1)
+            ]
+            switch_adapters(model, batches[rank], way)
+            for batch in batches:
+                switch_adapters(reference, batch, way)
+            for ours, theirs in pairs:
+                assert (ours.grad is None) == (theirs.grad is None)
+                if theirs.grad is not None:
+                    theirs.grad /= world
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        for ours, theirs in pairs:
+            torch.testing.assert_close(ours.full_tensor(), theirs, rtol=0, atol=1e-6)
 
 
 @ranks(2)

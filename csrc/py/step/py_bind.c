@@ -370,6 +370,9 @@ fsdpc_py_uninstall(fsdpc_py_flat *flat)
 int
 fsdpc_py_end_stay(fsdpc_py_flat *flat)
 {
+    if (flat->stays && flat->installed == 1 && fsdpc_py_take_shown_flags(flat) < 0) {
+        return -1;
+    }
     bool last = flat->stays && flat->installed > 0 && --flat->installed == 0;
     flat->stays = false;
     return last ? put_back(flat, true) : 0;
@@ -382,6 +385,9 @@ fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
     flat->members_left = 0;
     if (flat->installed == 0) {
         return 0;
+    }
+    if (fsdpc_py_take_shown_flags(flat) < 0) {
+        return -1;
     }
     flat->installed = 0;
     return put_back(flat, true);

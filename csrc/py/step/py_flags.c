@@ -70,10 +70,37 @@ carry_flag(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *flag)
     return 0;
 }
 
+/* A gathered tensor's flag that the program changed, for the parameter whose flag it left. */
+static int
+take_shown_flag(const fsdpc_py_sharded *sharded, PyObject *full)
+{
+    PyObject *shown = fsdpc_py_field(full, FSDPC_PY_REQUIRES_GRAD);
+    PyObject *flag = shown ? fsdpc_py_field(sharded->param, FSDPC_PY_REQUIRES_GRAD) : NULL;
+    int result = flag ? 0 : -1;
+    if (flag && (shown == Py_True) != sharded->requires_grad && flag != shown) {
+        result = fsdpc_py_set_field(sharded->param, FSDPC_PY_REQUIRES_GRAD, shown);
+    }
+    Py_XDECREF(shown);
+    Py_XDECREF(flag);
+    return result;
+}
+
+int
+fsdpc_py_take_shown_flags(fsdpc_py_flat *flat)
+{
+    int result = 0;
+    for (int i = 0; flat->installed > 0 && result == 0 && i < flat->sharded_count; i++) {
+        const fsdpc_py_sharded *sharded = &flat->sharded[i];
+        PyObject *full = sharded->cover_count == 1 ? flat->full[sharded->covers[0]] : NULL;
+        result = full ? take_shown_flag(sharded, full) : 0;
+    }
+    return result;
+}
+
 int
 fsdpc_py_sync_flags(fsdpc_py_flat *flat)
 {
-    int result = 0;
+    int result = fsdpc_py_take_shown_flags(flat);
     for (int i = 0; result >= 0 && i < flat->sharded_count; i++) {
         fsdpc_py_sharded *sharded = &flat->sharded[i];
         PyObject *flag = fsdpc_py_field(sharded->param, FSDPC_PY_REQUIRES_GRAD);
