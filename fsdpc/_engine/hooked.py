@@ -99,7 +99,8 @@ class _Order:
         """
         what = "communication hooks at the end of backward"
         while True:
-            kept = bytes(member.unit().flat.kept for member in self.members)
+            units = [member.unit() for member in self.members]
+            kept = bytes(unit.require_sync and unit.flat.kept for unit in units)
             some = self._agree(_END, kept, what)
             if some is None:
                 raise _C.MismatchError(
