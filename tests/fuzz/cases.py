@@ -34,6 +34,12 @@ class Config:
     jitter: bool  # ranks are late at random places
     mix: bool  # units differ in their strategy
     in_place: bool = False  # by fully_shard
+    second: bool = False  # another sharded model lives beside this one
+    meta: str = ""  # "" or how a model on the meta device gets its values
+    meshes: str = "one"  # of the units, with in_place: "one", "each", "copy" or "pickle"
+    keeps_root: bool = False  # the root's weights stay readable, with in_place
+    hook: bool = False  # on each unit's sum, with in_place
+    wide: bool = False  # modules of several outputs give them in float64, with in_place
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +60,7 @@ class Case:
     features: set[str]
     nodes: int
     model_before: Any = None  # a copy that averages are loaded into, with in_place
+    taken: list[bool] = dataclasses.field(default_factory=list)  # transforms the copy went through
 
 
 STYLES = {  # how a micro-batch's loss comes to its backward, and how often
@@ -70,16 +77,23 @@ STYLES = {  # how a micro-batch's loss comes to its backward, and how often
     "no_grad_first": 0.8,
     "part_of_output": 0.7,
     "inputs_only": 0.5,
+    "asked": 0.6,
+    "asked_into": 0.5,
+    "head_weight": 0.8,
 }
 OPS = {
     "train": 10, "eval": 1.5, "inference": 0.7, "fail": 0.8, "freeze": 0.8, "summon_read": 0.8,
     "summon_write": 0.8, "save_load": 0.8, "save_sharded": 0.6, "user_set": 0.9,
     "swap_optimizer": 0.6, "ema": 0.3, "rebuild_graph_late": 0.5, "optim_state": 0.4,
+    "write_lost": 0.4, "changed_before_backward": 0.5, "added": 0.4, "fork": 0.5, "flags": 0.5,
+    "func": 0.5, "load_part": 0.5, "unshard": 0.6,
 }  # fmt: skip
+
+ASKED = ("asked", "asked_into")  # gradients of what was not summed are refused
 
 SWITCHES = (  # besides kinds, operations and styles
     "unfreeze", "jitter", "mix", "mixed", "c10d", "hybrid", "no_shard", "no_sync", "clip",
-    "fully_shard", "fsdp1",
+    "fully_shard", "fsdp1", "second", "meta", "meshes", "hook", "wide",
 )  # fmt: skip
 
 
@@ -120,7 +134,24 @@ def config_of(seed: str, without: frozenset[str], world: int = 0) -> Config:
     if in_place or "fsdp1" in without:
         strategy = "FULL_SHARD" if kept.strategy == "NO_SHARD" else kept.strategy
         kept = dataclasses.replace(kept, in_place=True, use_orig=True, strategy=strategy)
-    return kept
+    return dataclasses.replace(kept, **habits_of(random.Random(seed + ":config4"), kept, without))
+
+
+def habits_of(rng: random.Random, config: Config, without: frozenset[str]) -> dict[str, Any]:
+    drawn = {
+        "second": rng.random() < 0.2,
+        "meta": rng.choice(["empty", "assign", "rank0"]) if rng.random() < 0.15 else "",
+        "meshes": rng.choice(["one", "one", "each", "copy", "pickle"]),
+        "keeps_root": rng.random() < 0.5,
+        "hook": rng.random() < 0.15,
+        "wide": rng.random() < 0.3,
+    }
+    of_class = {"second", "meta"}
+    return {
+        name: value
+        for name, value in drawn.items()
+        if name not in without and (config.in_place or name in of_class)
+    }
 
 
 # torch's fully_shard refuses these too: 0-dim parameters, and some that are not contiguous.
@@ -155,6 +186,8 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
         ops.insert(
             later.randrange(len(ops)), Op("unfreeze", {"choice": later.random(), "again": 0})
         )
+    if any(getattr(module, "by_data", False) for module in model.modules()):
+        ops = [op for op in ops if op.name != "changed_before_backward"]  # for the same reason
     for op in ops:  # torch has no largest element of a DTensor's empty shard
         if config.in_place and op.arguments.get("norm") == float("inf"):
             op.arguments["norm"] = 2.0
@@ -202,13 +235,14 @@ def draw_train(rng: random.Random, without: frozenset[str]) -> dict[str, Any]:
     arguments = {
         "style": "plain" if style in without else style,
         "micros": rng.choice([1, 1, 1, 2, 3]),
-        "no_sync": rng.random() < 0.4 and "no_sync" not in without,
+        "no_sync": rng.random() < 0.4 and "no_sync" not in without and style not in ASKED,
         "input_grad": rng.random() < 0.4,
         "clip": rng.choice([None, None, None, 0.1, 1e-3]) if "clip" not in without else None,
         "norm": rng.choice([2.0, 2.0, float("inf"), 1.0]),
         "zero": rng.choices(["none", "zeros", "before"], [3, 1, 1])[0],
         "grads": rng.random() < 0.7,
         "step": rng.random() < 0.9,
+        "by_utils": rng.random() < 0.5,
     }
     return arguments
 

@@ -6,13 +6,16 @@ import dataclasses
 import random
 import threading
 import time
-from collections import namedtuple
+from collections import OrderedDict, deque, namedtuple
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import Context, register_pytree_node
 from torch.utils.checkpoint import checkpoint
+
+from fsdpc import activations
 
 
 @dataclasses.dataclass
@@ -284,6 +287,20 @@ class Force(Node):
         return x - 0.3 * force
 
 
+class Writes(Node):
+    """Scales its weight in place for its own forward, and puts it back."""
+
+    def __init__(self, width, rng):
+        super().__init__(width, rng)
+        self.weight = weight(width, width)
+
+    def forward(self, x):
+        self.weight.data.mul_(2.0)
+        y = torch.tanh(F.linear(x, self.weight))
+        self.weight.data.mul_(0.5)
+        return y
+
+
 # --- around subtrees -----------------------------------------------------------------------------
 
 
@@ -457,6 +474,28 @@ class Record:
     extra: Any = None
 
 
+@dataclasses.dataclass
+class Output(OrderedDict):
+    """Fields that are items, too, and no other way to change them: as transformers' ModelOutput."""
+
+    first: Tensor
+    second: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            OrderedDict.__setitem__(self, field.name, getattr(self, field.name))
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("an Output has no update")
+
+
+def output_of(values: Any, context: Context) -> Output:
+    return Output(**dict(zip(context, values, strict=True)))
+
+
+register_pytree_node(Output, lambda o: (list(o.values()), list(o)), output_of)
+
+
 class Several(nn.Module):
     """Returns its child's output and a second one in a container."""
 
@@ -475,6 +514,10 @@ class Several(nn.Module):
             return {"first": first, "second": {"x": second, "n": 3}}
         if self.form == "named":
             return Pair(first, second)
+        if self.form == "deque":
+            return deque([first, second])
+        if self.form == "output":
+            return Output(first, second)
         return Record(first, second, {"input": x})
 
 
@@ -482,24 +525,27 @@ class Outputs(Around):
     """Takes both outputs of a child, or one, or the second only as a value."""
 
     def __init__(self, width, rng, *children):
-        form = rng.choice(["tuple", "list", "dict", "named", "record"])
+        form = rng.choice(["tuple", "list", "dict", "named", "record", "deque", "output"])
         super().__init__(width, rng)
         inner = Several(children[0], width, form)
         inner.wrapped = rng.random() < 0.6
         self.c0, self.size = inner, 1
+        self.type_name = {"named": "pair"}.get(form, form)
         self.use = rng.choice(["both", "first", "second", "detached"])
         self.note = f"{form} {self.use}{' inner*' if inner.wrapped else ''}"
 
     def forward(self, x):
         out = self.c0(x)
-        if isinstance(out, dict):
-            first, second = out["first"], out["second"]["x"]
-        elif isinstance(out, Record):
+        assert type(out).__name__.lower() == self.type_name, type(out)
+        if isinstance(out, Record | Output):
             first, second = out.first, out.second
+        elif isinstance(out, dict):
+            first, second = out["first"], out["second"]["x"]
         elif isinstance(out, list):
             first, second = out[0], out[2][0]
         else:
             first, second = out
+        first, second = first.to(x.dtype), second.to(x.dtype)
         if self.use == "first":
             return first
         if self.use == "second":
@@ -720,3 +766,50 @@ class Teacher(Around):
         with torch.no_grad():
             target = self.box[0](x)
         return self.c0(x) - 0.3 * target
+
+
+class Compressed(Around):
+    """What autograd saves here is kept in fewer bytes, on both sides."""
+
+    def __init__(self, width, rng, *children):
+        super().__init__(width, rng, *children)
+        self.to = self.note = rng.choice(["int8", "bf16"])
+
+    def forward(self, x):
+        with activations.compress(self, self.to, min_bytes=0):
+            return self.c0(x)
+
+
+class Checked(Around):
+    """The sharded side computes the block again in backward; the other one does not."""
+
+    def __init__(self, width, rng, *children):
+        super().__init__(width, rng)
+        self.c0, self.size = Block(children[0]), 1
+
+    def forward(self, x):
+        return self.c0(x)
+
+
+class Block(nn.Module):
+    def __init__(self, child):
+        super().__init__()
+        self.child = child
+
+    def forward(self, x):
+        return self.child(x)
+
+
+class Renamed(Around):
+    """A child whose name differs between ranks."""
+
+    def __init__(self, width, rng, *children):
+        super().__init__(width, rng)
+        self.called, self.size = f"of_{STATE.rank % 2}", 1
+        setattr(self, self.called, children[0])
+
+    def parts(self):
+        return [getattr(self, self.called)]
+
+    def forward(self, x):
+        return self.parts()[0](x)

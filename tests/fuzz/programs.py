@@ -10,7 +10,9 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+import torch.nn.functional as F
 import toys
+from habits import HABITS, WITH_CHOICE
 from kinds import STATE
 from sides import Records, Side
 from torch import Tensor
@@ -44,6 +46,7 @@ def train(
     zero: str,
     grads: bool,
     step: bool,
+    by_utils: bool,
 ) -> None:
     label = f"op {number} ({style})"
     if zero == "before":
@@ -64,7 +67,7 @@ def train(
     if grads:
         side.record(f"{label} gradients", side.gradients())
     if clip is not None:
-        side.record(f"{label} norm", {"norm": side.clip(clip, norm)})
+        side.record(f"{label} norm", {"norm": side.clip(clip, norm, by_utils)})
     if step:
         side.optimizer.step()
         side.record(f"{label} parameters", side.values())
@@ -93,6 +96,15 @@ def backward(side: Side, style: str, inputs: list[Tensor], label: str, sync: boo
         return
     if style == "two_forwards_sum":
         side.backward(loss(forward(first)) + 0.5 * loss(forward(second)))
+        return
+    if style in ("asked", "asked_into"):
+        side.ask(lambda: loss(forward(first)), style == "asked_into")
+        return
+    if style == "head_weight":
+        out, weight = forward(first), side.head_weight()
+        if weight is not None:
+            out = out + 0.1 * F.linear(first.to(weight.dtype), weight).float()
+        side.backward(loss(out))
         return
     if style == "discarded":
         forward(second)
@@ -234,10 +246,15 @@ def optim_state(side: Side, number: int, choice: float, again: float) -> None:
     side.reload_optimizer(side.case.optimizer)
 
 
+def habit(side: Side, number: int, choice: float, again: float) -> None:
+    name = side.case.ops[number].name
+    HABITS[name](side, batch(side, number), *([choice] if name in WITH_CHOICE else []))
+
+
 OPERATIONS: dict[str, Callable[..., None]] = {
     "eval": evaluate, "inference": inference, "fail": fail, "freeze": freeze,
     "summon_read": summon_read, "summon_write": summon_write, "save_load": save_load,
     "save_sharded": save_sharded, "user_set": user_set, "swap_optimizer": swap_optimizer,
     "ema": ema, "rebuild_graph_late": rebuild_graph_late, "optim_state": optim_state,
-    "unfreeze": unfreeze,
+    "unfreeze": unfreeze, **{name: habit for name in HABITS},
 }  # fmt: skip

@@ -8,8 +8,10 @@ optimizer's step.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,6 +24,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from fsdpc import activations
 
 Records = list[tuple[str, dict[str, Tensor]]]
 
@@ -61,7 +65,36 @@ class Side:
     def no_sync(self) -> Any:
         return nullcontext()
 
+    def mark(self) -> None:
+        """Also parameters that took the place of those on the meta device."""
+        for name, p in self.model.named_parameters():
+            if toys.clean(name) in self.frozen:
+                p.was_frozen = True
+
     def average(self) -> None: ...
+
+    def ask(self, forward: Callable[[], Tensor], into: bool) -> None:
+        """The gradients of all parameters by name, into ``.grad`` or as values."""
+        params = [p for p in self.model.parameters() if p.requires_grad]
+        loss = forward()
+        if into:
+            self.backward(loss, inputs=params)
+            return
+        grads = torch.autograd.grad(loss, params, allow_unused=True)
+        for p, grad in zip(params, grads, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad + grad
+
+    def head_weight(self) -> Tensor | None:
+        """The weight of a module that is not called for it, where it can be read."""
+        config = self.case.config
+        return self.model.head.weight if config.in_place and config.keeps_root else None
+
+    def flags(self) -> dict[str, Tensor]:
+        return {
+            toys.clean(n): torch.tensor(float(p.requires_grad))
+            for n, p in self.trained().named_parameters()
+        }
 
 
 class Abandoned(Exception):
@@ -128,7 +161,7 @@ class Plain(Side):
                 continue
             total = torch.zeros_like(p) if p.grad is None else p.grad.clone()
             dist.all_reduce(total)
-            p.grad = total / self.world
+            p.grad = total / self.world * (0.5 if self.case.config.hook else 1.0)
 
     def gradients(self) -> dict[str, Tensor]:
         return {
@@ -136,7 +169,11 @@ class Plain(Side):
             for n, p in self.master.named_parameters()
         }
 
-    def clip(self, limit: float, norm: float) -> Tensor:
+    def ask(self, forward: Callable[[], Tensor], into: bool) -> None:
+        super().ask(forward, into)
+        self.take()
+
+    def clip(self, limit: float, norm: float, by_utils: bool) -> Tensor:
         grads = [p for p in self.master.parameters() if p.grad is not None]
         return nn.utils.clip_grad_norm_(grads, limit, norm)
 
@@ -156,6 +193,9 @@ class Plain(Side):
 
     def load(self, state: dict[str, Any], sharded: bool) -> None:
         self.master.load_state_dict(state)
+
+    def load_part(self, state: dict[str, Any]) -> None:
+        self.master.load_state_dict(state, strict=False)
 
     def freeze(self, choice: float, frozen: bool) -> None:
         for p in chosen(dict(self.master.named_parameters()), choice):
@@ -178,7 +218,10 @@ class Plain(Side):
 class Sharded(Side):
     def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
         self.frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
+        check_blocks(model)
+        self.second = second_model(case.config, groups)
         super().__init__(case, shard(model, case.config, groups))
+        self.mark()
         self.make_optimizer(case.optimizer)
 
     def no_sync(self) -> Any:
@@ -194,8 +237,17 @@ class Sharded(Side):
                 for n, p in self.model.named_parameters()
             }
 
-    def clip(self, limit: float, norm: float) -> Tensor:
+    def clip(self, limit: float, norm: float, by_utils: bool) -> Tensor:
+        if by_utils:
+            return nn.utils.clip_grad_norm_(list(self.model.parameters()), limit, norm)
         return self.model.clip_grad_norm_(limit, norm)
+
+    def flags(self) -> dict[str, Tensor]:
+        with toys.summon(self.model, writeback=False):
+            return super().flags()
+
+    def load_part(self, state: dict[str, Any]) -> None:
+        load_part(self.model, state)
 
     def values(self) -> dict[str, Tensor]:
         return toys.full_parameters(self.model)
@@ -257,7 +309,10 @@ class InPlace(Side):
 
     def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
         self.frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-        super().__init__(case, shard_in_place(model, case.config))
+        check_blocks(model)
+        self.second = second_model(case.config)
+        super().__init__(case, filled(model, case.config))
+        self.mark()
         self.unsynced = 0
         self.make_optimizer(case.optimizer)
 
@@ -276,17 +331,17 @@ class InPlace(Side):
 
     def gradients(self) -> dict[str, Tensor]:
         return {
-            n: torch.zeros_like(p).full_tensor() if p.grad is None else p.grad.full_tensor()
+            toys.clean(n): (torch.zeros_like(p) if p.grad is None else p.grad).full_tensor()
             for n, p in self.model.named_parameters()
         }
 
-    def clip(self, limit: float, norm: float) -> Tensor:
-        grads = [p for p in self.model.parameters() if p.grad is not None]
+    def clip(self, limit: float, norm: float, by_utils: bool) -> Tensor:
+        grads = [p for p in self.model.parameters() if by_utils or p.grad is not None]
         total = nn.utils.clip_grad_norm_(grads, limit, norm)
         return total.full_tensor() if isinstance(total, DTensor) else total
 
     def values(self) -> dict[str, Tensor]:
-        return {n: p.detach().full_tensor() for n, p in self.model.named_parameters()}
+        return {toys.clean(n): p.detach().full_tensor() for n, p in self.model.named_parameters()}
 
     def write(self, factor: float) -> None:
         with torch.no_grad():
@@ -294,7 +349,11 @@ class InPlace(Side):
                 if p.is_floating_point():
                     p.mul_(factor)
 
-    set_by_user = write
+    def set_by_user(self, factor: float) -> None:
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.is_floating_point():
+                    p.data = p.data * factor
 
     def save(self, sharded: bool) -> dict[str, Tensor]:
         state = self.model.state_dict()
@@ -305,23 +364,19 @@ class InPlace(Side):
         }
 
     def load(self, state: dict[str, Any], sharded: bool) -> None:
-        own = self.model.state_dict()
-        if not sharded:
-            state = {
-                k: distribute_tensor(v, own[k].device_mesh, own[k].placements)
-                if isinstance(own[k], DTensor)
-                else v
-                for k, v in state.items()
-            }
-        self.model.load_state_dict(state)
+        self.model.load_state_dict(state if sharded else as_parts(self.model, state))
+
+    def load_part(self, state: dict[str, Any]) -> None:
+        load_part(self.model, state)
 
     def freeze(self, choice: float, frozen: bool) -> None:
-        for p in chosen(dict(self.model.named_parameters()), choice):
+        named = {toys.clean(n): p for n, p in self.model.named_parameters()}
+        for p in chosen(named, choice):
             p.requires_grad_(not frozen)
 
     def unfreeze(self, choice: float) -> None:
         for name, p in self.model.named_parameters():
-            if name in self.frozen and p.is_floating_point():
+            if toys.clean(name) in self.frozen and p.is_floating_point():
                 p.requires_grad_(True)
 
     def copy_average(self) -> nn.Module:
@@ -339,14 +394,11 @@ def shard_in_place(model: nn.Module, config: Config) -> nn.Module:
     """``fully_shard`` of each wrapped module from the inside, then of the root."""
     import fsdpc
 
-    options: dict[str, Any] = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))}
-    if "HYBRID" in config.strategy:
-        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    if config.param:
-        options["mp_policy"] = fsdpc.MixedPrecisionPolicy(
-            param_dtype=getattr(torch, config.param),
-            reduce_dtype=getattr(torch, config.reduce) if config.reduce else None,
-        )
+    meshes = another_mesh(config, make_mesh(config))
+    types = {
+        "param_dtype": getattr(torch, config.param) if config.param else None,
+        "reduce_dtype": getattr(torch, config.reduce) if config.reduce else None,
+    }
     reshard: list[bool | None] = [config.strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")]
     if config.mix:
         reshard = [True, False, None]
@@ -359,7 +411,13 @@ def shard_in_place(model: nn.Module, config: Config) -> nn.Module:
         if getattr(module, "wrapped", False) and id(module) not in done and not container:
             done.add(id(module))
             own = reshard[len(done) % len(reshard)]
-            fsdpc.fully_shard(module, reshard_after_forward=own, **options)
+            wide = config.wide and isinstance(module, kinds.Several)
+            policy = fsdpc.MixedPrecisionPolicy(
+                **types, output_dtype=torch.float64 if wide else None
+            )
+            fsdpc.fully_shard(
+                module, mesh=next(meshes), reshard_after_forward=own, mp_policy=policy
+            )
 
     for module in list(model.modules()):
         if config.collectives == "c10d" and getattr(module, "by_data", False):
@@ -367,7 +425,120 @@ def shard_in_place(model: nn.Module, config: Config) -> nn.Module:
         if isinstance(module, kinds.Teacher):
             module.box[0] = shard_in_place(module.box[0], config)
     inside(model)
-    return fsdpc.fully_shard(model, reshard_after_forward=reshard[0], **options)
+    return fsdpc.fully_shard(
+        model,
+        mesh=next(meshes),
+        reshard_after_forward=None if config.keeps_root else reshard[0],
+        mp_policy=fsdpc.MixedPrecisionPolicy(**types),
+    )
+
+
+def make_mesh(config: Config) -> Any:
+    if "HYBRID" in config.strategy:
+        return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def another_mesh(config: Config, mesh: Any) -> Iterator[Any]:
+    """Meshes that equal ``mesh``."""
+    while True:
+        if config.meshes == "each":
+            yield make_mesh(config)
+        elif config.meshes == "copy":
+            yield copy.deepcopy(mesh)
+        elif config.meshes == "pickle":
+            yield pickle.loads(pickle.dumps(mesh))
+        else:
+            yield mesh
+
+
+def filled(model: nn.Module, config: Config) -> nn.Module:
+    """The sharded model; one from the meta device has got its values afterwards."""
+    if not config.meta and not isinstance(model, nn.Sequential):
+        made = shard_in_place(model, config)
+    else:
+        made = shard_in_place(emptied(model), config)
+        values = model.state_dict()
+        if config.meta == "assign":
+            made.load_state_dict(as_parts(made, values), assign=True)
+        elif config.meta == "rank0":
+            load_full(made, values if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
+        else:
+            made.to_empty(device="cpu")
+            made.load_state_dict(as_parts(made, values))
+        for module, other in zip(made.modules(), model.modules(), strict=True):
+            for name, value in other._buffers.items():
+                if name in other._non_persistent_buffers_set:
+                    module._buffers[name] = value.clone()
+    if config.hook:
+        for module in made.modules():
+            if isinstance(module, FSDPModule):
+                module.set_all_reduce_hook(halve)
+    return made
+
+
+def halve(total: Tensor) -> None:
+    total.mul_(0.5)
+
+
+def emptied(model: nn.Module) -> nn.Module:
+    """A copy on the meta device, tied where the model is."""
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(p.detach().to("meta"), requires_grad=p.requires_grad)
+        if hasattr(p, "was_frozen"):
+            memo[id(p)].was_frozen = True
+    memo.update({id(b): b.to("meta") for b in model.buffers()})
+    return copy.deepcopy(model, memo)
+
+
+def as_parts(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+    """Whole values as DTensors like the model's own."""
+    own = model.state_dict()
+    return {
+        k: distribute_tensor(v, own[k].device_mesh, own[k].placements)
+        if isinstance(own[k], DTensor)
+        else v
+        for k, v in state.items()
+    }
+
+
+def load_full(model: nn.Module, state: dict[str, Any], **options: Any) -> None:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+    set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True, **options))
+
+
+def load_part(model: nn.Module, state: dict[str, Any]) -> None:
+    load_full(model, state, strict=False)
+
+
+def check_blocks(model: nn.Module) -> None:
+    """Blocks that are marked are computed again in backward, the outermost of nested ones."""
+    inside = {
+        id(block)
+        for outer in model.modules()
+        if isinstance(outer, kinds.Block)
+        for block in outer.child.modules()
+    }
+    if any(isinstance(m, kinds.Block) for m in model.modules()):
+        activations.checkpoint(
+            model,
+            blocks=lambda m: isinstance(m, kinds.Block) and id(m) not in inside,
+            preserve_rng_state=False,
+        )
+
+
+def second_model(config: Config, groups: Any = None) -> nn.Module | None:
+    """Another sharded model, which has had a backward, and lives as long as the first."""
+    if not config.second:
+        return None
+    other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
+    other[0].wrapped = True
+    config = dataclasses.replace(config, meta="", hook=False, by_policy=True, param="", mix=False)
+    other = shard_in_place(other, config) if config.in_place else shard(other, config, groups)
+    other(torch.ones(2, 3)).sum().backward()
+    return other
 
 
 def copied(model: Any) -> Any:
@@ -421,6 +592,11 @@ def shard(model: nn.Module, config: Config, groups: Any = None) -> nn.Module:
             fsdpc.mark_data_dependent(module)
         if isinstance(module, kinds.Teacher):
             module.box[0] = shard(module.box[0], config, groups)
+    if config.meta and not isinstance(model, nn.Sequential):
+        if dist.get_rank() > 0:
+            model = emptied(model)
+        options["sync_module_states"] = True
+        options["param_init_fn"] = lambda m: m.to_empty(device="cpu", recurse=False)
     if config.by_policy:
         policy = CustomPolicy(lambda m: getattr(m, "wrapped", False))
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)

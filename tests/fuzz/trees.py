@@ -62,6 +62,7 @@ KINDS = [
     Kind("rnn", 0.7, 0, kinds.Recurrent),
     Kind("attention", 1, 0, kinds.Attention),
     Kind("force", 0.6, 0, kinds.Force),
+    Kind("writes", 0.8, 0, kinds.Writes),
     # around subtrees
     Kind("residual", 3, 1, kinds.Residual),
     Kind("sequence", 3, 2, kinds.Sequence),
@@ -90,6 +91,9 @@ KINDS = [
     Kind("generator", 0.3, 1, kinds.GeneratorOut),
     Kind("by_hand", 0.4, 1, kinds.TiedByHand),
     Kind("teacher", 0.4, 1, kinds.Teacher),
+    Kind("compressed", 0.5, 1, kinds.Compressed),
+    Kind("checked", 0.7, 1, kinds.Checked),
+    Kind("renamed", 0.3, 1, kinds.Renamed),
     Kind("shared", 1, 0, kinds.Linear),  # a node that is in the tree already
 ]
 

@@ -1,0 +1,225 @@
+"""Operations of programs beyond training: what people do to weights, children and modules between
+two steps. Some must be refused, and the program goes on.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import sides
+import torch
+import torch.distributed as dist
+import toys
+from sides import Plain, Side
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+REFUSED = "refused"  # the name in a record that stands for any value
+
+
+def refused(side: Side, text: str, call: Callable[[], Any]) -> None:
+    """``call`` raises an error with ``text`` on a sharded model; the copy takes no part."""
+    if isinstance(side, Plain):
+        return
+    try:
+        call()
+    except Exception as error:
+        if text not in str(error):
+            raise
+    else:
+        side.record(f"not refused: {text}", {})
+    side.optimizer.zero_grad()
+
+
+def sharded(side: Side) -> bool:
+    """Whether weights are in parts, which the engine gathers."""
+    return side.case.config.world > 1 and side.case.config.strategy != "NO_SHARD"
+
+
+def inner(side: Side) -> nn.Module:
+    return getattr(side.model, "module", side.model)
+
+
+def loss_of(out: Tensor) -> Tensor:
+    return (out * out).mean()
+
+
+def write_lost(side: Side, x: Tensor) -> None:
+    """A forward writes into a weight, and does not put the value back."""
+    if not sharded(side):
+        return
+
+    def write(module: nn.Module, args: Any) -> None:
+        module.weight.data.mul_(1.5)
+
+    def step() -> None:
+        handle = inner(side).stem.register_forward_pre_hook(write)
+        try:
+            side.backward(loss_of(side.forward(x)))
+        finally:
+            handle.remove()
+
+    if isinstance(side, Plain):  # running means move
+        side.forward(x)
+    refused(side, "changed in place during forward", step)
+
+
+def changed_before_backward(side: Side, x: Tensor) -> None:
+    """Units that are gathered again would have other weights: refused, or the old ones."""
+    label = "changed between forward and backward"
+    if not side.case.config.in_place or not everywhere(side):
+        return
+    params = [p for p in side.trained().parameters() if p.is_floating_point()]
+    loss = loss_of(side.forward(x))
+    if not loss.requires_grad:
+        return
+    if isinstance(side, Plain):
+        side.backward(loss)
+        side.average()
+        side.record(label, side.gradients())
+    else:
+        dist.barrier()  # a rank that is late in its forward must not see the change
+        change(params, 2.0)
+        kept = True
+        try:
+            side.backward(loss)
+        except Exception as error:
+            kept = "was changed on rank" not in str(error)
+            if kept:
+                raise
+        kept = sides.agree(kept)
+        change(params, 0.5)
+        side.record(label, side.gradients() if kept else {REFUSED: torch.zeros(())})
+    side.optimizer.zero_grad()
+
+
+def everywhere(side: Side) -> bool:
+    """Whether every rank holds a part of each parameter, and so sees each change."""
+    world = side.case.config.world
+    rows = [p.shape[0] if p.dim() else 0 for p in side.trained().parameters()]
+    return all(n >= world and -(-n // -(-n // world)) == world for n in rows)
+
+
+def change(params: list[Tensor], factor: float) -> None:
+    for p in params:
+        p.data.mul_(factor)
+
+
+def added(side: Side, x: Tensor) -> None:
+    """A module that no unit manages: refused, or marked as the program's own."""
+    import fsdpc
+
+    if isinstance(side, Plain):
+        side.forward(x)
+        return
+    module = inner(side)
+    module.added = nn.Linear(2, 2)
+    if side.case.config.world > 1:
+        refused(side, "were added after", lambda: side.forward(x))
+    fsdpc.mark_replicated(module.added)
+    side.forward(x)
+    del module.added
+
+
+def fork(side: Side, x: Tensor) -> None:
+    """A child writes to its copy of the model between a forward and its backward."""
+    loss = loss_of(side.forward(x))
+    pid = 0 if isinstance(side, Plain) else os.fork()
+    if pid == 0 and not isinstance(side, Plain):
+        signal.alarm(60)
+        for p in side.trained().parameters():
+            if p.is_floating_point():
+                p.data.mul_(0.0)
+        os._exit(0)
+    if loss.requires_grad:
+        side.backward(loss)
+    if pid:
+        _, status = os.waitpid(pid, 0)
+        side.record(f"child ended with {status}" if status else "child ended", {})
+    else:
+        side.record("child ended", {})
+    side.average()
+    side.record("gradients beside a child", side.gradients())
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+def flags(side: Side, x: Tensor) -> None:
+    """What is frozen, as parameters show it where they are whole."""
+    if side.case.config.use_orig:
+        side.record("requires_grad", side.flags())
+
+
+def func(side: Side, x: Tensor, choice: float) -> None:
+    """torch.func's transforms, where the unsharded model takes them."""
+
+    def run(model: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+        if choice < 0.5:
+            out, tangent = torch.func.jvp(model, (x,), (torch.ones_like(x),))
+            return {"out": out, "tangent": tangent}
+        with torch.no_grad():
+            return {"out": torch.func.vmap(model)(torch.stack([x, 0.5 * x]))}
+
+    taken: list[bool] = side.case.taken
+    if isinstance(side, Plain):
+        tried = copy.copy(side)
+        tried.model = copy.deepcopy(side.model)
+        try:
+            run(tried.forward)
+        except Exception:
+            taken.append(sides.agree(False))
+        else:
+            taken.append(sides.agree(True))
+        going = taken[-1]
+    else:
+        going = taken.pop(0)
+    if going:
+        side.record("func", run(side.forward))
+
+
+def load_part(side: Side, x: Tensor, choice: float) -> None:
+    """A full state dict of which some keys are missing."""
+    state = side.save(False)
+    rng = random.Random(choice)
+    for key in sorted(state, key=toys.clean):
+        if rng.random() < 0.3:
+            del state[key]
+    side.write(0.5)
+    side.load_part(state)
+    side.record("loaded in part", side.values())
+
+
+def unshard(side: Side, x: Tensor, choice: float) -> None:
+    """Some units are gathered by hand, before a step or an evaluation."""
+    units = [m for m in side.model.modules() if isinstance(m, FSDPModule)]
+    rng = random.Random(choice)
+    if side.case.config.in_place and not isinstance(side, Plain):
+        chosen = [unit for unit in units if rng.random() < 0.5]
+        waits = [unit.unshard(async_op=True) for unit in chosen]
+        for wait in waits:
+            if choice < 0.5:
+                wait.wait()
+    with torch.set_grad_enabled(choice > 0.3):
+        out = side.forward(x)
+    side.record("out of gathered units", {"out": out})
+    if out.requires_grad:
+        side.backward(loss_of(out))
+        side.average()
+    if side.case.config.in_place and not isinstance(side, Plain):
+        for unit in chosen:
+            unit.reshard()
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+HABITS: dict[str, Callable[..., None]] = {
+    "write_lost": write_lost, "changed_before_backward": changed_before_backward,
+    "added": added, "fork": fork, "flags": flags, "func": func, "load_part": load_part,
+    "unshard": unshard,
+}  # fmt: skip
+WITH_CHOICE = {"func", "load_part", "unshard"}
