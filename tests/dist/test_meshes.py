@@ -99,6 +99,22 @@ def test_an_all_reduce_hook_sums_over_replicas(rank, world, kind):
         model.set_all_reduce_hook(None, stream=object())
 
 
+@ranks(2)
+def test_units_that_wait_for_their_sum_beside_all_reduce_hooks(rank, world):
+    """The hook changes nothing; some units sum in the first backward, the others in the second."""
+    grads = []
+    for hook in (None, lambda grads: None):
+        model = shard_blocks(toy())
+        model.apply(lambda m, h=hook: h and hasattr(m, "unshard") and m.set_all_reduce_hook(h))
+        for unit in (model.blocks[0], model):
+            unit.set_requires_gradient_sync(False, recurse=False)
+            loss_of(model, tokens(rank, 0)).backward()
+            model.set_requires_gradient_sync(True)
+            loss_of(model, tokens(rank, 1)).backward()
+        grads.append([param.grad.full_tensor() for param in model.parameters()])
+    torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=1e-6)
+
+
 # --- replicated modules --------------------------------------------------------------------------
 
 
