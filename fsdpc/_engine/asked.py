@@ -21,7 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from fsdpc import _C
 from fsdpc._engine.interop import put_grad
-from fsdpc._engine.writeback import owner_of
+from fsdpc._engine.writeback import gathered_of, owner_of
 from fsdpc._torch import current_graph_task_id, is_batched
 
 
@@ -41,7 +41,7 @@ def asked(run: Callable[..., Any]) -> Callable[..., Any]:
         if kwargs.get("accumulate_grad"):
             made = (*inputs, *_gathered(places))
             return run(outputs, grads, retain, create, made, unused, accumulate_grad=True)
-        why = _refusal(places, grads, create)
+        why = _refusal(places, grads, create, inputs)
         if why:
             result = _of_direct_reads(run, places, why, outputs, grads, retain, create, inputs)
         else:
@@ -97,7 +97,7 @@ def _gathered(places: Places) -> list[Tensor]:
     return list(found.values())
 
 
-def _refusal(places: Places, grads: Sequence[Any], create: bool) -> str:
+def _refusal(places: Places, grads: Sequence[Any], create: bool, inputs: Sequence[Any]) -> str:
     """Why ``autograd.grad`` cannot return these gradients; "" if it can."""
     units = {id(unit): unit for _, unit, _ in places.values()}.values()
     if create:
@@ -107,6 +107,11 @@ def _refusal(places: Places, grads: Sequence[Any], create: bool) -> str:
             "inside another backward, as by an adjoint method: let autograd record the "
             "forward (torchdiffeq.odeint for odeint_adjoint), or leave the module unsharded "
             "(ignored_states)"
+        )
+    if any(gathered_of(_variable(one)) for one in inputs):
+        return (
+            "beside gathered parameters, which a root shows after its forward and whose gradients "
+            "are not summed: take list(model.parameters()) before the forward"
         )
     if any(is_batched(grad) for grad in grads if grad is not None):
         return "for a batch (is_grads_batched=True or vmap): ask for them one by one"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import ranks
+from torch import nn
 from toys import loss_of, no_sync_if, tokens, toy, wrap_blocks
 
 from fsdpc import StateError, fully_shard
@@ -129,9 +130,26 @@ def test_asked_beside_inputs_unused_and_refused(rank, world, kind):
         refused("no_sync", loss(), params)
     if kind == "fully_shard":
         model.set_requires_gradient_sync(True)
+        value = loss()
+        refused("beside gathered parameters", value, list(model.parameters()))
     with pytest.raises(StateError, match="inside another backward, as by an adjoint method"):
         Adjoint.apply(model, tokens(rank, 0), *params).backward()
     handle = params[0].register_post_accumulate_grad_hook(lambda p: None)
     refused("post-accumulate hooks", loss(), params)
     handle.remove()
     loss().backward()  # goes on after each
+
+
+@ranks(2)
+def test_asked_of_a_model_that_was_filled_on_a_rank_without_a_part(rank, world):
+    """``to_empty`` swaps all fields of a parameter, also where there is no value to fill in."""
+    with torch.device("meta"):
+        model = nn.Linear(1, 1)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(1)
+    params = list(model.parameters())
+    model(torch.full((2, 1), float(rank + 1))).pow(2).mean().backward(inputs=params)
+    assert [param.grad.full_tensor().item() for param in params] == [8, 5]
