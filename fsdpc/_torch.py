@@ -151,6 +151,7 @@ will_execute = _find("torch._C", "_will_engine_execute_node")
 # torch.func: whether a transform runs, what its wrapped tensors are and wrap. Asking for the level
 # instead would make a state of torch.func in the thread, which each node of autograd copies.
 transforms_active = _find("torch._C", "_are_functorch_transforms_active")
+without_transforms = _find("torch._C", "_DisableFuncTorch")
 is_wrapped = _find("torch._C", "_functorch.is_functorch_wrapped_tensor")
 unwrapped = _find("torch._C", "_functorch.get_unwrapped")
 is_batched = _find("torch._C", "_functorch.is_batchedtensor")

@@ -41,10 +41,13 @@ def not_traced(function: Function, strategy: Any = _torch.SKIP_FRAME) -> Functio
 
 
 def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
-    """``function(*args)`` without torch.compile, callees included: for calls that run once."""
+    """``function(*args)`` without torch.compile and transforms of torch.func, callees included: for
+    calls that run once.
+    """
     if _torch.COMPILER in sys.modules:
         function = torch.compiler.disable(function)
-    return function(*args)
+    with _torch.without_transforms():
+        return function(*args)
 
 
 def inside(module: nn.Module) -> nn.Module:

@@ -328,7 +328,7 @@ def test_transforms_of_torch_func(rank, world, kind):
         "jvp": lambda m: sum(out.pow(2).sum() for out in torch.func.jvp(m, (x[0],), (tangent,))),
         "forward": lambda m: m(x[0]).pow(2).sum(),
     }
-    for module, names in ((plain, ("vmap", "jvp")), (nested, ("forward",))):
+    for module, names in ((plain, ("jvp", "vmap")), (nested, ("forward",))):
         expected = copy.deepcopy(module)
         model = by_kind(kind, module)
         for name in names:
