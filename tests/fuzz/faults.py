@@ -43,7 +43,9 @@ def one_nan(rank: int) -> None:
 
 
 def stale_weights(rank: int) -> None:
-    """The root computes with the values of its first forward, as if later gathers were dropped."""
+    """The root's stem computes with the values of its first forward, as if later gathers were
+    dropped. What a forward writes is put back: the engine refuses other writes by itself.
+    """
 
     def make(forward: Any) -> Any:
         def stale(side: Any, x: torch.Tensor) -> torch.Tensor:
@@ -52,12 +54,17 @@ def stale_weights(rank: int) -> None:
                 flat = side.model._unit.flat
 
                 def before(module: Any, args: Any) -> None:
+                    side.now = flat.full.copy()
                     if rank == 0 and torch.is_grad_enabled():
                         if side.old is None:
-                            side.old = flat.full.copy()
+                            side.old = side.now
                         flat.full[:] = side.old
 
+                def after(module: Any, args: Any, output: Any) -> None:
+                    flat.full[:] = side.now
+
                 side.model.module.stem.register_forward_pre_hook(before)
+                side.model.module.stem.register_forward_hook(after)
             return forward(side, x)
 
         return stale
@@ -66,26 +73,28 @@ def stale_weights(rank: int) -> None:
 
 
 def released_early(rank: int) -> None:
-    """The root's slot is let go, and poisoned, while its backward runs."""
+    """The root's slot is poisoned while its head's backward runs, as if released early."""
 
     def make(forward: Any) -> Any:
         def early(side: Any, x: torch.Tensor) -> torch.Tensor:
-            out = forward(side, x)
-            if out.requires_grad:
+            if not hasattr(side, "poisons"):
+                side.poisons = True
                 flat = side.model._unit.flat
-                inner = [
-                    m
-                    for m in side.model.modules()
-                    if m is not side.model and getattr(m, "_unit", None) is not None
-                ]
-                out = out + 0.0
 
                 def drop(grad: torch.Tensor) -> None:
-                    if inner:
-                        flat.full[:] = float("nan")
+                    side.now = flat.full.copy()
+                    flat.full[:] = float("nan")
 
-                out.register_hook(drop)
-            return out
+                def gather(grad: torch.Tensor) -> None:
+                    flat.full[:] = side.now
+
+                def watch(module: Any, args: Any, output: torch.Tensor) -> None:
+                    if output.requires_grad and args[0].requires_grad:
+                        args[0].register_hook(gather)
+                        output.register_hook(drop)
+
+                side.model.module.head.register_forward_hook(watch)
+            return forward(side, x)
 
         return early
 
