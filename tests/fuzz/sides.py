@@ -454,7 +454,7 @@ def another_mesh(config: Config, mesh: Any) -> Iterator[Any]:
 
 def filled(model: nn.Module, config: Config) -> nn.Module:
     """The sharded model; one from the meta device has got its values afterwards."""
-    if not config.meta and not isinstance(model, nn.Sequential):
+    if not config.meta:
         made = shard_in_place(model, config)
     else:
         made = shard_in_place(emptied(model), config)
