@@ -125,10 +125,17 @@ def train_chunked(rank, world, after=False, group=False, reshard=None, freeze=Fa
     if group:
         fully_shard([model.norm, model.head], reshard_after_forward=reshard)
     fully_shard(model)
+    train_beside(model, reference, rank, world)
+    return model
+
+
+def train_beside(model, reference, rank, world):
+    """Two steps of both, the reference with all ranks' batches; then their weights agree."""
     optimizers = sgd(model), sgd(reference)
     for number in range(2):
         with torch.no_grad():
-            if not after:  # as with torch, a root's values are readable after training forwards
+            # As with torch, a root's values are readable after training forwards only.
+            if not model.after:
                 chunked_loss(model, rank, number)
         chunked_loss(model, rank, number).backward()
         (sum(chunked_loss(reference, r, number) for r in range(world)) / world).backward()
@@ -137,7 +144,6 @@ def train_chunked(rank, world, after=False, group=False, reshard=None, freeze=Fa
             optimizer.zero_grad()
     for (name, param), want in zip(model.named_parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(param.full_tensor(), want, rtol=0, atol=1e-6, msg=name)
-    return model
 
 
 @ranks(2)
@@ -167,15 +173,7 @@ def test_full_tensors_of_a_frozen_head_inside_the_forward(rank, world):
         one.head.weight.requires_grad_(False)
     for unit in (*model.blocks, model.head, model):
         fully_shard(unit)
-    optimizers = sgd(model), sgd(reference)
-    for number in range(2):
-        chunked_loss(model, rank, number).backward()
-        (sum(chunked_loss(reference, r, number) for r in range(world)) / world).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, param), want in zip(model.named_parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), want, rtol=0, atol=1e-6, msg=name)
+    train_beside(model, reference, rank, world)
 
     trainable, plain = Asking(), Asking()
     for unit in (trainable.head, trainable):
