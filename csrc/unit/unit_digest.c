@@ -10,7 +10,7 @@
 #include "ckpt/crc32c.h"
 #include "unit/unit_impl.h"
 
-/* Of one element. */
+/* The bits of one element. */
 static uint64_t
 bits(const char *value, size_t bytes)
 {
@@ -29,7 +29,7 @@ digest(const fsdpc_unit *unit, int param, bool whole)
     const fsdpc_layout *layout = unit->layout;
     const size_t item = fsdpc_dtype_bytes(layout->segments[layout->params[param].segment].storage);
     if (whole || length < 3) {
-        return length == 0 ? 0 : fsdpc_crc32c(0, values, (size_t)length * item);
+        return fsdpc_crc32c(0, values, (size_t)length * item);
     }
     const uint64_t odd = UINT64_C(0x9E3779B97F4A7C15);
     const size_t last = (size_t)(length - 1);

@@ -85,7 +85,8 @@ def adopt_values(unit: Any) -> None:
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
         if same and view.is_shared():  # share_memory_() moves the storage of all views
             raise _sharing(unit.name)
-        known = owner_of(param) is unit or not unit.dtensors  # else to_empty() swapped its fields
+        # Module.to_empty() swaps a DTensor's fields for a new tensor's, which has no owner.
+        known = owner_of(param) is unit or not unit.dtensors
         if now.is_meta or same and known and now.dtype == view.dtype and now.device == view.device:
             continue
         _write(unit, index, now)

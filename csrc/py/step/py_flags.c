@@ -1,11 +1,11 @@
 /* requires_grad of the parameters that the optimizer sees, copied to the gathered tensors, and the
  * gradient hooks on these.
  *
- * Flags are read when a pass begins, and once more when a backward does: like an unsharded leaf, a
- * parameter that was frozen in between gets no gradient, and one that was frozen for another pass in
- * between (adapters, for the outputs of the model without them) gets one. A parameter that was frozen when its unit
- * was made has no gradient memory; when the parameter is to be trained, the tree's `on_thaw`
- * allocates it (fsdpc/_engine/thaw.py). Collective.
+ * Flags are read when a pass begins, and once more when a backward does. So a parameter gets a gradient
+ * if its flag is set when the backward begins, as an unsharded leaf does: whether the parameter was frozen
+ * in between for another pass (adapters, for the outputs of the model without them) does not matter.
+ * A parameter that was frozen when its unit was made has no gradient memory; when the parameter is to be
+ * trained, the tree's `on_thaw` allocates the memory (fsdpc/_engine/thaw.py). Collective.
  */
 #include "py/unit/py_engine.h"
 
@@ -70,14 +70,15 @@ carry_flag(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *flag)
     return 0;
 }
 
-/* A gathered tensor's flag that the program changed, for the parameter whose flag it left. */
+/* Gives the parameter the flag of its gathered tensor, where the program has changed that flag alone. */
 static int
 take_shown_flag(const fsdpc_py_sharded *sharded, PyObject *full)
 {
     PyObject *shown = fsdpc_py_field(full, FSDPC_PY_REQUIRES_GRAD);
     PyObject *flag = shown ? fsdpc_py_field(sharded->param, FSDPC_PY_REQUIRES_GRAD) : NULL;
     int result = flag ? 0 : -1;
-    if (flag && (shown == Py_True) != sharded->requires_grad && flag != shown) {
+    bool changed = (shown == Py_True) != sharded->requires_grad;
+    if (flag && changed && flag != shown) {
         result = fsdpc_py_set_field(sharded->param, FSDPC_PY_REQUIRES_GRAD, shown);
     }
     Py_XDECREF(shown);

@@ -341,7 +341,7 @@ int fsdpc_py_watch_all(fsdpc_py_flat *flat);
 /* Copies requires_grad of the sharded parameters to the gathered ones. 1: a parameter without gradient
  * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
-/* While modules show gathered tensors: copies flags that the program set on these to the parameters. */
+/* Copies flags that the program set on gathered tensors, while modules show these, to the parameters. */
 int fsdpc_py_take_shown_flags(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
 PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
