@@ -147,27 +147,32 @@ fsdpc_py_mark_all(fsdpc_py_tree *tree)
     return 0;
 }
 
-/* Whether every trainable parameter was written to since its version was recorded. 1, 0, or -1. With `all`
- * each version is recorded, else none unless every one has changed: one that has not ends the search. */
+/* Whether every parameter that was trained when versions were last recorded was written to since. 1, 0, or
+ * -1. With `all` the versions of those that are trained now are recorded, else none: one that has not
+ * changed ends the search. A parameter that is trained from now on may have been written to long ago. */
 static int
 was_stepped(fsdpc_py_flat *flat, bool all)
 {
     int trained = 0, stepped = 0;
     for (int i = 0; i < flat->sharded_count; i++) {
-        const fsdpc_py_sharded *sharded = &flat->sharded[i];
-        if (!sharded->requires_grad || sharded->holds_nothing) {
+        fsdpc_py_sharded *sharded = &flat->sharded[i];
+        const bool counts = sharded->recorded, records = all && sharded->requires_grad;
+        if (sharded->holds_nothing || !(counts || records)) {
             continue;
         }
         long version = fsdpc_py_local_version(flat, sharded->param);
         if (version < 0) {
             return -1;
         }
-        bool written = version != sharded->param_version;
-        if (!written && !all) {
+        bool written = counts && version != sharded->param_version;
+        if (counts && !written && !all) {
             return 0;
         }
-        flat->sharded[i].param_version = all ? version : sharded->param_version;
-        trained++;
+        if (all) {
+            sharded->param_version = version;
+            sharded->recorded = records;
+        }
+        trained += counts;
         stepped += written;
     }
     return trained > 0 && stepped == trained;

@@ -38,6 +38,7 @@ typedef struct fsdpc_py_sharded {
     int *covers;
     int cover_count;
     bool requires_grad; /* when last read */
+    bool recorded;      /* param_version is, since it was trained then */
     bool holds_nothing; /* other ranks hold its elements */
     bool strided;       /* `grad` is not row-major: the parameter is cut along a later dimension */
     bool cleared;       /* had no gradient when this backward reached it */
