@@ -36,7 +36,8 @@ class Checkpointer:
     Args:
         directory: made if it is not there.
         keep: this many of the newest stay; ``None`` keeps all. One is removed only when a newer
-            one is durable, and never the one that ``latest`` names or that was resumed from.
+            one is durable, and never the one that ``latest`` names or that was resumed from, or
+            one whose ``fsdpc.json`` is damaged.
         every: ``save`` does nothing at steps that it does not divide.
         async_: save in the background; see ``fsdpc.checkpoint.save``.
         dtype: of the model's floats in the files.
@@ -140,7 +141,8 @@ class Checkpointer:
         to this one, which is the newest from then on, also for a later ``resume``.
 
         Leftovers of saves that were killed are removed first. ``CheckpointError``: the checkpoint
-        is damaged, and no other one is loaded instead; there is no such ``step``.
+        is damaged, and no other one is loaded instead; which one is the newest is not known, since
+        the ``fsdpc.json`` of some is damaged or missing; there is no such ``step``.
         """
         ranks = ranks_of(self._group)
         with ranks.together():
@@ -173,9 +175,11 @@ class Checkpointer:
             return loaded
 
     def latest(self) -> Path | None:
-        """The newest complete checkpoint: the one that was published last. Local."""
-        live = _steps.read_steps(self.directory).live
-        return self.path(live[0]) if live else None
+        """The newest complete checkpoint: the one that was published last. Local.
+        ``CheckpointError``: which one that is is not known, see ``resume``.
+        """
+        newest = self._newest(_steps.read_steps(self.directory))
+        return None if newest is None else self.path(newest)
 
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending, also those that are abandoned. Local."""
@@ -191,16 +195,28 @@ class Checkpointer:
         found = _steps.read_steps(self.directory)
         complete = sorted(found.live + found.abandoned)
         if step is not None:
-            if step not in complete:
+            if step not in complete + found.damaged:  # the load says what is damaged
                 raise CheckpointError(f"no complete checkpoint of step {step}, only of {complete}")
             return step
+        newest = self._newest(found)
         named = _steps.named_latest(self.directory)
-        if found.live and named in complete and named != found.live[0]:
+        if named in complete and named != newest:
             logging.getLogger("fsdpc").warning(
-                f"{self.directory / _steps.LATEST} names step {named}, but step {found.live[0]} "
+                f"{self.directory / _steps.LATEST} names step {named}, but step {newest} "
                 f"was published after it: going on from there (resume(step={named}) goes back)"
             )
-        return found.live[0] if found.live else None
+        return newest
+
+    def _newest(self, found: _steps.Steps) -> int | None:
+        newest = found.live[0] if found.live else None
+        if found.damaged and (newest is None or newest != _steps.named_latest(self.directory)):
+            complete = sorted(found.live + found.abandoned)
+            raise CheckpointError(
+                f"{self.directory}: fsdpc.json of the steps {found.damaged} is damaged or missing, "
+                f"so which step was saved last is not known: remove their folders, or go on from "
+                f"one of {complete} by resume(step=...)"
+            )
+        return newest
 
     def _go_back(self, step: int) -> None:
         if step != _steps.read_steps(self.directory).live[0]:

@@ -80,6 +80,15 @@ def _check_signature(text: bytes) -> None:
         raise CheckpointError(f"{NAME} is damaged: its checksum differs")
 
 
+def is_whole(text: bytes) -> bool:
+    """Whether a manifest's text is the one that was written."""
+    try:
+        _check_signature(text)
+    except (CheckpointError, ValueError):
+        return False
+    return True
+
+
 def _hex(crc: int) -> str:
     return f"{crc:08x}"
 

@@ -15,17 +15,18 @@ from fsdpc.checkpoint import manifest as _manifest
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
 _NUMBER = re.compile(rb'^ "published": (\d+),$', re.MULTILINE)
-_HEAD_BYTES = 512  # the number is one of the first members
 
 
 @dataclass
 class Steps:
-    """Complete checkpoints of a directory, the last published first. ``abandoned``: published
-    before a step that is not later than they are, so the run has gone back behind them.
+    """Checkpoints of a directory, the last published first. ``abandoned``: published before a step
+    that is not later than they are, so the run has gone back behind them. ``damaged``: when they
+    were published is not known, since their manifests are damaged or missing.
     """
 
     live: list[int]
     abandoned: list[int]
+    damaged: list[int]
 
 
 def folder_of(directory: Path, step: int) -> Path:
@@ -36,12 +37,12 @@ def read_steps(directory: Path) -> Steps:
     """Local. Folders without numbers count as the oldest; of equal numbers the one comes first that
     the file ``latest`` names, then the higher step.
     """
-    named = named_latest(directory)
+    named, numbers = named_latest(directory), _numbers(directory)
     order = sorted(
-        ((number, step == named, step) for step, number in _numbers(directory).items()),
+        ((number, step == named, step) for step, number in numbers.items() if number is not None),
         reverse=True,
     )
-    found = Steps([], [])
+    found = Steps([], [], sorted(step for step, number in numbers.items() if number is None))
     for _, _, step in order:
         is_live = not found.live or step < found.live[-1]
         (found.live if is_live else found.abandoned).append(step)
@@ -61,21 +62,20 @@ def next_number(target: Path) -> int | None:
     """The number of a step that is about to be published; ``None``: the folder is no step's."""
     if not _NAME.fullmatch(target.name):
         return None
-    return 1 + max(_numbers(target.parent).values(), default=0)
+    return 1 + max((number or 0 for number in _numbers(target.parent).values()), default=0)
 
 
-def _numbers(directory: Path) -> dict[int, int]:
+def _numbers(directory: Path) -> dict[int, int | None]:
     if not directory.is_dir():
         return {}
-    found = {}
-    for path in directory.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match and (path / _manifest.NAME).is_file():
-            found[int(match[1])] = _number(path / _manifest.NAME)
-    return found
+    steps = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
+    return {int(match[1]): _number(path) for match, path in steps if match and path.is_dir()}
 
 
-def _number(manifest: Path) -> int:
-    with open(manifest, "rb") as file:
-        match = _NUMBER.search(file.read(_HEAD_BYTES))
-    return int(match[1]) if match else 0
+def _number(folder: Path) -> int | None:
+    try:
+        text = (folder / _manifest.NAME).read_bytes()
+    except OSError:
+        return None
+    match = _NUMBER.search(text)
+    return (int(match[1]) if match else 0) if _manifest.is_whole(text) else None

@@ -1293,6 +1293,40 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert (run.latest(), run.abandoned()) == (run.path(120), [130])
 
 
+@pytest.mark.parametrize("how", ["bit", "lost"])
+def test_a_run_whose_newest_step_is_not_known(tmp_path: Path, how: str):
+    """The newest step's manifest is damaged: no other step is taken in its place."""
+
+    def damage(step: int) -> None:
+        path = run.path(step) / "fsdpc.json"
+        if how == "lost":
+            path.unlink()
+        else:  # a number that tells another order
+            text = path.read_bytes()
+            path.write_bytes(re.sub(rb'"published": \d+', b'"published": 9', text))
+
+    run, model = checkpoint.Checkpointer(tmp_path / "run", keep=3), Net()
+    for step in (10, 20, 30):
+        run.save(step, model)
+    damage(10)
+    assert (run.latest(), run.steps()) == (run.path(30), [20, 30])  # the file `latest` agrees
+    damage(30)
+    before = values(model)
+    for call in (run.latest, lambda: run.resume(model)):
+        with pytest.raises(
+            checkpoint.CheckpointError, match=r"steps \[10, 30\] is damaged or missi"
+        ):
+            call()
+    with pytest.raises(checkpoint.CheckpointError, match="damaged|without its fsdpc.json"):
+        run.resume(model, step=30)
+    assert same(values(model), before)
+    found = run.resume(model, step=20)
+    assert found is not None and found.step == 20 and run.latest() == run.path(20)
+    for step in (40, 50, 60):
+        run.save(step, model)
+    assert run.steps() == [20, 40, 50, 60] and run.path(10).exists()  # 20 was resumed from
+
+
 REMOVING = """
 import os, shutil, signal, sys, time
 import torch
