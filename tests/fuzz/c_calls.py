@@ -26,11 +26,13 @@ from typing import Any
 import c_values as values
 import numpy as np
 import torch
+from c_companions import Companions
 
 from fsdpc import _probe
 
 BATCH = 250
 SHORT_S = 0.08  # the deadline of every communicator made here
+KINDS = ("comm", "flat", "tree", "hook", "plan", "table", "disk")
 STUCK_S = 60.0  # without a further call: a hang, even on a busy machine
 TYPES = (_probe.Comm, _probe.FlatParameter, _probe.Tree, _probe.Hook)
 SYSTEM_ERROR_STATUS = 77
@@ -54,7 +56,7 @@ class Callbacks:
 
 
 @dataclass
-class Caller:
+class Caller(Companions):
     """Makes calls out of a seed, and keeps what they gave for later ones."""
 
     seed: int
@@ -67,7 +69,7 @@ class Caller:
 
     def __post_init__(self) -> None:
         self.rng = random.Random(self.seed)
-        self.pool = {kind: [] for kind in ("comm", "flat", "tree", "hook", "plan")}
+        self.pool = {kind: [] for kind in KINDS}
 
     # --- objects -----------------------------------------------------------------------------
 
@@ -413,14 +415,21 @@ class Caller:
         self.method("comm", name, array, *extra, what="w")
 
     def call_comm_other(self) -> None:
-        name = self.rng.choice(["barrier", "agree", "abort", "fail", "close", "staged"])
-        args = {"barrier": [], "close": [], "staged": [0]}.get(name, ["t"])
+        name = self.rng.choice(
+            ["barrier", "agree", "abort", "fail", "close", "staged", "late_text"]
+        )
+        args = {
+            "barrier": [],
+            "close": [],
+            "staged": [0],
+            "late_text": [0, 1.5, "w", self.listed([1, self.rng.choice([2, -1, 2**40])])],
+        }.get(name, ["t"])
         if name in ("abort", "fail", "close") and self.rng.random() < 0.7:
             return
         self.method("comm", name, *args)
 
     def call_attributes(self) -> None:
-        owner = self.some(self.rng.choice([k for k in self.pool if k != "plan"]))
+        owner = self.some(self.rng.choice(["comm", "flat", "tree", "hook"]))
         self.log(f"attributes of {type(owner).__name__}")
         for name in dir(type(owner)):
             if not name.startswith("__"):
@@ -439,8 +448,9 @@ class Caller:
         kind = self.rng.choice(["flat", "flat", "tree"])
         names = {
             "flat": ["name", "sync", "shown", "on_unattached", "after_backward", "on_changed"]
-            + ["on_kept", "comm_hook"],
-            "tree": ["before_end", "phase"],
+            + ["on_kept", "on_moved", "comm_hook", "observed", "members_left"]
+            + ["reshards", "divide"],
+            "tree": ["before_end", "before_pass", "on_thaw", "observer", "step_unit", "phase"],
         }[kind]
         name, owner = self.rng.choice(names), self.some(kind)
         value = self.mostly(lambda: self.rng.choice([self.hostile(), lambda: True, None, "n"]))
@@ -502,18 +512,9 @@ class Caller:
         if rng.random() < 0.6:
             dst, src, one, other = np.zeros(n, "f4"), np.zeros(n, "f4"), "float32", "float32"
         where = rng.choice(values.KERNELS) if rng.random() < 0.3 else rng.choice([None, "plain"])
-        name = rng.choice(["cast", "accumulate", "reduce", "norm2", "scale_by"])
-        if name in ("cast", "accumulate"):
-            self.call(
-                f"kernel_{name}",
-                getattr(_probe, f"kernel_{name}"),
-                dst,
-                one,
-                src,
-                other,
-                1.0,
-                where,
-            )
+        name = rng.choice(["kernel_cast", "kernel_accumulate", "reduce", "norm2", "scale_by"])
+        if name.startswith("kernel_"):
+            self.call(name, getattr(_probe, name), dst, one, src, other, 1.0, where)
         elif name == "reduce":
             sources = [src, self.hostile(), None, src][: rng.randrange(5)]
             self.call(
@@ -552,6 +553,7 @@ class Caller:
             name = self.rng.choice([*alone, "enter_forward"])
             name = self.rng.choice(
                 [name, name, "leave_forward", "forward_failed", "unbind", "layout"]
+                + ["unshard", "reshard"]
             )
             try:
                 if name in alone:
@@ -596,11 +598,15 @@ class Caller:
     def call_flat_hooked(self) -> None:
         flat = self.some("flat")
         count = len(flat.layout()["params"])
-        name = self.rng.choice(["grad_bits", "pack_grads", "take_sums", "adopt_grads"])
+        name = self.rng.choice(
+            ["grad_bits", "pack_grads", "take_sums", "adopt_grads", "thaw", "renew_grads"]
+        )
         reduce_bytes = flat.layout()["reduce_bytes"]
         args = {
             "pack_grads": [torch.zeros(reduce_bytes, dtype=torch.uint8)],
             "take_sums": [[torch.zeros(flat.layout()["segments"][0]["piece_numel"])], bytes(count)],
+            "thaw": [bytes([1] * len(flat.layout()["segments"]))],
+            "renew_grads": [[self.rng.choice([None, torch.zeros(3)]) for _ in range(count)]],
         }.get(name, [])
         self.call(f"flat.{name}", getattr(flat, name), *args)
 
@@ -616,8 +622,11 @@ class Caller:
         )
 
     def call_replace(self) -> None:
-        name = self.rng.choice(["replace_param", "replace_grad"])
-        self.method("flat", name, 0, lambda: values.tensors(self.rng, 3))
+        name = self.rng.choice(["replace_param", "replace_grad", "place_param"])
+        if name == "place_param":
+            self.method("flat", name, 0, {}, "w")
+        else:
+            self.method("flat", name, 0, lambda: values.tensors(self.rng, 3))
 
     def call_flat_hook(self) -> None:
         kind = self.rng.choice(
@@ -667,8 +676,13 @@ class Caller:
     def call_tree(self) -> None:
         name = self.rng.choice(
             ["memory", "trace", "clear_trace", "defer_reduces", "clip", "detach"]
+            + ["references", "share_grads", "announce"]
         )
-        args = {"clip": [(None,), 2.0, 1.0, lambda: torch.zeros(2, dtype=torch.float64)]}
+        args = {
+            "clip": [(None,), 2.0, 1.0, lambda: torch.zeros(2, dtype=torch.float64)],
+            "share_grads": [self.rng.choice([(0,), (0, 1), (), (5,), (-1,)])],
+            "announce": [self.rng.choice([0, 1, -1]), self.rng.choice([0, 1, -1, 9])],
+        }
         if self.rng.random() < 0.1:
             name = "close"
         self.method("tree", name, *args.get(name, []))

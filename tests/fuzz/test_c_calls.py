@@ -375,3 +375,22 @@ def test_two_threads_in_one_communicator_are_refused():
         comm.all_reduce(np.ones(3, np.float32))
         """
     )
+
+
+def test_every_call_of_the_extension_is_made():
+    import inspect
+    import re
+
+    import c_calls
+    import c_companions
+
+    text = inspect.getsource(c_calls) + inspect.getsource(c_companions)
+    types = (*c_calls.TYPES, c_calls._probe)
+    named = {
+        name
+        for owner in types
+        for name, value in vars(owner).items()
+        if callable(value) and not isinstance(value, type) and not name.startswith("__")
+    }
+    missing = {name for name in named if not re.search(rf"\b{name}\b", text)}
+    assert missing == {"set_deadline"}  # of the tests alone

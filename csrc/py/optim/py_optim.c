@@ -121,8 +121,11 @@ read_dlpack_device(struct request *request, int i, fsdpc_optim_tensor *tensor)
 {
     long long first = 0, block = 1;
     unsigned long long key = (unsigned long long)i;
-    if (request->places != Py_None &&
-        !PyArg_ParseTuple(PyTuple_GET_ITEM(request->places, i), "LKL", &first, &key, &block)) {
+    PyObject *place = request->places == Py_None ? NULL : PyTuple_GET_ITEM(request->places, i);
+    if (place && !PyTuple_Check(place)) {
+        return bad(i, "place", "must be a tuple (first, key, block)");
+    }
+    if (place && !PyArg_ParseTuple(place, "LKL", &first, &key, &block)) {
         return -1;
     }
     if (first < 0 || block < 1) {
