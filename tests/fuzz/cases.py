@@ -9,8 +9,10 @@ import dataclasses
 import random
 from typing import Any
 
+import kinds
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from trees import Builder, Cut
 
 
@@ -89,11 +91,12 @@ OPS = {
     "func": 0.5, "load_part": 0.5, "unshard": 0.6,
 }  # fmt: skip
 
+LATER = ("freeze_summoned", "switched", "uncalled")  # operations that leave older draws as they are
 ASKED = ("asked", "asked_into")  # gradients of what was not summed are refused
 
 SWITCHES = (  # besides kinds, operations and styles
     "unfreeze", "jitter", "mix", "mixed", "c10d", "hybrid", "no_shard", "no_sync", "clip",
-    "fully_shard", "fsdp1", "second", "meta", "meshes", "hook", "wide",
+    "fully_shard", "fsdp1", "second", "meta", "meshes", "hook", "wide", *LATER,
 )  # fmt: skip
 
 
@@ -186,6 +189,11 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
         ops.insert(
             later.randrange(len(ops)), Op("unfreeze", {"choice": later.random(), "again": 0})
         )
+    if later.random() < 0.2:
+        name = later.choice(LATER)
+        arguments = {"choice": later.random(), "again": 0}
+        if name not in cut.without:
+            ops.insert(later.randrange(len(ops)), Op(name, arguments))
     if any(getattr(module, "by_data", False) for module in model.modules()):
         ops = [op for op in ops if op.name != "changed_before_backward"]  # for the same reason
     for op in ops:  # torch has no largest element of a DTensor's empty shard
@@ -254,4 +262,8 @@ class Root(nn.Module):
         self.head = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.tanh(self.body(torch.tanh(self.stem(x)))))
+        out = self.head(torch.tanh(self.body(torch.tanh(self.stem(x)))))
+        if kinds.STATE.uncalled:
+            out = out + 0.1 * functional.linear(x, self.stem.weight)
+            out = out + 0.1 * functional.linear(x, self.head.weight)
+        return out

@@ -4,6 +4,7 @@ two steps. Some must be refused, and the program goes on.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import random
@@ -15,6 +16,7 @@ import sides
 import torch
 import torch.distributed as dist
 import toys
+from kinds import STATE
 from sides import Plain, Side
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -64,9 +66,12 @@ def write_lost(side: Side, x: Tensor) -> None:
         finally:
             handle.remove()
 
-    if isinstance(side, Plain):  # running means move
+    kept = [buffer.clone() for buffer in side.model.buffers()]  # running means move with the write
+    if isinstance(side, Plain):
         side.forward(x)
     refused(side, "changed in place during forward", step)
+    for buffer, before in zip(side.model.buffers(), kept, strict=True):
+        buffer.copy_(before)
 
 
 def changed_before_backward(side: Side, x: Tensor) -> None:
@@ -217,9 +222,74 @@ def unshard(side: Side, x: Tensor, choice: float) -> None:
     side.optimizer.zero_grad()
 
 
+def part_of(side: Side, choice: float) -> list[Tensor]:
+    """Some of the parameters that train now, the same ones of either model."""
+    named = {toys.clean(n): p for n, p in side.trained().named_parameters()}
+    return [p for p in sides.chosen(named, choice) if p.requires_grad]
+
+
+def set_flags(side: Side, params: list[Tensor], trained: bool) -> None:
+    for p in params:
+        p.requires_grad_(trained)
+    side.refresh()
+
+
+def freeze_summoned(side: Side, x: Tensor, choice: float) -> None:
+    """Frozen, and trained again, while full parameters are shown."""
+    if not side.case.config.use_orig:
+        return
+    shown = isinstance(side, sides.Sharded)
+    for trained in (False, True):
+        with toys.summon(side.model) if shown else contextlib.nullcontext():
+            if not trained:
+                params = part_of(side, choice)
+            set_flags(side, params, trained)
+        out = side.forward(x)
+        if out.requires_grad:
+            side.backward(loss_of(out))
+            side.average()
+            side.record("gradients of what is frozen in summon", side.gradients())
+            side.optimizer.step()
+        side.optimizer.zero_grad()
+
+
+def switched(side: Side, x: Tensor, choice: float) -> None:
+    """Another part trains for a pass between a forward and its backward, as with adapters."""
+    if not side.case.config.use_orig:
+        return
+    loss, params = loss_of(side.forward(x)), part_of(side, choice)
+    set_flags(side, params, False)
+    with torch.set_grad_enabled(choice > 0.7):
+        side.record("a pass between", {"out": side.forward(0.5 * x)})
+    set_flags(side, params, True)
+    if loss.requires_grad:
+        side.backward(loss)
+    side.average()
+    side.record("gradients after a pass between", side.gradients())
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
+def uncalled(side: Side, x: Tensor) -> None:
+    """The outermost forward computes with weights of modules beside their own forwards."""
+    STATE.uncalled = True
+    try:
+        out = side.forward(x)
+    finally:
+        STATE.uncalled = False
+    side.record("with weights of modules", {"out": out})
+    if out.requires_grad:
+        side.backward(loss_of(out))
+    side.average()
+    side.record("gradients of weights of modules", side.gradients())
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
 HABITS: dict[str, Callable[..., None]] = {
     "write_lost": write_lost, "changed_before_backward": changed_before_backward,
     "added": added, "fork": fork, "flags": flags, "func": func, "load_part": load_part,
-    "unshard": unshard,
+    "unshard": unshard, "freeze_summoned": freeze_summoned, "switched": switched,
+    "uncalled": uncalled,
 }  # fmt: skip
-WITH_CHOICE = {"func", "load_part", "unshard"}
+WITH_CHOICE = {"func", "load_part", "unshard", "freeze_summoned", "switched"}

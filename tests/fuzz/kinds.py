@@ -25,6 +25,7 @@ class State:
     rank: int = 0
     step: int = 0
     fail: str = ""  # where Fuse raises: "", "forward" or "backward"
+    uncalled: bool = False  # the root reads weights of modules beside their forwards
 
 
 STATE = State()
