@@ -391,8 +391,11 @@ fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count
     if (fsdpc_range_digests(ranges, count, options->block_bytes) < 0) {
         return fsdpc_error(FSDPC_E_INVAL, "ranges of %s are not valid", path);
     }
-    for (size_t i = 1; i < count; i++) {
-        if (ranges[i - 1].file_offset + ranges[i - 1].bytes > ranges[i].file_offset) {
+    for (size_t i = 0; i < count; i++) {
+        if (ranges[i].memory == NULL && ranges[i].bytes > 0) {
+            return fsdpc_error(FSDPC_E_INVAL, "range %zu of %s has no memory", i, path);
+        }
+        if (i > 0 && ranges[i - 1].file_offset + ranges[i - 1].bytes > ranges[i].file_offset) {
             return fsdpc_error(FSDPC_E_INVAL, "ranges of %s overlap or are not sorted", path);
         }
     }

@@ -440,6 +440,10 @@ faults_name_the_file(void)
     fsdpc_file_range two[] = {range, range};
     CHECK_ERROR(fsdpc_range_write(path, two, 2, &options, digest, &result), FSDPC_E_INVAL,
                 "overlap");
+    two[1].memory = NULL;
+    two[1].file_offset = range.file_offset + range.bytes;
+    CHECK_ERROR(fsdpc_range_write(path, two, 2, &options, digest, &result), FSDPC_E_INVAL,
+                "range 1 of");
     range.bytes = -1;
     CHECK_INT(fsdpc_range_digests(&range, 1, BLOCK), -1);
     range = (fsdpc_file_range){byte, INT64_MAX, 16, 0, FSDPC_BYTES, FSDPC_BYTES};

@@ -113,7 +113,15 @@ class Adapters(nn.Module):
 
 def switch_adapters(model, inner, x, way):
     output = model(x)
-    if way != "no pass":
+    if way == "by tensors":  # that were taken where the modules showed them
+        held = list(inner.a.parameters())
+        for trained in (False, True):
+            for param in held:
+                param.requires_grad_(trained)
+            with torch.no_grad():
+                other = model(x)
+            output = output + other
+    elif way != "no pass":
         inner.use("b")
         with torch.set_grad_enabled(way == "with a graph"):
             other = model(x).detach()
@@ -124,7 +132,7 @@ def switch_adapters(model, inner, x, way):
 
 
 @ranks(2)
-@pytest.mark.parametrize("way", ["no graph", "with a graph", "no pass"])
+@pytest.mark.parametrize("way", ["no graph", "with a graph", "no pass", "by tensors"])
 @pytest.mark.parametrize("interface", ["class", "fully_shard"])
 def test_adapters_are_switched_between_forward_and_backward(rank, world, interface, way):
     """The root of fully_shard shows gathered tensors then; what is set on these holds for the
@@ -135,7 +143,7 @@ def test_adapters_are_switched_between_forward_and_backward(rank, world, interfa
         model = FSDP(inner, use_orig_params=True)
     else:
         fully_shard(inner.base)
-        model = fully_shard(inner)
+        model = fully_shard(inner, reshard_after_forward=False)
     theirs = list(reference.parameters())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     for number in range(3):

@@ -233,6 +233,13 @@ typedef struct range_job {
     int32_t fd; /* of a file that is read */
 } range_job;
 
+/* A number that names no type becomes none. */
+static fsdpc_dtype
+type_of(int64_t number)
+{
+    return (fsdpc_dtype)(number < 0 || number > INT8_MAX ? INT8_MAX : number);
+}
+
 static int
 read_ranges(PyObject *table, range_job *job)
 {
@@ -256,8 +263,8 @@ read_ranges(PyObject *table, range_job *job)
             .file_offset = row[1],
             .bytes = row[2],
             .tensor_offset = row[3],
-            .memory_type = (fsdpc_dtype)row[4],
-            .file_type = (fsdpc_dtype)row[5],
+            .memory_type = type_of(row[4]),
+            .file_type = type_of(row[5]),
         };
     }
     PyBuffer_Release(&view);

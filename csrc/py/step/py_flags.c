@@ -90,7 +90,8 @@ int
 fsdpc_py_take_shown_flags(fsdpc_py_flat *flat)
 {
     int result = 0;
-    for (int i = 0; flat->installed > 0 && result == 0 && i < flat->sharded_count; i++) {
+    const bool seen = flat->installed > 0 || flat->lent;
+    for (int i = 0; seen && result == 0 && i < flat->sharded_count; i++) {
         const fsdpc_py_sharded *sharded = &flat->sharded[i];
         PyObject *full = sharded->cover_count == 1 ? flat->full[sharded->covers[0]] : NULL;
         result = full ? take_shown_flag(sharded, full) : 0;

@@ -512,7 +512,7 @@ leave_pass(fsdpc_py_flat *flat, bool stays)
 {
     int result = 0;
     if (stays && !flat->stays) {
-        flat->stays = true;
+        flat->stays = flat->lent = true;
     } else {
         result = fsdpc_py_uninstall(flat);
     }

@@ -51,7 +51,7 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0 || fsdpc_py_install(self) < 0) {
         return NULL;
     }
-    self->unsharded = true;
+    self->unsharded = self->lent = true;
     return PyBool_FromLong(outside);
 }
 

@@ -84,6 +84,7 @@ typedef struct fsdpc_py_flat {
     bool unsharded;     /* by unshard(): the modules show gathered parameters without a forward */
     bool stays;         /* the same after a forward: see py_stay.c */
     int members_left;   /* of the modules of one unit: how many have yet to run in this pass */
+    bool lent;          /* at some time; the program may set flags of what the modules showed then */
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
     PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
