@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.forward_ad import unpack_dual
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.dlpack import from_dlpack
@@ -13,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from fsdpc import _torch
 from fsdpc._engine.inputs import alias_arguments
 from fsdpc._engine.listeners import call_listeners
-from fsdpc._engine.outputs import copy_outputs
+from fsdpc._engine.outputs import copy_outputs, inner_tensors
 
 _NAMES: dict[torch.dtype, str] = {
     torch.float32: "float32",
@@ -80,22 +79,6 @@ def makes_grads(params: list[torch.Tensor]) -> bool:
     """
     trained = (param for param in params if param.requires_grad)
     return any(_torch.will_execute(get_gradient_edge(param).node) for param in trained)
-
-
-def inner_tensors(output: Any) -> list[torch.Tensor]:
-    """The tensors that torch.func's transforms have wrapped in ``output``, and their tangents."""
-    found: list[torch.Tensor] = []
-    pending = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    while pending:
-        tensor = pending.pop()
-        if not _torch.is_wrapped(tensor):
-            found.append(tensor)
-            continue
-        pending.append(_torch.unwrapped(tensor))
-        tangent = unpack_dual(tensor).tangent
-        if tangent is not None:
-            pending.append(tangent)
-    return found
 
 
 def refuse_export() -> None:

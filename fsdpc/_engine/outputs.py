@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch.autograd.forward_ad import unpack_dual
 
+from fsdpc import _torch
 from fsdpc._engine.containers import is_dataclass, within
 
 
@@ -18,6 +20,22 @@ def copy_outputs(output: Any, begin: int, end: int) -> Any:
     pytree nodes are rebuilt. Each container is visited once.
     """
     return _Copies(begin, end).of(output)
+
+
+def inner_tensors(output: Any) -> list[torch.Tensor]:
+    """The tensors that torch.func's transforms have wrapped in ``output``, and their tangents."""
+    found: list[torch.Tensor] = []
+    pending = [leaf for leaf in _torch.tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    while pending:
+        tensor = pending.pop()
+        if not _torch.is_wrapped(tensor):
+            found.append(tensor)
+            continue
+        pending.append(_torch.unwrapped(tensor))
+        tangent = unpack_dual(tensor).tangent
+        if tangent is not None:
+            pending.append(tangent)
+    return found
 
 
 class _Copies:
@@ -54,6 +72,9 @@ class _Copies:
         return value
 
     def _is_own(self, tensor: torch.Tensor) -> bool:
+        return any(self._lies_in(one) for one in inner_tensors(tensor))
+
+    def _lies_in(self, tensor: torch.Tensor) -> bool:
         try:
             return self.begin <= tensor.data_ptr() < self.end
         except RuntimeError:  # no memory, e.g. a meta tensor

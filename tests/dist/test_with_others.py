@@ -349,6 +349,45 @@ def test_transforms_of_torch_func(rank, world, kind):
             expected.zero_grad()
 
 
+class ReturnsWeight(Block):
+    """A view of a weight, which is used when the unit has been released."""
+
+    def forward(self, x):
+        return self.up.weight[: x.shape[0]]
+
+
+class UsesWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block = ReturnsWeight(), Block()
+
+    def forward(self, x):
+        rows = self.table(x)
+        return self.block(x) + rows
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["original", "flat", "fully_shard"])
+def test_views_of_weights_that_units_return_inside_transforms(rank, world, kind, monkeypatch):
+    monkeypatch.setenv("FSDPC_POISON", "1")
+    torch.manual_seed(0)
+    module = UsesWeight()
+    expected = copy.deepcopy(module)
+    model = by_kind(kind, module)
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
+    programs = {
+        "jvp": lambda m: torch.func.jvp(m, (x,), (torch.ones_like(x),)),
+        "vjp": lambda m: torch.func.vjp(m, x)[0],
+        "grad": lambda m: torch.func.grad(lambda y: m(y).square().sum())(x),
+        "vmap of jvp": lambda m: torch.func.vmap(
+            lambda y: torch.func.jvp(m, (y,), (torch.ones_like(y),))[1]
+        )(torch.stack([x, 2 * x])),
+    }
+    with torch.no_grad():
+        for run in programs.values():
+            torch.testing.assert_close(run(model), run(expected))
+
+
 def sum_of(grad):
     whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
     return torch.zeros((), dtype=torch.double) if whole is None else whole.double().pow(2).sum()

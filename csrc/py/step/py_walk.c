@@ -373,18 +373,39 @@ fsdpc_py_watch_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return view == Py_True && hook_base(tree, tensor, argument) < 0 ? -1 : 1;
 }
 
-/* A tensor without a data pointer (meta, sparse, wrapped) is not in the unit's range. */
-int
-fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+static bool
+contains(const fsdpc_py_flat *flat, const void *data)
 {
-    (void)tree;
-    const fsdpc_py_flat *flat = argument;
-    const void *data = NULL;
-    if (fsdpc_py_torch_data(tensor, &data) < 0) {
-        PyErr_Clear();
-        return 0;
-    }
     const char *begin = fsdpc_unit_full(flat->unit);
     const char *end = begin + fsdpc_unit_layout(flat->unit)->full_bytes;
     return (const char *)data >= begin && (const char *)data < end;
+}
+
+/* For tensors without a data pointer: meta and sparse ones wrap none. */
+static int
+wrapped_lies_in(fsdpc_py_tree *tree, PyObject *tensor, const fsdpc_py_flat *flat)
+{
+    PyObject *inner = PyObject_CallOneArg(tree->inner_tensors, tensor);
+    int found = inner && PyList_Check(inner) ? 0 : -1;
+    for (Py_ssize_t i = 0; found == 0 && i < PyList_GET_SIZE(inner); i++) {
+        const void *data = NULL;
+        if (fsdpc_py_torch_data(PyList_GET_ITEM(inner, i), &data) < 0) {
+            PyErr_Clear();
+        } else {
+            found = contains(flat, data);
+        }
+    }
+    Py_XDECREF(inner);
+    return found < 0 && !PyErr_Occurred() ? 0 : found;
+}
+
+int
+fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+{
+    const void *data = NULL;
+    if (fsdpc_py_torch_data(tensor, &data) < 0) {
+        PyErr_Clear();
+        return wrapped_lies_in(tree, tensor, argument);
+    }
+    return contains(argument, data);
 }

@@ -80,11 +80,11 @@ typedef struct fsdpc_py_flat {
     long gathered_version, released_version;
     long writes; /* to the sharded parameters, as autograd had counted them: fsdpc_py_was_touched */
     bool hold_installed;
-    bool withheld;      /* fsdpc_unit_withholds when the backward began */
-    bool unsharded;     /* by unshard(): the modules show gathered parameters without a forward */
-    bool stays;         /* the same after a forward: see py_stay.c */
-    int members_left;   /* of the modules of one unit: how many have yet to run in this pass */
-    bool lent;          /* at some time; the program may set flags of what the modules showed then */
+    bool withheld;    /* fsdpc_unit_withholds when the backward began */
+    bool unsharded;   /* by unshard(): the modules show gathered parameters without a forward */
+    bool stays;       /* the same after a forward: see py_stay.c */
+    int members_left; /* of the modules of one unit: how many have yet to run in this pass */
+    bool lent;        /* at some time; the program may set flags of what the modules showed then */
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
     PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
