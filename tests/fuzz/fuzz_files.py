@@ -138,6 +138,8 @@ class Life:
         step = self.rng.choice([*self.steps]) if back else self.step + 10
         self.fill()
         self.tell(f"save {step}")
+        if self.refuses(self.run.path(step)):
+            return
         self.run.save(step, self.model, self.optimizer, extra={"number": self.saves})
         self.run.wait()
         self.publish(step, kept(self.model, self.optimizer))
@@ -302,12 +304,8 @@ class Life:
             checkpoint.save(path, self.model, self.optimizer)
             self.plain[name] = Saved(path, kept(self.model, self.optimizer))
             return
-        if not (path / "fsdpc.json").exists():
-            try:
-                checkpoint.save(path, self.model, self.optimizer, overwrite=True)
-            except FileExistsError:
-                return
-            raise Wrong(f"{path} without a manifest was overwritten")
+        if self.refuses(path):
+            return
         known = [] if self.plain[name].damaged else [self.plain[name].values]
         versions = [self.saves + i + 1 for i in range(self.rng.choice([1, 4]))]
         self.tell(f"overwrite {name} {len(versions)} times, read meanwhile")
@@ -321,6 +319,18 @@ class Life:
                 self.plain[name] = Saved(path, kept(self.model, self.optimizer))
         finally:
             self.end_child(child)
+
+    def refuses(self, path: Path) -> bool:
+        """Whether something stands there that is no checkpoint, which no save replaces."""
+        if not path.exists() or (path / "fsdpc.json").exists():
+            return False
+        try:
+            checkpoint.save(path, self.model, self.optimizer, overwrite=True)
+        except CheckpointError as error:
+            if "is no checkpoint, so it is not replaced" not in str(error):
+                raise
+            return True
+        raise Wrong(f"{path} without a manifest was overwritten")
 
     def read_meanwhile(self, path: Path, known: list[Values], versions: list[int]) -> None:
         model, optimizer = training()

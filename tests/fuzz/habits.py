@@ -27,6 +27,7 @@ REFUSED = "refused"  # the name in a record that stands for any value
 def refused(side: Side, text: str, call: Callable[[], Any]) -> None:
     """``call`` raises an error with ``text`` on a sharded model; the copy takes no part."""
     if isinstance(side, Plain):
+        side.optimizer.zero_grad()
         return
     try:
         call()
@@ -77,8 +78,8 @@ def write_lost(side: Side, x: Tensor) -> None:
 def changed_before_backward(side: Side, x: Tensor) -> None:
     """Units that are gathered again would have other weights: refused, or the old ones."""
     label = "changed between forward and backward"
-    if not side.case.config.in_place or not everywhere(side):
-        return
+    if not side.case.config.in_place or not everywhere(side) or not sharded(side):
+        return  # one rank's weights are the shard's memory, as an unsharded model's
     params = [p for p in side.trained().parameters() if p.is_floating_point()]
     loss = loss_of(side.forward(x))
     if not loss.requires_grad:

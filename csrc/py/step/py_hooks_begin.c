@@ -96,8 +96,9 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
             return -1;
         }
     }
-    int local = is_part_of_forward(tree), keeps = fsdpc_py_call_truth(tree->keeps_graph);
-    if (local < 0 || keeps < 0) {
+    int local = is_part_of_forward(tree);
+    int keeps = local < 0 ? -1 : fsdpc_py_call_truth(tree->keeps_graph);
+    if (keeps < 0) {
         return -1;
     }
     tree->local = local;

@@ -188,7 +188,7 @@ static int
 set_reshards(fsdpc_py_flat *self, PyObject *value, void *closure)
 {
     (void)closure;
-    int truth = value ? PyObject_IsTrue(value) : -1;
+    int truth = value ? PyObject_IsTrue(value) : 1;
     if (truth < 0) {
         return -1;
     }
