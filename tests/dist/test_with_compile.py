@@ -47,6 +47,8 @@ def clean_parameters(model):
 def train_compiled(rank, way, backend, rtol=0.0, **options):
     from torch._dynamo.utils import counters
 
+    torch._dynamo.reset()
+    counters.clear()
     model = toy()
     reference = Reference(model)
     compile_before(model, way, backend)
@@ -60,34 +62,26 @@ def train_compiled(rank, way, backend, rtol=0.0, **options):
             optimizer.step()
             optimizer.zero_grad()
         got = clean_parameters(model)
-        check_equal(got, reference.parameters(), f"after step {step}", rtol=rtol)
+        check_equal(got, reference.parameters(), f"{way}, after step {step}", rtol=rtol)
     done = Counter(e["op"] for e in model._tree.trace())
     assert done["gather"] == 2 * STEPS * 3 and done["reduce"] == STEPS * 3, done
     assert counters["stats"]["unique_graphs"] == 1, counters  # one for both blocks, unbroken
     return model
 
 
-@ranks(2, **patient)
-@pytest.mark.parametrize(
-    ("way", "use_orig_params"),
-    [
-        ("before", True),
-        ("before", False),
-        ("before_in_place", True),
-        ("after", True),
-        ("after_inside", True),
-        ("after_inside", False),
-        ("after_in_place", True),
-        ("whole", True),
-    ],
-)
-def test_compiled_blocks(rank, world, way, use_orig_params):
-    train_compiled(rank, way, "aot_eager", use_orig_params=use_orig_params)
+WAYS = {
+    True: ("before", "before_in_place", "after", "after_inside", "after_in_place", "whole"),
+    False: ("before", "after_inside"),
+}
 
 
 @ranks(2, **patient)
-def test_backend_eager(rank, world):
-    train_compiled(rank, "before", "eager", use_orig_params=True)
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_compiled_blocks(rank, world, use_orig_params):
+    """In one process, which imports the compiler once."""
+    for way in WAYS[use_orig_params]:
+        train_compiled(rank, way, "aot_eager", use_orig_params=use_orig_params)
+    train_compiled(rank, "before", "eager", use_orig_params=use_orig_params)
 
 
 @ranks(2, **patient)
