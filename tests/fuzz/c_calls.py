@@ -436,7 +436,7 @@ class Caller(Companions):
                 try:
                     got = getattr(owner, name)
                     if isinstance(got, np.ndarray) and got.dtype != object:
-                        got.sum()
+                        got[:1000].sum()  # odd numbers of elements are gigabytes
                         got[:1] = 1
                 except SystemError:
                     raise
