@@ -159,7 +159,9 @@ class Plain(Side):
         for i, p in enumerate(params):
             if used[i] == 0:
                 continue
-            total = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            total = (torch.zeros_like(p) if p.grad is None else p.grad).clone(
+                memory_format=torch.contiguous_format  # ranks' gradients may have other strides
+            )
             dist.all_reduce(total)
             p.grad = total / self.world * (0.5 if self.case.config.hook else 1.0)
 
