@@ -195,7 +195,8 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
         if name not in cut.without:
             ops.insert(later.randrange(len(ops)), Op(name, arguments))
     if any(getattr(module, "by_data", False) for module in model.modules()):
-        ops = [op for op in ops if op.name != "changed_before_backward"]  # for the same reason
+        raising = ("changed_before_backward", "write_lost")  # for the same reason
+        ops = [op for op in ops if op.name not in raising]
     for op in ops:  # torch has no largest element of a DTensor's empty shard
         if config.in_place and op.arguments.get("norm") == float("inf"):
             op.arguments["norm"] = 2.0
