@@ -13,11 +13,19 @@ import env
 import pytest
 import torch
 from combinations import subset
-from harness import run_ranks
+from harness import ranks, run_ranks
 from torch import Tensor, nn
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy
 from torch.utils.checkpoint import checkpoint
-from toys import check_equal, full_gradients, full_parameters, none_gradients, wrap
+from toys import (
+    Block,
+    check_equal,
+    full_gradients,
+    full_parameters,
+    none_gradients,
+    wrap,
+    wrap_blocks,
+)
 
 import fsdpc
 
@@ -219,3 +227,24 @@ OPTIONS: dict[str, dict[str, object]] = {
 def test_options(wire: str, options: str, poison: str):
     environment = WIRES[wire] | {"FSDPC_POISON": poison}
     run_ranks(train, 2, env=environment, kind="experts", **OPTIONS[options])
+
+
+class Spare(Block):
+    """With a parameter that nobody uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
+
+
+@ranks(1, 2)
+def test_gradients_beside_an_unused_parameter_are_summed_before_the_end(rank, world):
+    """From the second backward on, in each: the unit is done when its inputs have gradients."""
+    model = wrap_blocks("fsdpc", nn.Sequential(Spare(), Spare()), Spare, use_orig_params=True)
+    last, seen = model.module[1]._unit, []
+    for step in range(5):
+        x = torch.randn(2, 6, generator=torch.manual_seed(2 * step + rank), requires_grad=True)
+        x.register_hook(lambda grad: seen.append(all(full.grad is None for full in last.full)))
+        model(x).sum().backward()
+        model.zero_grad()
+    assert seen == [False, True, True, True, True]

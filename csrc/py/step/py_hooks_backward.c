@@ -395,6 +395,7 @@ all_closed(fsdpc_py_flat *flat)
 {
     int some = flat->arrived_count > 0;
     flat->closed = flat->tree->backward;
+    flat->incomplete = flat->incomplete && flat->arrived_count < flat->expected;
     if (!some && !flat->watch_all) {
         some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
     }

@@ -19,7 +19,9 @@ finish_partial_units(fsdpc_py_tree *tree)
         if (fsdpc_py_find_unwatched(flat) < 0) {
             return -1;
         }
-        flat->incomplete = flat->arrived_count > 0;
+        /* A unit whose inputs told that it was done has been finished: they are watched again. */
+        flat->incomplete = flat->arrived_count > 0 ||
+                           (flat->incomplete && flat->closed == tree->backward);
         if ((flat->arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||
             fsdpc_py_end_hold(flat) < 0) {
             return -1;
