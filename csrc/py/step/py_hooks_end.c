@@ -20,8 +20,8 @@ finish_partial_units(fsdpc_py_tree *tree)
             return -1;
         }
         /* A unit whose inputs told that it was done has been finished: they are watched again. */
-        flat->incomplete = flat->arrived_count > 0 ||
-                           (flat->incomplete && flat->closed == tree->backward);
+        flat->incomplete =
+            flat->arrived_count > 0 || (flat->incomplete && flat->closed == tree->backward);
         if ((flat->arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||
             fsdpc_py_end_hold(flat) < 0) {
             return -1;
