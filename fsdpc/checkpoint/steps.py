@@ -69,7 +69,14 @@ def _numbers(directory: Path) -> dict[int, int | None]:
     if not directory.is_dir():
         return {}
     steps = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return {int(match[1]): _number(path) for match, path in steps if match and path.is_dir()}
+    return {int(match[1]): _number(path) for match, path in steps if match and _holds_some(path)}
+
+
+def _holds_some(folder: Path) -> bool:
+    try:
+        return any(folder.iterdir())
+    except OSError:  # no folder, or one that is being removed
+        return False
 
 
 def _number(folder: Path) -> int | None:
