@@ -64,12 +64,21 @@ def _within_fields(change: Change, value: Any) -> Any:
     for key, item in list(value.items()) if isinstance(value, dict) else ():
         new = change(item)
         if new is not item:
-            made = copy.copy(value) if made is value else made
+            made = _copy_of(value) if made is value else made
             made[key] = new
     for field in dataclasses.fields(value) if is_dataclass(value) else ():
         item = getattr(made, field.name, None)
         new = change(item)
         if new is not item:
-            made = copy.copy(value) if made is value else made
+            made = _copy_of(value) if made is value else made
             object.__setattr__(made, field.name, new)
     return made
+
+
+def _copy_of(value: Any) -> Any:
+    try:
+        return copy.copy(value)
+    except TypeError:  # a dict that is a dataclass, whose constructor needs the fields
+        if not is_dataclass(value):
+            raise
+        return dataclasses.replace(value)

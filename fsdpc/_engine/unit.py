@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdpc import _C
+from fsdpc import _C, _torch
 from fsdpc._comm.bootstrap import Groups
 from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._comm.wire import default_dtype
@@ -330,9 +330,19 @@ class Unit(WholeValues):
             row_dims=bytes(self.dims) if any(self.dims) else None,
         )
         this = weakref.ref(self)
-        self.flat.on_changed = lambda: this().adopt_in_pass()
-        self.flat.on_kept = lambda: _writeback.leave_kept(this())
-        self.flat.on_moved = lambda: _writeback.renew_grads(this())
+
+        def outside(call: Callable[[Any], None]) -> Callable[[], None]:
+            """Of torch.func's transforms, where tensors have no addresses."""
+
+            def run() -> None:
+                with _torch.without_transforms():
+                    call(this())
+
+            return run
+
+        self.flat.on_changed = outside(lambda unit: unit.adopt_in_pass())
+        self.flat.on_kept = outside(_writeback.leave_kept)
+        self.flat.on_moved = outside(_writeback.renew_grads)
         # Full tensor -> torch's hook -> engine -> full tensor: a cycle invisible to gc.
         weakref.finalize(self, self.flat.unbind)
 

@@ -253,7 +253,7 @@ class _OneChange:
         def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
             first, second = context_fn()
             before: Before = []
-            return self._remembering(block, before, first), _as_before(before, second)
+            return self._remembering(block, before, first), _AsBefore(before, second)
 
         return torch_checkpoint(block, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
@@ -290,16 +290,25 @@ class _OneChange:
                 self.constant.add(full)
 
 
-@contextmanager
-def _as_before(before: Before, inner: Any) -> Iterator[None]:
-    """While a block is computed again its buffers are copies of what they were before."""
-    copies = {id(buffer): copy.clone() for _, _, buffer, copy in before}
-    now = [module._buffers[name] for module, name, *_ in before]
-    for module, name, buffer, _ in before:
-        module._buffers[name] = copies[id(buffer)]
-    try:
-        with inner:
-            yield
-    finally:
-        for (module, name, *_), buffer in zip(before, now, strict=True):
-            module._buffers[name] = buffer
+class _AsBefore:
+    """While a block is computed again its buffers are copies of what they were before. Entered for
+    each backward of a graph that is retained.
+    """
+
+    def __init__(self, before: Before, inner: AbstractContextManager[Any]) -> None:
+        self.before, self.inner = before, inner
+        self.now: list[list[Any]] = []
+
+    def __enter__(self) -> None:
+        copies = {id(buffer): copy.clone() for _, _, buffer, copy in self.before}
+        self.now.append([module._buffers[name] for module, name, *_ in self.before])
+        for module, name, buffer, _ in self.before:
+            module._buffers[name] = copies[id(buffer)]
+        self.inner.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.inner.__exit__(*error)
+        finally:
+            for (module, name, *_), buffer in zip(self.before, self.now.pop(), strict=True):
+                module._buffers[name] = buffer

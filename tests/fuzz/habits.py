@@ -52,6 +52,16 @@ def loss_of(out: Tensor) -> Tensor:
     return (out * out).mean()
 
 
+def learn(side: Side, label: str, loss: Tensor) -> None:
+    """The rest of a step, with the gradients by name."""
+    if loss.requires_grad:
+        side.backward(loss)
+    side.average()
+    side.record(label, side.gradients())
+    side.optimizer.step()
+    side.optimizer.zero_grad()
+
+
 def write_lost(side: Side, x: Tensor) -> None:
     """A forward writes into a weight, and does not put the value back."""
     if not sharded(side):
@@ -149,10 +159,7 @@ def fork(side: Side, x: Tensor) -> None:
         side.record(f"child ended with {status}" if status else "child ended", {})
     else:
         side.record("child ended", {})
-    side.average()
-    side.record("gradients beside a child", side.gradients())
-    side.optimizer.step()
-    side.optimizer.zero_grad()
+    learn(side, "gradients beside a child", loss.detach())
 
 
 def flags(side: Side, x: Tensor) -> None:
@@ -245,13 +252,7 @@ def freeze_summoned(side: Side, x: Tensor, choice: float) -> None:
             if not trained:
                 params = part_of(side, choice)
             set_flags(side, params, trained)
-        out = side.forward(x)
-        if out.requires_grad:
-            side.backward(loss_of(out))
-            side.average()
-            side.record("gradients of what is frozen in summon", side.gradients())
-            side.optimizer.step()
-        side.optimizer.zero_grad()
+        learn(side, "gradients of what is frozen in summon", loss_of(side.forward(x)))
 
 
 def switched(side: Side, x: Tensor, choice: float) -> None:
@@ -263,12 +264,7 @@ def switched(side: Side, x: Tensor, choice: float) -> None:
     with torch.set_grad_enabled(choice > 0.7):
         side.record("a pass between", {"out": side.forward(0.5 * x)})
     set_flags(side, params, True)
-    if loss.requires_grad:
-        side.backward(loss)
-    side.average()
-    side.record("gradients after a pass between", side.gradients())
-    side.optimizer.step()
-    side.optimizer.zero_grad()
+    learn(side, "gradients after a pass between", loss)
 
 
 def uncalled(side: Side, x: Tensor) -> None:
@@ -279,12 +275,7 @@ def uncalled(side: Side, x: Tensor) -> None:
     finally:
         STATE.uncalled = False
     side.record("with weights of modules", {"out": out})
-    if out.requires_grad:
-        side.backward(loss_of(out))
-    side.average()
-    side.record("gradients of weights of modules", side.gradients())
-    side.optimizer.step()
-    side.optimizer.zero_grad()
+    learn(side, "gradients of weights of modules", loss_of(out))
 
 
 HABITS: dict[str, Callable[..., None]] = {

@@ -594,7 +594,8 @@ def shard(model: nn.Module, config: Config, groups: Any = None) -> nn.Module:
             fsdpc.mark_data_dependent(module)
         if isinstance(module, kinds.Teacher):
             module.box[0] = shard(module.box[0], config, groups)
-    if config.meta and not isinstance(model, nn.Sequential):
+    hides = any(isinstance(module, kinds.Teacher) for module in model.modules())  # sharded ones
+    if config.meta and not isinstance(model, nn.Sequential) and not hides:
         if dist.get_rank() > 0:
             model = emptied(model)
         options["sync_module_states"] = True

@@ -52,6 +52,18 @@ class Output(collections.OrderedDict):
         raise TypeError("update")
 
 
+@dataclasses.dataclass
+class Needing(collections.OrderedDict):
+    """Python's own copy cannot make another one: the constructor needs a value."""
+
+    first: torch.Tensor
+    second: torch.Tensor | None = None
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            self[field.name] = getattr(self, field.name)
+
+
 class Named(Pair):
     def __new__(cls, text):
         raise TypeError("takes a text")
@@ -163,3 +175,10 @@ def test_full_precision_hooks_cast_in_and_out():
     assert seen == [(torch.float32, torch.bool)]
     assert out["out"].dtype == BF16 and out["mask"].dtype == torch.bool
     assert module(torch.ones(2), torch.ones(2, dtype=torch.bool))["out"].dtype == torch.float32
+
+
+def test_a_dict_that_is_a_dataclass_with_a_required_field():
+    value = Needing(torch.ones(2), torch.ones(3))
+    got = cast_tree(BF16, value)
+    assert type(got) is Needing and value.first.dtype == torch.float32
+    assert [got.first.dtype, got["second"].dtype] == [torch.bfloat16] * 2
