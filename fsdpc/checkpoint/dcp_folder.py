@@ -7,6 +7,7 @@ only their instances get attributes, so that nothing of the folder runs or chang
 from __future__ import annotations
 
 import dataclasses
+import enum
 import io
 import math
 import os
@@ -243,6 +244,8 @@ class _Unpickler(pickle._Unpickler):
         found = dcp_index_classes().get((module, name))
         if found is None and module == "torch" and isinstance(getattr(torch, name, 0), torch.dtype):
             found = getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            found = _member_of
         if found is None:
             raise _foreign(f"{module}.{name}")
         return found
@@ -259,6 +262,13 @@ class _Unpickler(pickle._Unpickler):
         pickle._Unpickler.load_build(self)
 
     dispatch[pickle.BUILD[0]] = load_build
+
+
+def _member_of(kind: Any, name: Any) -> enum.Enum:
+    """What the first releases of Python 3.11 name for a member of an enumeration: ``getattr``."""
+    if not (isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__):
+        raise _foreign(f"builtins.getattr of {kind!r:.60}")
+    return kind.__members__[name]
 
 
 def _foreign(what: str) -> CheckpointError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import ctypes
+import enum
 import errno
 import itertools
 import json
@@ -22,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -1634,6 +1636,33 @@ def test_folders_of_dcp_that_do_not_add_up(tmp_path: Path, name: str):
         checkpoint.load(source, model, optimizer)
     assert same(values(model, optimizer), before) and not (source / "evil").exists()
     assert not hasattr(PurePosixPath, "__planted__") and not hasattr(StorageMeta, "planted")
+
+
+class EarlyPickler(pickle.Pickler):
+    """As Python 3.11.2 pickles members of enumerations; others by another name than theirs."""
+
+    name = ""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, enum.Enum):
+            return getattr, (type(value), self.name or value.name)
+        return NotImplemented
+
+
+def test_an_index_that_an_early_python_3_11_has_written(tmp_path: Path):
+    source = tmp_path / "in"
+    dcp.save(as_numbers(*trained()), checkpoint_id=str(source), no_dist=True)
+    index = pickle.loads((source / ".metadata").read_bytes())
+    for name in ("", "mro"):
+        with open(source / ".metadata", "wb") as file:
+            pickler = EarlyPickler(file)
+            pickler.name = name
+            pickler.dump(index)
+        assert b"getattr" in (source / ".metadata").read_bytes()
+        model, optimizer = trained(1)
+        with pytest.raises(checkpoint.CheckpointError, match=REFUSED) if name else nullcontext():
+            checkpoint.load(source, model, optimizer)
+        assert same(values(model, optimizer), values(*trained(1 if name else 0)))
 
 
 def test_fuzzed_indexes_of_dcp_never_load_wrongly(tmp_path: Path):
