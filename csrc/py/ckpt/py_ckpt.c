@@ -233,7 +233,7 @@ typedef struct range_job {
     int32_t fd; /* of a file that is read */
 } range_job;
 
-/* A number that names no type becomes none. */
+/* A number that names no type becomes an invalid type; a cast would cut numbers above 32 bits. */
 static fsdpc_dtype
 type_of(int64_t number)
 {

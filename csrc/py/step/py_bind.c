@@ -142,6 +142,7 @@ bind_sharded(fsdpc_py_flat *flat, PyObject *list)
             return -1;
         }
         sharded->requires_grad = sharded->grad != NULL;
+        sharded->param_version = -1;
         if (fsdpc_py_local_data(flat, param, &sharded->param_data) < 0) {
             return -1;
         }

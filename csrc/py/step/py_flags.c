@@ -70,19 +70,16 @@ carry_flag(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *flag)
     return 0;
 }
 
-/* Gives the parameter the flag of its gathered tensor, where the program has changed that flag alone. */
+/* If the program has changed the gathered tensor's flag, the parameter gets that flag. */
 static int
 take_shown_flag(const fsdpc_py_sharded *sharded, PyObject *full)
 {
     PyObject *shown = fsdpc_py_field(full, FSDPC_PY_REQUIRES_GRAD);
-    PyObject *flag = shown ? fsdpc_py_field(sharded->param, FSDPC_PY_REQUIRES_GRAD) : NULL;
-    int result = flag ? 0 : -1;
-    bool changed = (shown == Py_True) != sharded->requires_grad;
-    if (flag && changed && flag != shown) {
+    int result = shown ? 0 : -1;
+    if (shown && (shown == Py_True) != sharded->requires_grad) {
         result = fsdpc_py_set_field(sharded->param, FSDPC_PY_REQUIRES_GRAD, shown);
     }
     Py_XDECREF(shown);
-    Py_XDECREF(flag);
     return result;
 }
 

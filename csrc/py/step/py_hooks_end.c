@@ -19,7 +19,7 @@ finish_partial_units(fsdpc_py_tree *tree)
         if (fsdpc_py_find_unwatched(flat) < 0) {
             return -1;
         }
-        /* A unit whose inputs told that it was done has been finished: they are watched again. */
+        /* A unit that was finished at its inputs stays incomplete: the next pass watches its inputs, too. */
         flat->incomplete =
             flat->arrived_count > 0 || (flat->incomplete && flat->closed == tree->backward);
         if ((flat->arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||

@@ -147,17 +147,17 @@ fsdpc_py_mark_all(fsdpc_py_tree *tree)
     return 0;
 }
 
-/* Whether every parameter that was trained when versions were last recorded was written to since. 1, 0, or
- * -1. With `all` the versions of those that are trained now are recorded, else none: one that has not
- * changed ends the search. A parameter that is trained from now on may have been written to long ago. */
+/* Whether all parameters that were trained when versions were last recorded have been written to since: 1,
+ * 0, or -1. Others do not count: their last write may be their initialisation. With `records` the versions
+ * of the parameters that are trained now are recorded. */
 static int
-was_stepped(fsdpc_py_flat *flat, bool all)
+was_stepped(fsdpc_py_flat *flat, bool records)
 {
     int trained = 0, stepped = 0;
     for (int i = 0; i < flat->sharded_count; i++) {
         fsdpc_py_sharded *sharded = &flat->sharded[i];
-        const bool counts = sharded->recorded, records = all && sharded->requires_grad;
-        if (sharded->holds_nothing || !(counts || records)) {
+        const bool counts = sharded->param_version >= 0;
+        if (sharded->holds_nothing || !(counts || (records && sharded->requires_grad))) {
             continue;
         }
         long version = fsdpc_py_local_version(flat, sharded->param);
@@ -165,12 +165,11 @@ was_stepped(fsdpc_py_flat *flat, bool all)
             return -1;
         }
         bool written = counts && version != sharded->param_version;
-        if (counts && !written && !all) {
+        if (counts && !written && !records) {
             return 0;
         }
-        if (all) {
-            sharded->param_version = version;
-            sharded->recorded = records;
+        if (records) {
+            sharded->param_version = sharded->requires_grad ? version : -1;
         }
         trained += counts;
         stepped += written;

@@ -381,31 +381,30 @@ contains(const fsdpc_py_flat *flat, const void *data)
     return (const char *)data >= begin && (const char *)data < end;
 }
 
-/* For tensors without a data pointer: meta and sparse ones wrap none. */
 static int
-wrapped_lies_in(fsdpc_py_tree *tree, PyObject *tensor, const fsdpc_py_flat *flat)
+address_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
-    PyObject *inner = PyObject_CallOneArg(tree->inner_tensors, tensor);
-    int found = inner && PyList_Check(inner) ? 0 : -1;
-    for (Py_ssize_t i = 0; found == 0 && i < PyList_GET_SIZE(inner); i++) {
-        const void *data = NULL;
-        if (fsdpc_py_torch_data(PyList_GET_ITEM(inner, i), &data) < 0) {
-            PyErr_Clear();
-        } else {
-            found = contains(flat, data);
-        }
+    const void *data = NULL;
+    (void)tree;
+    if (fsdpc_py_torch_data(tensor, &data) < 0) {
+        PyErr_Clear();
+        return 0;
     }
-    Py_XDECREF(inner);
-    return found < 0 && !PyErr_Occurred() ? 0 : found;
+    return contains(argument, data);
 }
 
+/* A tensor without an address (meta, sparse) is not in the unit's range, unless the tensor is a wrapper of
+ * torch.func: then the wrapped tensors may be. */
 int
 fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
 {
     const void *data = NULL;
-    if (fsdpc_py_torch_data(tensor, &data) < 0) {
-        PyErr_Clear();
-        return wrapped_lies_in(tree, tensor, argument);
+    if (fsdpc_py_torch_data(tensor, &data) == 0) {
+        return contains(argument, data);
     }
-    return contains(argument, data);
+    PyErr_Clear();
+    PyObject *inner = PyObject_CallOneArg(tree->inner_tensors, tensor);
+    int found = inner ? fsdpc_py_walk(tree, inner, address_lies_in, argument) : -1;
+    Py_XDECREF(inner);
+    return found;
 }

@@ -28,7 +28,7 @@ typedef struct fsdpc_py_sharded {
     PyObject *dict, *key;   /* where a flat parameter stands in its module, or NULL */
     PyObject *alias; /* a second tensor over that memory: the user may point `grad` elsewhere */
     const void *grad_data, *param_data;
-    long param_version; /* of `param`, when last recorded: py_versions.c */
+    long param_version; /* of `param`, when last recorded; -1: the parameter was not trained then */
     long version;       /* of `grad` when the last backward ended, if it waits */
     long broken;        /* of `grad` when the last backward broke off, -1: not looked at */
     uint64_t
@@ -38,7 +38,6 @@ typedef struct fsdpc_py_sharded {
     int *covers;
     int cover_count;
     bool requires_grad; /* when last read */
-    bool recorded;      /* param_version is, since it was trained then */
     bool holds_nothing; /* other ranks hold its elements */
     bool strided;       /* `grad` is not row-major: the parameter is cut along a later dimension */
     bool cleared;       /* had no gradient when this backward reached it */
@@ -84,7 +83,8 @@ typedef struct fsdpc_py_flat {
     bool unsharded;   /* by unshard(): the modules show gathered parameters without a forward */
     bool stays;       /* the same after a forward: see py_stay.c */
     int members_left; /* of the modules of one unit: how many have yet to run in this pass */
-    bool lent;        /* at some time; the program may set flags of what the modules showed then */
+    bool
+        lent; /* modules have shown gathered tensors outside of forwards, which the program may hold */
     bool full_dtensors; /* some of `full` are DTensors of tensor parallelism */
     bool dtensors;      /* the optimizer sees DTensors around this rank's rows */
     PyObject *row_dims; /* bytes: the dimension along which each parameter is cut; NULL: all 0 */
@@ -343,7 +343,8 @@ int fsdpc_py_watch_all(fsdpc_py_flat *flat);
 /* Copies requires_grad of the sharded parameters to the gathered ones. 1: a parameter without gradient
  * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
-/* Copies flags that the program set on gathered tensors, while modules show these, to the parameters. */
+/* Copies flags that the program has set on gathered tensors to the parameters: while the modules show these
+ * tensors, and later (`lent`). */
 int fsdpc_py_take_shown_flags(fsdpc_py_flat *flat);
 PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
 PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
