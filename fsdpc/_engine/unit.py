@@ -332,7 +332,7 @@ class Unit(WholeValues):
         this = weakref.ref(self)
 
         def outside(call: Callable[[Any], None]) -> Callable[[], None]:
-            """Of torch.func's transforms, where tensors have no addresses."""
+            """Calls outside of torch.func's transforms, in which tensors have no addresses."""
 
             def run() -> None:
                 with _torch.without_transforms():

@@ -176,7 +176,7 @@ class Checkpointer:
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint: the one that was published last. Local.
-        ``CheckpointError``: which one that is is not known, see ``resume``.
+        ``CheckpointError``: the newest one is not known, see ``resume``.
         """
         newest = self._newest(_steps.read_steps(self.directory))
         return None if newest is None else self.path(newest)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import tempfile
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -341,8 +340,6 @@ class Table:
 
     def __init__(self, core: Any, kind: str, params: list[Any], state: dict[Any, Any]) -> None:
         self.core, self.kind, self.params, self.state = core, kind, tuple(params), state
-        self.kept = (list(params), dict(state))
-        weakref.finalize(self, lambda *kept: None, self.core, self.kept)
 
     def change(self, rng: random.Random, tensor: Any, hostile: Any) -> None:
         """What programs do between two steps, and worse."""

@@ -52,9 +52,9 @@ def loss_of(out: Tensor) -> Tensor:
     return (out * out).mean()
 
 
-def learn(side: Side, label: str, loss: Tensor) -> None:
-    """The rest of a step, with the gradients by name."""
-    if loss.requires_grad:
+def learn(side: Side, label: str, loss: Tensor | None = None) -> None:
+    """The rest of a step, with the gradients by name. ``loss``: its backward is still to come."""
+    if loss is not None and loss.requires_grad:
         side.backward(loss)
     side.average()
     side.record(label, side.gradients())
@@ -159,7 +159,7 @@ def fork(side: Side, x: Tensor) -> None:
         side.record(f"child ended with {status}" if status else "child ended", {})
     else:
         side.record("child ended", {})
-    learn(side, "gradients beside a child", loss.detach())
+    learn(side, "gradients beside a child")
 
 
 def flags(side: Side, x: Tensor) -> None:
