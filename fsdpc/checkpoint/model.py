@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.empties import is_unwritten
-from fsdpc._engine.interop import computes, over
+from fsdpc._engine.interop import over
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import read_book
@@ -34,11 +35,13 @@ _PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call 
 @dataclass
 class Seen:
     """A parameter as an optimizer holds it, and the entries whose elements lie in it: spans of
-    their own, because a flat parameter covers several.
+    their own, because a flat parameter covers several. ``check_cut`` raises if a state with one
+    element per element, by name, has no form in a checkpoint.
     """
 
     param: nn.Parameter
     covers: list[tuple[Entry, np.ndarray]]
+    check_cut: Callable[[str], None] | None = None
 
 
 @dataclass
@@ -165,11 +168,11 @@ def _add_units(found: Model, model: nn.Module) -> None:
             rank = place.comm.rank
             covers = []
             for i in part.covers:
-                begin, at, count = place.layout["spans"][i][rank]
+                begin, at, count = place.spans(i)[rank]
                 at = 0 if unit.use_orig_params else at
                 spans = np.array([[begin, at, count]], dtype=np.int64)
                 covers.append((entries[i], spans if count else NO_SPANS))
-            found.seen.append(Seen(part.param, covers))
+            found.seen.append(Seen(part.param, covers, partial(place.check_cut, part)))
             found.touched.append(part.param)
     for name, param in book.plain.items():
         _add_param(found, name, param, book.aliases[name])
@@ -186,9 +189,8 @@ def _unit_entries(place: Any) -> list[Entry]:
     replica = (replicas.rank, replicas.world) if replicas is not None else (0, 1)
     entries = []
     for i, (shape, dtype) in enumerate(zip(unit.shapes, unit.dtypes, strict=True)):
-        begin, _, count = place.layout["spans"][i][place.comm.rank]
-        item = 1 if computes(dtype) else dtype.itemsize  # else the engine counts bytes
-        spans = np.array([[begin // item, 0, count // item]], dtype=np.int64)
+        begin, _, count = place.spans(i)[place.comm.rank]
+        spans = np.array([[begin, 0, count]], dtype=np.int64)
         entries.append(
             Entry(
                 place.names[i][0],

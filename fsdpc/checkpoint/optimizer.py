@@ -12,7 +12,7 @@ whole parameter, also where a flat parameter covers several.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,7 @@ class Held:
     covers: list[tuple[Entry, np.ndarray]]
     shape: tuple[int, ...]
     state: dict[str, Any]
+    check_cut: Callable[[str], None] | None = None
 
 
 def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
@@ -149,7 +150,8 @@ def _kind(kind: str, rest: list[Any]) -> Any:
 
 def _held(optimizer: torch.optim.Optimizer, seen: Seen) -> list[Held]:
     if not hasattr(optimizer, "span_states"):
-        return [Held(seen.covers, local_shape(seen.param), _tensors(optimizer, seen))]
+        state = _tensors(optimizer, seen)
+        return [Held(seen.covers, local_shape(seen.param), state, seen.check_cut)]
     states = optimizer.span_states(seen.param)
     return [
         Held([(entry, _from_zero(spans))], (int(spans[:, 2].sum()),), state)
@@ -209,6 +211,8 @@ def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
             continue
         is_cut = tuple(value.shape) == each.shape
         if is_cut and (value.dim() > 0 or key not in numbers):
+            if each.check_cut is not None:
+                each.check_cut(key)
             form[key] = ["cut", value.dtype]
         else:
             raw = flat(value).view(torch.uint8).cpu().numpy()
@@ -495,6 +499,8 @@ def _cut_target(
     dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
     old: Any,
 ) -> torch.Tensor:
+    if seen.check_cut is not None:
+        seen.check_cut(key)
     known = {
         entry.name: dtypes[state_name(entry.name, key)]
         for entry, _ in seen.covers

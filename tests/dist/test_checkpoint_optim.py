@@ -125,3 +125,65 @@ def test_states_of_another_form_are_refused(tmp_path: Path):
     assert stored["state.a.exp_avg.codes"].shape == SHAPES["a"]
     assert stored["state.a.exp_avg_sq.scales"].shape == (-(-size // 256),)
     assert stored["state.b.exp_avg"].dtype == torch.float32  # too small for 8 bits
+
+
+class WithIntegers(nn.Module):
+    """An optimizer of all parameters keeps states of the integers, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.arange(200), requires_grad=False)
+        self.small = nn.Parameter(torch.arange(3, dtype=torch.int16), requires_grad=False)
+        self.weight = nn.Parameter(torch.eye(4))
+
+    def forward(self, x):
+        return x @ self.weight + self.table[0] + self.small[0]
+
+
+def with_states(door: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = WithIntegers()
+    if door == "fully_shard":
+        fsdpc.fully_shard(model)
+    else:
+        model = wrap("fsdpc", model, use_orig_params=door == "units")
+    optimizer = torch.optim.Adagrad(model.parameters())
+    model(torch.ones(4, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def sums(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = (optimizer.state.get(p, {}).get("sum", torch.empty(0)) for p in model.parameters())
+    return [each.to_local() if hasattr(each, "to_local") else each for each in found]
+
+
+def integers(rank: int, world: int, path: str, door: str) -> None:
+    model, optimizer = with_states(door)
+    for each in sums(model, optimizer):
+        each.add_(torch.arange(each.numel()).view(each.shape) + 100 * rank)
+    expected = [each.clone() for each in sums(model, optimizer)]
+    ways = [
+        (checkpoint.save, lambda _, *other: checkpoint.load(path, *other)),
+        (lambda _, *own: fsdpc.FullyShardedDataParallel.optim_state_dict(*own), give),
+    ]
+    for save, load in ways[: 1 if door == "fully_shard" else 2]:
+        other = with_states(door)
+        if door == "flat":
+            with pytest.raises((NotImplementedError, RuntimeError), match="'sum' of table.*bytes"):
+                save(path, model, optimizer)
+            continue
+        load(save(path, model, optimizer), *other)
+        assert all(map(torch.equal, sums(*other), expected))
+
+
+def give(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    cls = fsdpc.FullyShardedDataParallel
+    optimizer.load_state_dict(cls.optim_state_dict_to_load(model, optimizer, state))
+
+
+@pytest.mark.parametrize("door", ["units", "flat", "fully_shard"])
+def test_states_of_integers(tmp_path: Path, door: str):
+    """Units keep integers as bytes, in which their elements were counted here. The bytes that a
+    flat parameter shows have no form by names.
+    """
+    run_ranks(integers, 2, path=str(tmp_path / "made"), door=door)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpc._engine.interop import computes
 from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp1.collect import owned_modules, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
@@ -41,6 +42,10 @@ class UnitEntry:
     parts: list[Part]
     layout: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        # What the layout counts in bytes: originals of dtypes that the engine only carries.
+        self.bytes = [1 if computes(dtype) else dtype.itemsize for dtype in self.unit.dtypes]
+
     @property
     def comm(self) -> Any:
         return self.unit.groups.shard
@@ -51,8 +56,27 @@ class UnitEntry:
     def length(self, part: Part, rank: int) -> int:
         """Number of elements of the part on a rank."""
         if self.unit.use_orig_params:
-            return self.layout["spans"][part.covers[0]][rank][2]
+            return self.spans(part.covers[0])[rank][2]
         return self.segment(part)["piece_numel"]
+
+    def spans(self, i: int) -> list[tuple[int, int, int]]:
+        """Of an original, per rank: the first element, its place in the rank's piece of the
+        segment, and the number of elements.
+        """
+        each = self.bytes[i]
+        return [tuple(n // each for n in span) for span in self.layout["spans"][i]]
+
+    def check_cut(self, part: Part, name: str) -> None:
+        """``NotImplementedError``: the optimizer holds bytes of originals with wider elements."""
+        wide = [i for i in part.covers if self.bytes[i] > 1]
+        if wide and not self.unit.use_orig_params:
+            raise NotImplementedError(
+                f"optimizer state {name!r} of {self.names[wide[0]][0]} (unit {self.unit.name!r}): "
+                f"the flat parameter holds the bytes of {self.unit.dtypes[wide[0]]} values, and a "
+                "state of bytes has no form by names: make the optimizer of the parameters that "
+                "train ([p for p in model.parameters() if p.requires_grad]), or wrap with "
+                "use_orig_params=True"
+            )
 
     def shape(self, part: Part, rank: int) -> tuple[int, ...]:
         """Shape of the part in a rank's optimizer."""

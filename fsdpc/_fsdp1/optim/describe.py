@@ -35,7 +35,7 @@ def plan_states(entry: UnitEntry, states: list[State | str | None]) -> list[Plan
     ``states``: this rank's state per part, ``None`` without state, ``ABSENT`` if the part is not in
     the optimizer. Returns ``None`` for parts without state. Errors are raised on every rank:
     ``RuntimeError``: some rank lacks state, or has it in another form. ``AssertionError``: ``same``
-    values differ.
+    values differ. ``NotImplementedError``: state of the bytes of integers.
     """
     what = f"optimizer state of unit {entry.unit.name}"
     described = exchange(entry.comm, [_describe(state) for state in states], what)
@@ -126,6 +126,7 @@ def _sort(
         raise RuntimeError(f"{_state(entry, j, name)} differs between ranks in type or dtype")
     shapes = [entry.shape(entry.parts[j], rank) for rank in holders]
     if [value.shape for value in values] == shapes:
+        entry.check_cut(entry.parts[j], name)
         plan.cut[name] = values[0].dtype
     elif len({value.shape for value in values}) == 1:
         whole.append((j, name))

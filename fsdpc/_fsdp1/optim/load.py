@@ -253,10 +253,11 @@ class _Loader:
 
     def _cut(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> torch.Tensor:
         """This rank's elements; zeros for members of a flat parameter without state."""
+        entry.check_cut(part, name)
         rank = entry.comm.rank
         result: torch.Tensor | None = None
         for i, value in values.items():
-            begin, piece_begin, length = entry.layout["spans"][i][rank]
+            begin, piece_begin, length = entry.spans(i)[rank]
             what = f"optimizer state {name} of {entry.names[i][0]}"
             mine = self.source.elements(value, begin, begin + length, what)
             if result is None:

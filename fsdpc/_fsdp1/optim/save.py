@@ -106,16 +106,19 @@ def _on(device: torch.device, value: Any) -> Any:
 def _cut_runs(
     entry: UnitEntry, plans: list[Plan | None]
 ) -> Iterator[tuple[str, torch.dtype, list[int]]]:
-    """Parts of one segment with state of one name and dtype: they are gathered together."""
-    runs: dict[tuple[int, str, str], list[int]] = {}
+    """Parts of one segment, of elements of one size, with state of one name and dtype: they are
+    gathered together.
+    """
+    runs: dict[tuple[int, int, str, str], list[int]] = {}
     dtypes: dict[str, torch.dtype] = {}
     for j, plan in enumerate(plans):
         for name, dtype in plan.cut.items() if plan is not None else ():
             dtypes[str(dtype)] = dtype
-            run = (entry.segment_index(entry.parts[j]), name, str(dtype))
+            part = entry.parts[j]
+            run = (entry.segment_index(part), entry.bytes[part.covers[0]], name, str(dtype))
             runs.setdefault(run, []).append(j)
     for run in sorted(runs):
-        yield run[1], dtypes[run[2]], runs[run]
+        yield run[2], dtypes[run[3]], runs[run]
 
 
 def _gather_run(
@@ -136,7 +139,7 @@ def _gather_run(
     runs = [
         Run(rank, piece_begin, i, begin, length)
         for i in covered
-        for rank, (begin, piece_begin, length) in enumerate(entry.layout["spans"][i])
+        for rank, (begin, piece_begin, length) in enumerate(entry.spans(i))
         if length
     ]
     own = [
@@ -153,7 +156,8 @@ def _gather_run(
                     values[low - piece_begin : high - piece_begin]
                 )
 
-    piece = entry.segment(entry.parts[members[0]])["piece_numel"]
+    first = entry.parts[members[0]]
+    piece = entry.segment(first)["piece_numel"] // entry.bytes[first.covers[0]]
     what = f"optimizer state {name} of unit {entry.unit.name}"
     gather(entry.comm, piece, dtype, fill, runs, wanted, what, entry.unit.device)
     return wanted
@@ -164,7 +168,7 @@ def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
     rank = entry.comm.rank
     if not entry.unit.use_orig_params:
         return 0, entry.length(part, rank)
-    return entry.layout["spans"][part.covers[0]][rank][1:]
+    return entry.spans(part.covers[0])[rank][1:]
 
 
 # --- what is kept ---
