@@ -16,7 +16,10 @@ from torch.overrides import TorchFunctionMode
 from fsdpc import _C
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.marks import hosts
+from fsdpc._engine.released import ReleasedParameter
 from fsdpc._engine.saved import BLOCK
+from fsdpc._engine.shortage import UNITS
+from fsdpc._engine.writeback import owner_of
 
 MIN_BYTES = 4096
 # Functions whose backward multiplies by what they saved, reads its sign, or puts it through a
@@ -232,10 +235,17 @@ class _Table:
 
 
 def own_ranges(model: nn.Module) -> list[tuple[int, int]]:
-    """Addresses of the model's parameters, gathered or not, and buffers."""
-    own = [*model.parameters(), *model.buffers()]
-    units = [host._unit for host in hosts(model)]
-    own += [full for unit in units if unit is not None for full in unit.full]
+    """Addresses of the model's parameters, gathered or not, and buffers. ``model`` may be what a
+    unit wraps, or a part of it.
+    """
+    placed = [each for module in model.modules() for each in vars(module).values()]
+    own = [*model.parameters(), *model.buffers(), *placed]
+    units = {*(host._unit for host in hosts(model)), *map(owner_of, model.parameters())}
+    released = {id(each) for each in placed if isinstance(each, ReleasedParameter)}
+    if released:
+        of = ((unit, getattr(unit, "released", ())) for unit in UNITS)
+        units |= {unit for unit, each in of if not released.isdisjoint(map(id, each))}
+    own += [full for unit in units - {None} for full in unit.full]
     return sorted(_range(tensor) for tensor in own if has_memory(tensor))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import product
 
@@ -101,16 +101,54 @@ def test_gathered_parameters_are_not_compressed(rank, world):
             model = wrap("fsdpc", nn.Sequential(*(wrap("fsdpc", b) for b in blocks)))
         else:
             model = fully_shard(nn.Sequential(*(fully_shard(block) for block in blocks)))
-        packed = []
-        real = compression._Packed
-
-        def counted(whole, dtype, packed=packed, real=real):
-            packed.append(whole.numel())
-            return real(whole, dtype)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(compression, "_Packed", counted)
+        with sizes_packed() as packed:
             with compress(model, min_bytes=64):
                 loss = model(torch.randn(8, 48)).square().mean()
             loss.backward()
         assert set(packed) == {8 * 48}, door
+
+
+@contextmanager
+def sizes_packed():
+    """A list that gets the number of elements of each tensor that is compressed."""
+    packed = []
+
+    def counted(whole, dtype, real=compression._Packed):
+        packed.append(whole.numel())
+        return real(whole, dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compression, "_Packed", counted)
+        yield packed
+
+
+class Compressing(nn.Module):
+    """Compresses what it saves itself: ``what`` names the module it does so for, if any."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.what = what
+        self.inner = nn.Sequential(nn.Linear(48, 48), nn.GELU(), nn.Linear(48, 48))
+
+    def forward(self, x):
+        known = {"self": self, "inner": self.inner, "child": self.inner[0]}.get(self.what)
+        with compress(known, min_bytes=64) if known else nullcontext():
+            return self.inner[0](x) if known is self.inner[0] else self.inner(x)
+
+
+@pytest.mark.parametrize("door", ["FSDP", "flat", "fully_shard"])
+@ranks(2)
+def test_gathered_parameters_of_the_unit_around_are_not_compressed(rank, world, door):
+    """A block that compresses for itself, or for a part of it, does not know who has wrapped it."""
+    for what in ("self", "inner", "child", ""):
+        block = Compressing(what)
+        if door == "fully_shard":
+            model = fully_shard(block)
+        else:
+            model = wrap("fsdpc", block, use_orig_params=door == "FSDP")
+        with sizes_packed() as packed:
+            for _ in range(2):
+                with nullcontext() if what else compress(block.inner, min_bytes=64):
+                    loss = model(torch.randn(8, 48)).square().mean()
+                loss.backward()
+        assert set(packed) == {8 * 48}, what
