@@ -22,6 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
+ROW = 400  # characters
 
 
 def commit(checkout: str | os.PathLike[str] = HERE.parent) -> str:
@@ -110,7 +111,25 @@ def write_json(path: str | os.PathLike[str], content: Mapping[str, Any]) -> None
     """Writes one result file; relative paths are below benchmarks/results."""
     target = RESULTS / path
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps(content, indent=1) + "\n")
+    target.write_text(by_rows(content) + "\n")
+
+
+def by_rows(content: Any, indent: int = 0) -> str:
+    """JSON with a row per line: what is short, or holds no list or dict, is on one line."""
+    line = json.dumps(content)
+    if not isinstance(content, dict | list) or len(line) <= ROW:
+        return line
+    values = list(content.values() if isinstance(content, dict) else content)
+    if not any(isinstance(value, dict | list) for value in values):
+        return line
+    names = [f"{json.dumps(name)}: " for name in content] if isinstance(content, dict) else []
+    begin, end = "{}" if isinstance(content, dict) else "[]"
+    pad = " " * (indent + 1)
+    rows = [
+        f"{pad}{name}{by_rows(value, indent + 1)}"
+        for name, value in zip(names or [""] * len(values), values, strict=True)
+    ]
+    return f"{begin}\n" + ",\n".join(rows) + f"\n{' ' * indent}{end}"
 
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:

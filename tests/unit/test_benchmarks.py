@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import os
 import signal
 import subprocess
@@ -63,3 +65,16 @@ def test_results_are_not_kept_without_a_commit(monkeypatch: pytest.MonkeyPatch, 
     assert common.describe_run()["commit"] == "unknown"
     with pytest.raises(SystemExit, match="not a git checkout.*set FSDPC_COMMIT"):
         common.describe_run(kept=True)
+
+
+def test_results_have_a_row_per_line(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    common = importlib.import_module("common")
+    results = list((BENCHMARKS / "results").glob("*.json"))
+    assert results
+    for path in results:
+        text = path.read_text()
+        content = json.loads(text)
+        assert text == common.by_rows(content) + "\n", path.name
+        assert json.loads(common.by_rows([content] * 2)) == [content] * 2
+    assert common.by_rows({"a": [1] * 500, "b": [{"c": 1}] * 99}).count("\n") == 103
