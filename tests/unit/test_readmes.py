@@ -1,4 +1,4 @@
-"""The folders' READMEs: every file has its row, every row its file, and links lead somewhere."""
+"""Documents: every file has its row, every row its file, links lead somewhere, and so on."""
 
 from __future__ import annotations
 
@@ -81,3 +81,12 @@ def test_the_benchmarks_readme_has_the_tables_of_the_results(monkeypatch: pytest
     text = (ROOT / "benchmarks/README.md").read_text()
     written = text.split(tables.BEGIN)[1].split(tables.END)[0]
     assert written.strip() == tables.all_tables().strip(), "python benchmarks/tables.py --write"
+
+
+def test_every_variable_that_is_read_is_documented():
+    python = [*(ROOT / "fsdpc").rglob("*.py"), ROOT / "setup.py"]
+    c = [p for folder in ("csrc", "kernels") for p in (ROOT / folder).rglob("*.c")]
+    read = {v for p in python for v in re.findall(r'"(FSDPC_[A-Z_]+)"', p.read_text())}
+    read |= {v for p in c for v in re.findall(r'getenv\("(FSDPC_\w+)"\)', p.read_text())}
+    rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
+    assert {v for row in rows for v in re.findall(r"`(\w+)`", row)} == read | {"NVCC"}
