@@ -99,8 +99,8 @@ pack_view(char *dst, int dst_type, const fsdpc_cuda_view *view, int src_type, in
     }
 }
 
-/* One tile a block: a loop over tiles would have the offsets of all pairs of types computed ahead of
- * it, more than there are registers. */
+/* One tile per block: with a loop over tiles the compiler hoists the offsets of all pairs of dtypes
+ * and spills registers. */
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 fsdpc_cuda_pack(const __grid_constant__ fsdpc_cuda_pack_params p)

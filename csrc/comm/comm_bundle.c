@@ -99,7 +99,9 @@ fsdpc_comm_bundle(fsdpc_comm *comm, char **bundle, const fsdpc_comm_part *parts,
         } else if (piece > 0) {
             *bundle = *bundle ? *bundle : fsdpc_mem_calloc(1, BUNDLE_BYTES);
             if (!*bundle) {
-                return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for small parts", what);
+                return fsdpc_error(FSDPC_E_NOMEM,
+                                   "%s: cannot allocate the buffer of %zu bytes for small parts",
+                                   what, (size_t)BUNDLE_BYTES);
             }
             FSDPC_TRY(call_together(comm, *bundle, &parts[i], n, piece, scatter, what));
         }

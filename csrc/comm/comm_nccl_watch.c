@@ -335,7 +335,7 @@ fsdpc_nccl_close(nccl_comm *comm)
     (void)stop_thread(comm);
 }
 
-/* True: the thread was still in NCCL, and frees. */
+/* Returns true if the watcher is inside an NCCL call; the watcher then frees the communicator. */
 static bool
 orphan(nccl_comm *comm)
 {

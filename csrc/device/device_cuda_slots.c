@@ -97,8 +97,8 @@ fsdpc_cuda_show(void *context, void **address, size_t bytes, fsdpc_piece *piece)
     const struct fsdpc_cuda *cuda = context;
     if (bytes > piece->bytes) {
         return fsdpc_error(FSDPC_E_INTERNAL,
-                           "a piece of %zu bytes cannot be mapped behind %zu bytes of addresses",
-                           piece->bytes, bytes);
+                           "cannot map %zu bytes into a reserved range of %zu bytes", piece->bytes,
+                           bytes);
     }
     if (cuda->virtual_memory) {
         FSDPC_TRY(fsdpc_cuda_enter(cuda));

@@ -9,7 +9,7 @@ check_queues(const fsdpc_device *device, const char *what)
     return device->i->step
                ? FSDPC_OK
                : fsdpc_error(FSDPC_E_UNAVAILABLE,
-                             "device %s has no kernels for %s: its memory is the host's",
+                             "device %s has no kernels for %s: step host memory on the CPU instead",
                              device->i->name, what);
 }
 

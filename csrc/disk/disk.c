@@ -23,7 +23,7 @@ typedef struct buffer_state {
     int on_way;
     int errnum; /* of its first failed transfer since the last wait */
     int64_t offset, bytes;
-    bool write, ended; /* ended: the file ends there */
+    bool write, ended; /* ended: a read has reached end of file */
 } buffer_state;
 
 struct fsdpc_disk {

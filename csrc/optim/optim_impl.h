@@ -96,7 +96,8 @@ int fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int thre
 const void *fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
                                  const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n,
                                  const void *param, bool write, void *buffer);
-/* Floats of any type that is not F64: the memory itself if F32, else `buffer`. */
+/* Elements [begin, begin + n) as float32: a pointer into `memory` for F32, else `buffer`, converted.
+ * Not for F64. */
 float *fsdpc_optim_load(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type,
                         int64_t begin, int64_t n, float *buffer);
 /* Writes back what load returned, to nearest; a no-op for F32. */

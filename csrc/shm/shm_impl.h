@@ -59,11 +59,11 @@ typedef struct fsdpc_shm_control {
     alignas(128) _Atomic uint32_t barrier_arrived;
     _Atomic uint32_t barrier_done;
     alignas(128) _Atomic uint32_t barrier_sleepers;
-    alignas(128) _Atomic uint64_t changes;   /* changes by members: [Note: stuck] */
-    _Atomic uint32_t bell;                   /* what waits sleep on: grows with each change, too */
-    _Atomic uint32_t asleep;                 /* 1: a rank may sleep on it that nobody wakes yet */
+    alignas(128) _Atomic uint64_t changes; /* changes by members: [Note: stuck] */
+    _Atomic uint32_t bell;                 /* what waits sleep on: grows with each change, too */
+    _Atomic uint32_t asleep; /* 1: a rank may be asleep on `bell`; the next change must wake it */
     alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
-    _Atomic uint64_t reserved_end;           /* all memory below has its pages */
+    _Atomic uint64_t reserved_end;           /* pages below this offset are allocated */
     alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* union of the affinities */
     fsdpc_shm_slot slots[FSDPC_SHM_MAX_RANKS];
     fsdpc_shm_block blocks[FSDPC_SHM_MAX_RANKS];

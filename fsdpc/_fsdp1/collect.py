@@ -102,7 +102,7 @@ def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
     if owner is not None and owner.dtensors:
         raise ValueError(
             f"parameter {name!r} of unit {unit_name!r} is sharded by fully_shard already, in unit "
-            f"{owner.name!r}: shard a model with one of both interfaces"
+            f"{owner.name!r}: use FullyShardedDataParallel or fully_shard for a module, not both"
         )
     if owner is not None:
         raise ValueError(

@@ -72,7 +72,7 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
     if owner is not None and not owner.dtensors:
         raise ValueError(
             f"parameter {name!r} of {what} is sharded by FullyShardedDataParallel already, in unit "
-            f"{owner.name!r}: shard a model with one of both interfaces"
+            f"{owner.name!r}: use FullyShardedDataParallel or fully_shard for a module, not both"
         )
     if owner is not None:
         raise ValueError(

@@ -108,9 +108,9 @@ class Cost:
 
 
 def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride: int = 1) -> float:
-    """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ``ranks``, of which each is
-    ``stride`` behind the one before: those that hold the same piece in different copies are as far
-    apart as a copy has ranks, and so on other hosts.
+    """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ``ranks``, whose
+    numbers are ``stride`` apart. Replicas of one shard are a shard group's size apart, hence on
+    different hosts.
     """
     if ranks == 1:
         return 0.0

@@ -358,8 +358,8 @@ def _second_states(
     known_name: Callable[[str], str],
     taken: dict[str, str],
 ) -> set[str]:
-    """Stored names that a tensor of the model has beside the one from which it is read: parameters
-    that were not tied when they were saved. ``CheckpointError``: two, and neither is that one.
+    """Other names under which the checkpoint stores a parameter that is tied now but was not when
+    the checkpoint was saved. ``CheckpointError``: two names, and neither is the parameter's.
     """
     found: dict[str, list[str]] = {}
     for stored in stored_names:

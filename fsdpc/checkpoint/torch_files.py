@@ -147,7 +147,7 @@ class TorchFiles:
         self._name_states(lambda name: name[len(start) :] if name.startswith(start) else None)
 
     def _name_states(self, name_of: Callable[[str], str | None]) -> None:
-        """Give the states other names, also in the groups; ``None``: it is left out."""
+        """Rename the states, in the groups too; a state whose new name is ``None`` is left out."""
         olds = [*self._states, *(name for group in self._groups for name in group["params"])]
         names = {old: name_of(old) for old in olds}
         self.left += [f"optimizer.state.{old}" for old, new in names.items() if new is None]

@@ -45,8 +45,8 @@ class Ends(NamedTuple):
 
 
 class GuardedState(defaultdict[Any, Any]):
-    """An optimizer's ``state`` that raises while states are of two steps, and waits for what is on
-    its way before anybody sees a state.
+    """An optimizer's ``state``: a read waits for transfers in flight, and raises if a failed step
+    has updated some states and not others.
     """
 
     broken: str | None = None

@@ -150,7 +150,7 @@ class SGD(FusedOptimizer):
             has_buffer = self.state[param].get("momentum_buffer") is not None
             counter = self._counter_on_gpu(param, has_buffer)
             worker._begun[part] = counter if ends.is_last else counter.clone()
-            worker.state[part] = held  # whether the buffer has a value, the counter says
+            worker.state[part] = held  # the counter says whether the buffer has a value
 
     def _after_load(self) -> None:
         self._begun = None

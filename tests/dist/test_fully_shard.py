@@ -312,7 +312,7 @@ def test_a_module_is_sharded_by_one_interface(rank, world, tied):
 
     first, second = pair()
     fsdpc.fully_shard(first)
-    with pytest.raises(ValueError, match="by fully_shard already.* one of both interfaces"):
+    with pytest.raises(ValueError, match="by fully_shard already.* for a module, not both"):
         fsdpc.FullyShardedDataParallel(nn.Sequential(second), use_orig_params=True)
     first, second = pair()
     wrapped = fsdpc.FullyShardedDataParallel(first, use_orig_params=True)

@@ -164,7 +164,8 @@ truth_of(PyObject *answer)
     return truth;
 }
 
-/* Real numbers can only be negated lazily; types that are only carried may be complex. */
+/* A real tensor can carry torch's negative bit, a complex one also the conjugate bit; both are
+ * refused. */
 static int
 check_plain(PyObject *tensor, fsdpc_dtype dtype)
 {

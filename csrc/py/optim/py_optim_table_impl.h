@@ -57,8 +57,8 @@ struct table {
     fsdpc_optim_tensor *tensors;
     float **steps;
     int *numbers;      /* the member of each tensor */
-    PyObject **locals; /* of parameters that are DTensors, held below; else NULL */
-    PyObject **grads;  /* of each tensor, held below */
+    PyObject **locals; /* of parameters that are DTensors, else NULL; `held` owns the references */
+    PyObject **grads;  /* one per tensor; `held` owns the references */
     int count;
     PyObject **held; /* owned: gradients, states, local tensors */
     Py_ssize_t held_count;

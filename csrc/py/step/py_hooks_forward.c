@@ -460,7 +460,8 @@ watch_transformed(fsdpc_py_tree *tree, PyObject *output, fsdpc_py_hook *backward
     return hooked;
 }
 
-/* Steals `hook`, which may be NULL with an exception. 1: a backward may come to the outputs, and then to the hook. */
+/* Steals `hook`, which may be NULL with an exception. Returns 1 if an output requires grad, so that
+ * autograd will call the hook. */
 static int
 walk_outputs(fsdpc_py_tree *tree, fsdpc_py_hook *hook, PyObject *input_hook, PyObject *inputs,
              PyObject *output)
@@ -522,7 +523,7 @@ leave_pass(fsdpc_py_flat *flat, bool stays)
     return result;
 }
 
-/* `hooked`: a backward may come to the outputs. */
+/* `hooked`: an output requires grad, so that autograd will call its hook. */
 static int
 leave_forward(fsdpc_py_flat *flat, bool stays, int hooked)
 {
