@@ -16,7 +16,7 @@
 #include "py/base/py_cuda.h"
 #include "py/disk/py_disk.h"
 #include "py/optim/py_optim.h"
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 #include "py/unit/py_layout.h"
 #include "py/py_module.h"
 #include "py/unit/py_plan.h"

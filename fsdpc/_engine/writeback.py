@@ -259,7 +259,7 @@ def grads_free(unit: Any) -> bool:
 
 def _has_views(grad: torch.Tensor) -> bool:
     storage = grad.untyped_storage()
-    # The tensor, its base, the engine's alias (csrc/py/unit/py_engine.h), and `storage` itself.
+    # The tensor, its base, the engine's alias (csrc/py/unit/py_flat.h), and `storage` itself.
     own = 3 + (grad._base is not None)
     return storage_use_count(storage) > own
 

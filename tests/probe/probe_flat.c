@@ -2,7 +2,7 @@
  * The first use creates a tree of this one unit.
  */
 #include "probe.h"
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 #include "base/mem.h"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,24 @@ def names_defined(text: str) -> set[str]:
     return {*functions, *variables}
 
 
+@functools.cache
+def folders_of_names() -> dict[str, set[str]]:
+    """The folders whose files (headers aside) define each name."""
+    folders: dict[str, set[str]] = {}
+    for file, text in SOURCES.items():
+        for name in names_defined(code(text)) if not file.endswith(".h") else ():
+            folders.setdefault(name, set()).add(str(Path(file).parent))
+    return folders
+
+
+def names_declared(text: str) -> set[str]:
+    """Functions by their prototypes, and variables."""
+    start = r"^(?!static\b|typedef\b|#)"
+    functions = re.findall(start + r"\w[\w ]*[ *](fsdpc_\w+)\([^{;]*\);", text, re.MULTILINE)
+    variables = re.findall(r"^extern \w[\w ]*[ *](fsdpc_\w+)(?:\[\w*\])?;", text, re.MULTILINE)
+    return {*functions, *variables}
+
+
 def file_uses(sources: dict[str, str]) -> dict[str, set[str]]:
     """Which files of csrc each one uses, all by their names without folders."""
     texts = {
@@ -137,6 +156,13 @@ def private_headers_stay_in_their_folder(file: str, text: str) -> Iterator[str]:
             yield f"includes {name}, which is private to its folder"
 
 
+def headers_declare_their_own_folder(file: str, text: str) -> Iterator[str]:
+    """Else a low folder may call a high one: the include goes down, the call up."""
+    for name in sorted(names_declared(code(text))) if file.endswith(".h") else ():
+        if str(Path(file).parent) not in (homes := folders_of_names().get(name, set())):
+            yield f"declares {name}, defined in {', '.join(sorted(homes)) or 'no file'}"
+
+
 def only_py_files_know_python(file: str, text: str) -> Iterator[str]:
     for name in includes(text):
         if name.startswith(("Python.h", "numpy/")) and not is_python_layer(file):
@@ -179,6 +205,18 @@ PLANTED: list[tuple[Rule, str, str]] = [
     (includes_point_downwards, "csrc/base/pool.c", '#include "kernels.h"'),
     (includes_point_downwards, "csrc/novelty.c", ""),
     (private_headers_stay_in_their_folder, "csrc/comm/comm.c", '#include "shm/shm_impl.h"'),
+    (headers_declare_their_own_folder, "csrc/py/unit/py_flat.h", "int fsdpc_py_mark(void *flat);"),
+    (
+        headers_declare_their_own_folder,
+        "csrc/py/unit/py_flat.h",
+        "PyObject *fsdpc_py_flat_bind(PyObject *self,\n    Py_ssize_t count);",
+    ),
+    (
+        headers_declare_their_own_folder,
+        "csrc/py/unit/py_flat.h",
+        "extern PyGetSetDef fsdpc_py_flat_getset[];",
+    ),
+    (headers_declare_their_own_folder, "csrc/base/status.h", "void fsdpc_nowhere(int a);"),
     (only_py_files_know_python, "csrc/unit/unit.c", "#include <Python.h>"),
     (only_py_files_know_python, "csrc/base/pool.c", "# include <numpy/arrayobject.h>"),
     (c_knows_no_torch, "csrc/py/base/py_tensor.c", "#include <ATen/ATen.h>"),

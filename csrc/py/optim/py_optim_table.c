@@ -15,7 +15,7 @@
 #include "optim/optim.h"
 #include "py/optim/py_optim.h"
 #include "py/optim/py_optim_table_impl.h"
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 static const char capsule_name[] = "fsdpc._C.optim_table";
 

@@ -1,7 +1,7 @@
 /* The life of the table of an optimizer's steps: how it is made, gives up what a step holds, and ends. */
 #include "base/mem.h"
 #include "py/optim/py_optim_table_impl.h"
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 static void
 drop_held(struct table *self)

@@ -1,6 +1,6 @@
 /* Reading the tensors of a step: whether everything is as the table knows it, and where it lies. */
 #include "py/optim/py_optim_table_impl.h"
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 enum { AHEAD = 4 }; /* members */
 

@@ -3,7 +3,7 @@
  * and reads attributes, from prepared arrays. The gradients are in py_grads_full.c and
  * py_grads_sharded.c.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 #include "base/mem.h"
 

@@ -1,6 +1,6 @@
 /* Tree.clip: the norm of all gradients, and clipping by it, as work that is queued on a GPU. */
 #include "base/mem.h"
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 /* A contiguous float64 tensor on the units' device. */
 static int

@@ -7,7 +7,7 @@
  * A parameter that was frozen when its unit was made has no gradient memory; when the parameter is to be
  * trained, the tree's `on_thaw` allocates the memory (fsdpc/_engine/thaw.py). Collective.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 /* --- gradient hooks -------------------------------------------------------------------------- */
 

@@ -1,7 +1,7 @@
 /* enter_forward(), leave_forward(): a reference to the gathered values without a module's forward,
  * for callers that gather several units before they are used.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 /* None, or the exception of what went wrong. */
 static PyObject *

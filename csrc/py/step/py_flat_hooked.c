@@ -2,7 +2,7 @@
  * Python, and adding the sums. The tree decides when the hook runs (tree.h); the order of calls in
  * a backward is in py_hooks_backward.c.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 #include "base/mem.h"
 #include "unit/grad.h"

@@ -1,6 +1,6 @@
 /* Gradients that autograd made for the gathered tensors: found, collected for a reduction, dropped.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 static int
 check_size(const fsdpc_py_flat *flat, int i)

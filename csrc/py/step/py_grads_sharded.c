@@ -1,7 +1,7 @@
 /* Gradients that the optimizer sees: what the user did to them since the last backward (cleared,
  * replaced, pointed elsewhere), and what they show after this one.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 #include "unit/grad.h"
 
 static int64_t

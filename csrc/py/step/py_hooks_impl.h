@@ -3,7 +3,7 @@
 #ifndef FSDPC_PY_HOOKS_IMPL_H
 #define FSDPC_PY_HOOKS_IMPL_H
 
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 typedef struct fsdpc_py_hook {
     PyObject_HEAD

@@ -6,7 +6,7 @@
  * done (fsdpc/_engine/listeners.py). Not earlier: ranks that are behind may still gather this rank's
  * values for their backward.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 /* Changes whenever the dictionary does, and is never used again; 0: this Python has no such number. */
 static uint64_t

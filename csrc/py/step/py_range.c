@@ -1,7 +1,7 @@
 /* Ranges of torch's profilers, with the names that torch's FSDP gives them: "FSDP::pre_forward (blocks.3)".
  * While no profiler runs, a range costs the look-up of torch's flag.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 PyObject *
 fsdpc_py_range_open(const fsdpc_py_tree *tree, const char *what, const fsdpc_py_flat *flat)

@@ -1,5 +1,5 @@
 /* fsdpc._C.Tree: the units of one root module in the order of a training step, and their trace. */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 #include <string.h>
 

@@ -3,7 +3,7 @@
  * Containers may be nested to any depth and in cycles, and the code that `visit` calls may change a
  * container. So the walk opens every container once, and owns a reference to each pending value.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 #include "base/mem.h"
 

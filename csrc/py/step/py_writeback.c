@@ -9,7 +9,7 @@
  * the engine shows are negative: scaling and clipping keep their sign, zero_() does not. A part
  * without elements has no sign and is treated as the rest of its unit.
  */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 #include "unit/grad.h"
 

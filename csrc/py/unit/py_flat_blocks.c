@@ -2,7 +2,7 @@
  * fsdpc_unit_read_blocks.
  */
 #define PY_SSIZE_T_CLEAN
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 #include "base/mem.h"
 

@@ -1,7 +1,7 @@
 /* Whole parameters and gradients of a unit, taken from tensors and put into them; norm and scaling of
  * this rank's part.
  */
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 #include "base/mem.h"
 

@@ -2,7 +2,7 @@
  * Each keeps the flat parameter alive.
  */
 #define PY_SSIZE_T_CLEAN
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 #include "py/base/py_numpy.h"
 

@@ -13,7 +13,7 @@
  */
 #include <time.h>
 
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 #include "base/deadline.h"
 
 enum { NESTED_S = 5 };

@@ -2,7 +2,7 @@
  * these are DTensors: wrappers without memory of their own around the tensor `_local_tensor`, which the
  * user, load_state_dict(assign=True) or Module.to() may replace.
  */
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 PyObject *
 fsdpc_py_local(const fsdpc_py_flat *flat, PyObject *tensor)

@@ -4,7 +4,7 @@
  */
 #include <string.h>
 
-#include "py/unit/py_engine.h"
+#include "py/unit/py_flat.h"
 
 enum { WORDS = 4 + 2 * FSDPC_PY_MAX_DIMS };
 

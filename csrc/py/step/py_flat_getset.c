@@ -1,5 +1,5 @@
 /* The attributes of a FlatParameter. */
-#include "py/unit/py_engine.h"
+#include "py/step/py_step.h"
 
 #include <limits.h>
 #include <stddef.h>

@@ -1,0 +1,219 @@
+/* What happens to units and trees in a step, and the types: FlatParameter (one unit), Tree (the order of a
+ * step) and Hook (a C callable that torch calls). py_bind.c: the modules and parameters that a unit stands
+ * for; py_hooks*.c: what happens when; py_tree.c: the tree and its reports.
+ */
+#ifndef FSDPC_PY_STEP_H
+#define FSDPC_PY_STEP_H
+
+#include "py/unit/py_flat.h"
+
+/* --- py_tree_report.c ------------------------------------------------------------------------ */
+
+/* 0, or -1 with StateError after close(). */
+int fsdpc_py_check_open(const fsdpc_py_tree *self);
+PyObject *fsdpc_py_tree_memory(fsdpc_py_tree *self, PyObject *unused);
+PyObject *fsdpc_py_tree_trace(fsdpc_py_tree *self, PyObject *args);
+PyObject *fsdpc_py_tree_references(fsdpc_py_tree *self, PyObject *unused);
+/* Calls the tree's observer, which must be set, with no gate entered. Errors are unraisable. */
+void fsdpc_py_observe(const fsdpc_py_tree *tree, const char *kind, int unit);
+
+/* --- py_clip.c ------------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_tree_clip(fsdpc_py_tree *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+
+/* --- the types ------------------------------------------------------------------------------- */
+
+/* Add them to the module. */
+int fsdpc_py_flat_exec(PyObject *module);
+int fsdpc_py_tree_exec(PyObject *module);
+int fsdpc_py_hook_exec(PyObject *module);
+
+/* py_flat_getset.c */
+extern PyGetSetDef fsdpc_py_flat_getset[];
+
+/* --- py_flat_hooked.c ------------------------------------------------------------------------ */
+
+PyObject *fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure);
+int fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure);
+/* Calls comm_hook for the gradients collected. 1: the unit had its turn; 0: not yet; -1: exception. */
+int fsdpc_py_call_comm_hook(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer);
+PyObject *fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args);
+
+/* --- py_flat_enter.c ------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused);
+
+/* --- py_bind.c ------------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count,
+                             PyObject *keywords);
+void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
+/* Swap the modules' entries; counted. */
+int fsdpc_py_install(fsdpc_py_flat *flat);
+int fsdpc_py_uninstall(fsdpc_py_flat *flat);
+int fsdpc_py_uninstall_all(fsdpc_py_flat *flat);
+/* Sharded parameters are shown again, if gathered ones were after a forward (py_stay.c), and the user has not
+ * replaced them. */
+int fsdpc_py_end_stay(fsdpc_py_flat *flat);
+/* Sharded parameters are shown again, if gathered ones were for the backward in progress. */
+int fsdpc_py_end_hold(fsdpc_py_flat *flat);
+/* What the modules show while the gathered tensors are not in them: the stand-ins or the sharded. */
+int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
+
+/* --- py_unshard.c ---------------------------------------------------------------------------- */
+
+PyObject *fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused);
+PyObject *fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *unused);
+
+/* --- py_stay.c ------------------------------------------------------------------------------- */
+
+/* The forward that ends leaves the gathered tensors in the modules. */
+bool fsdpc_py_will_stay(const fsdpc_py_flat *flat);
+/* As fsdpc_py_end_stay, and the values are released: a backward gathers them again. */
+int fsdpc_py_release_stay(fsdpc_py_flat *flat);
+/* At the end of the outermost forward, `graph`: to whose outputs a backward may come. */
+int fsdpc_py_end_stays(fsdpc_py_tree *tree, bool graph);
+/* No backward will come to a graph that the program had: the same, if it was the last one. */
+void fsdpc_py_graph_dropped(fsdpc_py_tree *tree);
+
+/* --- py_flags.c ------------------------------------------------------------------------------ */
+
+/* Puts a gradient hook on every trainable gathered tensor from now on. */
+int fsdpc_py_watch_all(fsdpc_py_flat *flat);
+/* Copies requires_grad of the sharded parameters to the gathered ones. 1: a parameter without gradient
+ * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
+int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
+/* Copies flags that the program has set on gathered tensors to the parameters: while the modules show these
+ * tensors, and later (`lent`). */
+int fsdpc_py_take_shown_flags(fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
+
+/* --- py_range.c ------------------------------------------------------------------------------ */
+
+/* A range of torch's profilers; `flat` may be NULL. NULL (without an exception) while none runs. */
+PyObject *fsdpc_py_range_open(const fsdpc_py_tree *tree, const char *what,
+                              const fsdpc_py_flat *flat);
+/* Ends and drops it; keeps an exception that is set. NULL is allowed. */
+void fsdpc_py_range_close(PyObject *range);
+
+/* --- py_versions.c --------------------------------------------------------------------------- */
+
+/* Updates sites and versions after the unit may have been gathered or released. 0, or -1 with an
+ * exception: StateError when the gathered values were written to. */
+int fsdpc_py_mark(fsdpc_py_flat *flat);
+int fsdpc_py_mark_all(fsdpc_py_tree *tree);
+/* To be called when a pass (`pass_begins`) or a backward begins: tensors that autograd saved before the
+ * optimizer's last step become stale. */
+int fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins);
+/* Whether autograd has counted a write to a sharded parameter since the last call, to one without elements, too.
+ * 1, 0, or -1 with an exception. */
+int fsdpc_py_was_touched(fsdpc_py_flat *flat);
+/* Raises StateError if the unit's own values are not those of the latest forward, and the backward that runs uses
+ * them. 0, or -1. */
+int fsdpc_py_check_values(const fsdpc_py_flat *flat);
+
+/* --- py_grads_sharded.c ------------------------------------------------------------------------- */
+
+/* `grad` is the tensor over the gradient of `sharded`, whose covers are known. */
+int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad);
+/* Before the shard gradient is written: takes a slot (fsdpc_unit_take_slot). */
+int fsdpc_py_take_slot(fsdpc_py_flat *flat);
+/* Reads what the user did to the sharded parameters' gradients since the last backward (cleared,
+ * replaced) and
+ * sets up accumulation. Once per backward. */
+int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
+/* replace_grad(number, grad): another object stands for the gradient of the number-th sharded
+ * parameter. */
+PyObject *fsdpc_py_flat_replace_grad(fsdpc_py_flat *self, PyObject *args);
+/* Copies gradients that the user assigned into the unit's memory. */
+PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
+/* After a backward: shows the gradients that exist. With `sync`, when they are complete, *listened
+ * gets the parameters that have listeners, as by fsdpc_py_note_listeners. */
+int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened);
+
+/* --- py_grads_full.c ------------------------------------------------------------------------- */
+
+/* Views of the gathered tensors' gradients in flat->grads (data NULL where there is none) and a
+ * reference to each gradient in flat->held. Does nothing when they are there already. */
+int fsdpc_py_collect_grads(fsdpc_py_flat *flat);
+/* Number of parameters with a collected gradient. */
+int fsdpc_py_count_held(const fsdpc_py_flat *flat);
+/* Among `params` (NULL: the first `count`): with `all`, 1 if every gathered tensor has a gradient;
+ * without, 1 if any has. 0 otherwise, -1 with an exception. */
+int fsdpc_py_full_grads(fsdpc_py_flat *flat, const int *params, int count, bool all);
+/* Drops those references. */
+void fsdpc_py_drop_held(fsdpc_py_flat *flat);
+/* Full tensors have no gradient afterwards; `all`: also those whose gradient is not held. */
+int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
+
+/* --- py_writeback.c -------------------------------------------------------------------------- */
+
+/* Calls on_changed if a parameter that the optimizer sees points at other memory than the shard, or
+ * another object has taken its place in a module. 1: it has, 0, or -1 with an exception. */
+int fsdpc_py_detect_changes(fsdpc_py_flat *flat);
+/* -1 with StateError: a gathered tensor points at other memory than the unit's. */
+int fsdpc_py_check_gathered(const fsdpc_py_flat *flat);
+PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
+PyObject *fsdpc_py_flat_place(fsdpc_py_flat *self, PyObject *args);
+/* `sharded` shows zeros for gradients that wait. */
+int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
+/* What autograd has counted of writes to `grad`; -1 with an exception. */
+long fsdpc_py_grad_version(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
+/* A backward has ended: which sharded gradients stand for something that waits. */
+int fsdpc_py_note_waiting(fsdpc_py_flat *flat);
+/* Discards what waits for gradients that the user has set to zero in place since. */
+int fsdpc_py_drop_zeroed(fsdpc_py_flat *flat);
+
+/* --- py_listen.c ----------------------------------------------------------------------------- */
+
+/* Adds a parameter that has got a gradient to *list (NULL: made when needed; the caller's) if it
+ * has listeners. 1: it has, 0, or -1 with an exception. */
+int fsdpc_py_note_listeners(fsdpc_py_sharded *sharded, PyObject **list);
+/* The program refers to gradients of the unit beside .grad. */
+bool fsdpc_py_keeps_grads(const fsdpc_py_flat *flat);
+/* Calls them; `list` may be NULL. */
+int fsdpc_py_call_listeners(fsdpc_py_tree *tree, PyObject *list);
+
+/* --- py_walk.c ------------------------------------------------------------------------------- */
+
+typedef int (*fsdpc_py_visit)(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+/* Calls `visit` for every tensor in nested tuples, lists, dicts, sets, dataclasses and registered pytree nodes,
+ * each container once; 1 if any call gave 1, 0 if none, -1 with an exception. */
+int fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *argument);
+/* Visitors. Register the callable `argument` on the autograd node that made the tensor; for an
+ * output also on the node below a view (see tree->inputs). 1 if there is one. */
+int fsdpc_py_watch_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+int fsdpc_py_watch_output(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+/* `argument` is a fsdpc_py_flat: 1 if the tensor's memory is the unit's gathered range. */
+int fsdpc_py_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument);
+
+/* --- py_hook.c ------------------------------------------------------------------------------- */
+
+enum fsdpc_py_hook_kind {
+    FSDPC_HOOK_PRE_FORWARD,
+    FSDPC_HOOK_POST_FORWARD,
+    FSDPC_HOOK_PRE_BACKWARD,
+    FSDPC_HOOK_INPUT_DONE,
+    FSDPC_HOOK_GRAD,
+    FSDPC_HOOK_END
+};
+/* `owner` is a flat parameter, or a tree for FSDPC_HOOK_END. */
+PyObject *fsdpc_py_hook_new(enum fsdpc_py_hook_kind kind, PyObject *owner, int param);
+
+/* --- py_hooks_forward.c ---------------------------------------------------------------------- */
+
+/* The forward of this unit raised. */
+int fsdpc_py_forward_failed(fsdpc_py_flat *flat);
+/* py_hooks_begin.c: a backward of the tree is in progress, in whatever thread. One that has failed
+ * is over: torch has dropped its end hook. */
+bool fsdpc_py_in_backward(const fsdpc_py_tree *tree);
+/* py_hooks_broken.c: clears away a backward that has failed: the peers get their message, and what the ranks
+ * still sum of it changes no gradient that the user has touched since. Waits for the other ranks. */
+int fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree);
+
+#endif
