@@ -297,9 +297,10 @@ class Writes(Node):
 
     def forward(self, x):
         self.weight.data.mul_(2.0)
-        y = torch.tanh(F.linear(x, self.weight))
-        self.weight.data.mul_(0.5)
-        return y
+        try:
+            return torch.tanh(F.linear(x, self.weight))
+        finally:  # torch's checkpoint leaves a forward that runs again by an exception
+            self.weight.data.mul_(0.5)
 
 
 # --- around subtrees -----------------------------------------------------------------------------
