@@ -3,6 +3,7 @@
 # make check     format, lint, layering: no tests         make bench  benchmarks against the peers
 # make asan      tests under ASan + UBSan                 make fmt    reformat the sources
 # make tsan      C tests with threads under TSan          make size   lengths of functions
+# make docs      docs/api.md from the docstrings
 # make fuzz      random models and steps (ARGS="--minutes 60")  make pytest-jitter  tests with ranks late at random (SEED=1)
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
 # make simgpu    tests on the simulated GPU (T=schedule)    make simgpu-py  Python tests on it
@@ -21,7 +22,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHONDONTWRITEBYTECODE :=
 .PHONY: default build test test-all test-more pytest pytest-others check format-check lint layering ctest ctest-run \
         both programs simgpu simgpu-run \
-        simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt size bench demo gpu gpu-dry clean
+        simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt docs size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -320,6 +321,10 @@ lint: $(STAMPS)/tools
 
 layering: $(STAMPS)/tools
 	@$(PY) -m pytest -q tests/unit/test_layering.py
+
+# The reference of public names, from their docstrings.
+docs: build
+	@$(PY) tests/api_page.py --write
 
 size: $(STAMPS)/tools
 	@$(PY) tests/size.py

@@ -244,7 +244,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
     @not_traced
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module on full parameters. The root's input tensors are moved to its
-        device; mixed precision casts floating ones to ``param_dtype``.
+        device; mixed precision casts floating ones to ``param_dtype``. Collective, except for units
+        that run on some ranks only.
         """
         if self._full_precision_eval and not self.training and _eval.applies(self):
             return _eval.forward(self, args, kwargs)
@@ -417,7 +418,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
-        """Context manager around ``set_state_dict_type`` that restores the settings on exit."""
+        """Context manager around ``set_state_dict_type``: restores the settings on exit. Local."""
         return _state_dict.type_in_force(
             module, state_dict_type, state_dict_config, optim_state_dict_config
         )
@@ -460,14 +461,14 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """As ``nn.Module.named_parameters``; inside ``summon_full_params`` names are the unwrapped
-        model's.
+        model's. Local.
         """
         for name, param in super().named_parameters(*args, **kwargs):
             yield self._shown_name(name), param
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """As ``nn.Module.named_buffers``; inside ``summon_full_params`` names are the unwrapped
-        model's.
+        model's. Local.
         """
         for name, buffer in super().named_buffers(*args, **kwargs):
             yield self._shown_name(name), buffer

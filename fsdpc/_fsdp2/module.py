@@ -40,13 +40,13 @@ class UnshardHandle(TorchUnshardHandle):
     """Returned by ``unshard(async_op=True)``."""
 
     def wait(self) -> None:
-        """Make the unsharded parameters usable on the current stream; they are already."""
+        """Make the unsharded parameters usable on the current stream; they are already. Local."""
 
 
 class FSDPModule:
     """What ``fully_shard`` adds to a module's class; the methods are those of
-    ``torch.distributed.fsdp.FSDPModule``, of which sharded modules are instances too. Setters are
-    local and must be called on every rank.
+    ``torch.distributed.fsdp.FSDPModule``, of which sharded modules are instances too. Setters,
+    ``parameters`` and ``zero_grad`` are local; every rank must call a setter.
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -434,7 +434,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted: streams belong to the process's communicators, which roots share already.
+    """Accepted: streams belong to the process's communicators, which roots share already. Local.
     ``ValueError``: an element is no FSDPModule.
     """
     for module in modules:

@@ -92,7 +92,9 @@ _HINT = {
 
 @dataclass
 class Profile:
-    """The record of ``profile_memory``; ``str()`` is a table of the peaks."""
+    """The record of ``profile_memory`` on this rank; ``str()`` is a table of the peaks. Methods are
+    local.
+    """
 
     rank: int = 0
     world: int = 1

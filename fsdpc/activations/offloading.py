@@ -31,15 +31,21 @@ _said: list[str] = []  # the sentence, once a process has read it
 
 @dataclass
 class Offloaded:
-    """What one ``offload`` did. Bytes are those of copies to the host; none are counted twice."""
+    """What one ``offload`` did. Bytes are those of copies to the host; none are counted twice.
+
+    ``no_room``: tensors that stayed, because pinned memory was at its bound. ``resident``: the last
+    ones, used in backward without a copy back. ``ahead``, ``late``: copies back that were queued
+    before they were needed, and that were not. ``pinned_bytes``: of this process, kept for the next
+    step.
+    """
 
     tensors: int = 0
     nbytes: int = 0
-    no_room: int = 0  # tensors that stayed, because pinned memory was at its bound
-    resident: int = 0  # the last ones: used in backward without a copy back
-    ahead: int = 0  # copies back that were queued before they were needed
-    late: int = 0  # copies back that were not
-    pinned_bytes: int = 0  # of this process, kept for the next step
+    no_room: int = 0
+    resident: int = 0
+    ahead: int = 0
+    late: int = 0
+    pinned_bytes: int = 0
 
 
 @contextmanager

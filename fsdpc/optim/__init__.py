@@ -1,7 +1,8 @@
 """Optimizers whose steps are one pass, on shards and on plain tensors: in C in host memory, by
 kernels on a GPU.
 
-They subclass ``torch.optim.Optimizer`` and take torch's arguments. See docs/optimizers.md.
+They subclass ``torch.optim.Optimizer`` through ``FusedOptimizer``, which has their common methods,
+and take torch's arguments. Making one is local. See docs/optimizers.md.
 """
 
 from fsdpc.optim._disk import Disk, DiskError

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import re
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
+import api_page
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -90,3 +92,35 @@ def test_every_variable_that_is_read_is_documented():
     read |= {v for p in c for v in re.findall(r'getenv\("(FSDPC_\w+)"\)', p.read_text())}
     rows = re.findall(r"^\| (`[^|]+) \|", (ROOT / "docs/environment.md").read_text(), re.MULTILINE)
     assert {v for row in rows for v in re.findall(r"`(\w+)`", row)} == read | {"NVCC"}
+
+
+def test_the_page_of_public_names_is_that_of_the_docstrings():
+    assert (ROOT / "docs/api.md").read_text() == api_page.page(), "run `make docs`"
+
+
+SAYS_FOR_ALL = ("FSDPModule", "Profile", "FusedOptimizer")  # classes that say so of their methods
+
+
+def test_every_public_name_says_what_it_does_and_who_must_call():
+    says_who = re.compile(
+        r"local|collective|(every|all) ranks?|not supported|accepted", re.IGNORECASE
+    )
+    for module in api_page.MODULES:
+        for entry in api_page.entries(module):
+            assert entry.doc, entry.name
+            for call in entry.members or [entry]:
+                if inspect.isroutine(call.value):
+                    text = entry.doc if entry.name.endswith(SAYS_FOR_ALL) else ""
+                    assert says_who.search(call.doc + text), f"{call.name}: local or collective?"
+
+
+def test_every_public_name_is_on_the_page():
+    headings = set(re.findall(r"^###+ (\S+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE))
+    links = re.findall(r"\]\(#([^)]+)\)", (ROOT / "docs/api.md").read_text())
+    assert set(links) <= {api_page.anchor(h) for h in headings} | {
+        api_page.anchor(m) for m in api_page.MODULES
+    }
+    for module in api_page.MODULES:
+        shown = {h.rpartition(".")[2] for h in headings} | set(api_page.borrowed(module))
+        names = {n for n in importlib.import_module(module).__all__ if not n.startswith("_")}
+        assert names <= shown, module

@@ -218,8 +218,8 @@ class OptimStateDicts:
         rank0_only: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """``optim_state_dict`` in the FULL form, on rank 0 by default. Deprecated as in torch
-        (``FutureWarning``).
+        """``optim_state_dict`` in the FULL form, on rank 0 by default. Collective. Deprecated as in
+        torch (``FutureWarning``).
         """
         _warn_of_name("full_optim_state_dict", "optim_state_dict")
         _warn_of_input(optim_input)
@@ -234,7 +234,9 @@ class OptimStateDicts:
         optim: torch.optim.Optimizer,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """``optim_state_dict`` in the SHARDED form. Deprecated as in torch (``FutureWarning``)."""
+        """``optim_state_dict`` in the SHARDED form. Collective. Deprecated as in torch
+        (``FutureWarning``).
+        """
         _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
         call = "sharded_optim_state_dict(model, optim)"
         form = _Form(full=False, use_dtensor=_form_in_force(call, model, optim).use_dtensor)
