@@ -358,8 +358,11 @@ def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
 
 def raising(rank, world, numel):
     comm = connect()
+    store = dist.distributed_c10d._get_default_store()
     if rank == 1:
+        store.wait(["connected 0", "connected 2"])
         raise ValueError("boom\nmore")
+    store.set(f"connected {rank}", "")
     began = time.monotonic()
     try:
         comm.all_gather(np.zeros(numel * world), "gather of unit layers.3")
