@@ -94,7 +94,6 @@ def torch_functions() -> tuple[Any, ...]:
     """torch's functions that the engine's hooks call, in the order of csrc/py/step/py_tree.c."""
     return (
         torch.Tensor,
-        torch.nn.Parameter,
         torch.is_grad_enabled,
         _torch.current_graph_task_id,
         _torch.keeps_graph,

@@ -151,7 +151,6 @@ class Caller(Companions):
             return None
         return (
             torch.Tensor,
-            torch.nn.Parameter,
             self.rng.choice([torch.is_grad_enabled, lambda: True, self.hostile()]),
             self.rng.choice([lambda: -1, lambda: 0, self.hostile()]),
             self.rng.choice([lambda: False, lambda: True, self.hostile()]),

@@ -45,7 +45,7 @@ PRELUDE = """
                  "level": lambda: None, "inner": lambda output: [], "export": lambda: None,
                  "profiler": {}, "record": None,
                  **changed}
-        return (torch.Tensor, torch.nn.Parameter, *given.values())
+        return (torch.Tensor, *given.values())
 
     def later(function):
         thread = threading.Thread(target=function)
@@ -334,7 +334,7 @@ def test_a_unit_cannot_be_in_a_tree_twice():
             _probe.Tree(2147483647, np.array(["a"] * 12))
         with pytest.raises(ValueError, match="at most 131072"):
             _probe.layout([], 2147483647, 64)
-        with pytest.raises(TypeError, match="tuple of eighteen"):
+        with pytest.raises(TypeError, match="tuple of seventeen"):
             _probe.Tree([flat], [0], torch=1)
         """
     )

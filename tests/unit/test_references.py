@@ -86,7 +86,7 @@ class Stepped:
 
     def functions(self) -> tuple[Any, ...]:
         return (
-            torch.Tensor, torch.nn.Parameter, torch.is_grad_enabled, lambda: self.task,
+            torch.Tensor, torch.is_grad_enabled, lambda: self.task,
             lambda: False, lambda params: True, lambda end: self.ends.append(end),
             lambda params: None, lambda tensors, numbers: None, lambda tensors: None,
             lambda args, kwargs: (args, kwargs or {}), lambda output, begin, end: output, {},

@@ -150,6 +150,13 @@ typedef struct fsdpc_py_arg {
 int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
                   PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
 
+/* --- attributes (py_args.c) ------------------------------------------------------------------ */
+
+/* The getter and setter of an attribute that is a member of a type: any object, or NULL, which is None. */
+#define FSDPC_PY_MEMBER(type, member) (void *)offsetof(type, member) /* their closure */
+PyObject *fsdpc_py_get_member(PyObject *self, void *offset);
+int fsdpc_py_set_member(PyObject *self, PyObject *value, void *offset);
+
 /* --- tensors (py_tensor.c, py_dlpack.c) ------------------------------------------------------ */
 
 /* What the type publishes; NULL (without an exception) when it has nothing that fits. */

@@ -1,4 +1,4 @@
-/* Argument parser of all functions of the extension: a table of names, kinds and targets.
+/* Argument parser of all functions of the extension: a table of names, kinds and targets. Attributes.
  *
  * The table lives on the caller's stack with the addresses of its variables, so parsing allocates
  * nothing. Messages follow CPython's own.
@@ -219,5 +219,20 @@ fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count, PyObje
             return -1;
         }
     }
+    return 0;
+}
+
+PyObject *
+fsdpc_py_get_member(PyObject *self, void *offset)
+{
+    PyObject *now = *(PyObject **)((char *)self + (size_t)offset);
+    return Py_NewRef(now ? now : Py_None);
+}
+
+int
+fsdpc_py_set_member(PyObject *self, PyObject *value, void *offset)
+{
+    Py_XSETREF(*(PyObject **)((char *)self + (size_t)offset),
+               value && value != Py_None ? Py_NewRef(value) : NULL);
     return 0;
 }

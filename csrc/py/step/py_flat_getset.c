@@ -2,16 +2,35 @@
 #include "py/step/py_step.h"
 
 #include <limits.h>
-#include <stddef.h>
 
-/* --- facts ----------------------------------------------------------------------------------- */
+/* Attributes that are read by one call. */
+#define GET(name, value)                                            \
+    static PyObject *get_##name(fsdpc_py_flat *self, void *closure) \
+    {                                                               \
+        (void)closure;                                              \
+        return value;                                               \
+    }
 
-static PyObject *
-get_name(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyUnicode_FromString(fsdpc_unit_name(self->unit));
-}
+/* clang-format off */
+GET(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)))
+GET(world, PyLong_FromLong(fsdpc_unit_layout(self->unit)->world))
+GET(rank, PyLong_FromLong(fsdpc_unit_rank(self->unit)))
+GET(offloaded, PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit)))
+GET(refs, PyLong_FromLong(fsdpc_unit_refs(self->unit)))
+GET(readable, PyBool_FromLong(fsdpc_unit_is_direct(self->unit) || fsdpc_unit_refs(self->unit) > 0))
+GET(attached, PyBool_FromLong(self->tree != NULL && !self->own_tree))
+GET(in_use, PyBool_FromLong(self->installed > 0))
+GET(kept, PyBool_FromLong(fsdpc_unit_has_local(self->unit)))
+GET(sync, PyBool_FromLong(!fsdpc_unit_withholds(self->unit)))
+GET(observed, PyBool_FromLong(self->observed))
+GET(shown, PyBool_FromLong(self->shown))
+GET(in_pass, PyBool_FromLong(self->in_pass))
+GET(reshards, PyBool_FromLong(fsdpc_unit_reshards(self->unit)))
+GET(divide, PyFloat_FromDouble(fsdpc_unit_divide(self->unit)))
+GET(unsharded, PyBool_FromLong(self->unsharded))
+GET(members_left, PyLong_FromLong(self->members_left))
+GET(grads_kept, PyBool_FromLong(fsdpc_py_keeps_grads(self)))
+/* clang-format on */
 
 static int
 set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
@@ -37,20 +56,6 @@ set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
     return 0;
 }
 
-static PyObject *
-get_world(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyLong_FromLong(fsdpc_unit_layout(self->unit)->world);
-}
-
-static PyObject *
-get_rank(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyLong_FromLong(fsdpc_unit_rank(self->unit));
-}
-
 /* (padded number of elements of the gathered unit,) when it has one segment, else bytes. */
 static PyObject *
 get_shape(fsdpc_py_flat *self, void *closure)
@@ -72,57 +77,6 @@ get_dtype(fsdpc_py_flat *self, void *closure)
         fsdpc_dtype_name(layout->segment_count == 1 ? layout->segments[0].storage : FSDPC_BYTES));
 }
 
-static PyObject *
-get_offloaded(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit));
-}
-
-/* --- state ----------------------------------------------------------------------------------- */
-
-static PyObject *
-get_refs(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyLong_FromLong(fsdpc_unit_refs(self->unit));
-}
-
-static PyObject *
-get_readable(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(fsdpc_unit_is_direct(self->unit) || fsdpc_unit_refs(self->unit) > 0);
-}
-
-static PyObject *
-get_attached(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(self->tree != NULL && !self->own_tree);
-}
-
-static PyObject *
-get_in_use(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(self->installed > 0);
-}
-
-static PyObject *
-get_kept(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(fsdpc_unit_has_local(self->unit));
-}
-
-static PyObject *
-get_sync(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(!fsdpc_unit_withholds(self->unit));
-}
-
 static int
 set_sync(fsdpc_py_flat *self, PyObject *value, void *closure)
 {
@@ -133,13 +87,6 @@ set_sync(fsdpc_py_flat *self, PyObject *value, void *closure)
     }
     fsdpc_unit_set_withholds(self->unit, truth == 0);
     return 0;
-}
-
-static PyObject *
-get_observed(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(self->observed);
 }
 
 static int
@@ -154,20 +101,6 @@ set_observed(fsdpc_py_flat *self, PyObject *value, void *closure)
     return 0;
 }
 
-static PyObject *
-get_shown(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(self->shown);
-}
-
-static PyObject *
-get_in_pass(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(self->in_pass);
-}
-
 static int
 set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
 {
@@ -175,13 +108,6 @@ set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
     int truth = value ? PyObject_IsTrue(value) : 0;
     self->shown = truth > 0;
     return truth < 0 ? -1 : 0;
-}
-
-static PyObject *
-get_reshards(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(fsdpc_unit_reshards(self->unit));
 }
 
 static int
@@ -221,27 +147,6 @@ set_divide(fsdpc_py_flat *self, PyObject *value, void *closure)
     return 0;
 }
 
-static PyObject *
-get_divide(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyFloat_FromDouble(fsdpc_unit_divide(self->unit));
-}
-
-static PyObject *
-get_unsharded(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(self->unsharded);
-}
-
-static PyObject *
-get_members_left(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyLong_FromLong(self->members_left);
-}
-
 static int
 set_members_left(fsdpc_py_flat *self, PyObject *value, void *closure)
 {
@@ -253,38 +158,6 @@ set_members_left(fsdpc_py_flat *self, PyObject *value, void *closure)
         return -1;
     }
     self->members_left = (int)number;
-    return 0;
-}
-
-/* --- callables ------------------------------------------------------------------------------- */
-
-/* The closure of such an attribute is its callable's offset in the object. */
-#define CALLABLE(member) (void *)offsetof(fsdpc_py_flat, member)
-
-static PyObject **
-callable_of(fsdpc_py_flat *self, void *closure)
-{
-    return (PyObject **)((char *)self + (size_t)closure);
-}
-
-static PyObject *
-get_grads_kept(fsdpc_py_flat *self, void *closure)
-{
-    (void)closure;
-    return PyBool_FromLong(fsdpc_py_keeps_grads(self));
-}
-
-static PyObject *
-get_callable(fsdpc_py_flat *self, void *closure)
-{
-    PyObject *now = *callable_of(self, closure);
-    return Py_NewRef(now ? now : Py_None);
-}
-
-static int
-set_callable(fsdpc_py_flat *self, PyObject *value, void *closure)
-{
-    Py_XSETREF(*callable_of(self, closure), value && value != Py_None ? Py_NewRef(value) : NULL);
     return 0;
 }
 
@@ -324,28 +197,30 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
      "gathered\n"
      "until the gradients of their inputs are there.",
      NULL},
-    {"on_unattached", (getter)get_callable, (setter)set_callable,
-     "Called by the first forward of a unit without a tree.", CALLABLE(on_unattached)},
-    {"after_backward", (getter)get_callable, (setter)set_callable,
-     "Called when a backward has ended and gradients are shown.", CALLABLE(after_backward)},
+    {"on_unattached", fsdpc_py_get_member, fsdpc_py_set_member,
+     "Called by the first forward of a unit without a tree.",
+     FSDPC_PY_MEMBER(fsdpc_py_flat, on_unattached)},
+    {"after_backward", fsdpc_py_get_member, fsdpc_py_set_member,
+     "Called when a backward has ended and gradients are shown.",
+     FSDPC_PY_MEMBER(fsdpc_py_flat, after_backward)},
     {"in_use", (getter)get_in_use, NULL, "A forward or backward runs on the gathered values.",
      NULL},
     {"in_pass", (getter)get_in_pass, NULL,
      "True while forwards of other units see stand-ins instead of sharded parameters.", NULL},
     {"shown", (getter)get_shown, (setter)set_shown,
      "The modules show full values of the caller: a pass leaves the modules' entries alone.", NULL},
-    {"on_changed", (getter)get_callable, (setter)set_callable,
+    {"on_changed", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called before a pass when the user has pointed the optimizer's parameters at other memory or "
      "replaced them in their modules.",
-     CALLABLE(on_changed)},
-    {"on_kept", (getter)get_callable, (setter)set_callable,
+     FSDPC_PY_MEMBER(fsdpc_py_flat, on_changed)},
+    {"on_kept", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called before a backward writes gradients that the user has cleared, but keeps.",
-     CALLABLE(on_kept)},
-    {"on_moved", (getter)get_callable, (setter)set_callable,
+     FSDPC_PY_MEMBER(fsdpc_py_flat, on_kept)},
+    {"on_moved", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called when the gradients, which are not shown, have got another address: grad_part and "
      "grad_segment\n"
      "have the memory.",
-     CALLABLE(on_moved)},
+     FSDPC_PY_MEMBER(fsdpc_py_flat, on_moved)},
     {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
      "Called, in the same order on all ranks, to sum the unit's gradients instead of the engine; "
      "returns true if it did, false to be called again at the end of backward.",

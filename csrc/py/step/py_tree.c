@@ -92,48 +92,64 @@ done:
     return result;
 }
 
-/* torch: see fsdpc/_engine/interop.py. */
+/* What a tree owns, beside its units: first torch's functions, in the order of fsdpc/_engine/interop.py, and the
+ * type that some must have. */
+#define MEMBER(name) .offset = offsetof(fsdpc_py_tree, name)
+static const struct {
+    size_t offset;
+    PyTypeObject *type;
+} owned[] = {
+    {MEMBER(tensor_type), &PyType_Type},
+    {MEMBER(grad_enabled)},
+    {MEMBER(graph_task)},
+    {MEMBER(keeps_graph)},
+    {MEMBER(makes_grads)},
+    {MEMBER(queue_callback)},
+    {MEMBER(listeners)},
+    {MEMBER(set_versions)},
+    {MEMBER(increment_versions)},
+    {MEMBER(alias_inputs)},
+    {MEMBER(copy_outputs)},
+    {MEMBER(nodes), &PyDict_Type},
+    {MEMBER(transforms_active)},
+    {MEMBER(inner_tensors)},
+    {MEMBER(refuse_export)},
+    {MEMBER(profiler), &PyDict_Type},
+    {MEMBER(record)},
+    {MEMBER(step_unit)},
+    {MEMBER(before_end)},
+    {MEMBER(before_pass)},
+    {MEMBER(on_thaw)},
+    {MEMBER(observer)},
+};
+enum { OF_TORCH = 17, OWNED = sizeof owned / sizeof *owned };
+
+static PyObject **
+owned_by(fsdpc_py_tree *self, int number)
+{
+    return (PyObject **)((char *)self + owned[number].offset);
+}
+
 static int
 take_torch(fsdpc_py_tree *self, PyObject *torch)
 {
-    PyObject *tensor, *param, *grad_enabled, *graph_task, *keeps_graph, *makes_grads;
-    PyObject *queue_callback, *listeners, *set_versions, *increment_versions, *alias_inputs;
-    PyObject *copy_outputs, *nodes, *transforms_active, *inner_tensors, *refuse_export, *profiler,
-        *record;
     if (torch == Py_None) {
         return 0;
     }
-    if (!PyTuple_Check(torch)) {
+    if (!PyTuple_Check(torch) || PyTuple_GET_SIZE(torch) != OF_TORCH) {
         PyErr_Format(PyExc_TypeError,
-                     "Tree: torch must be a tuple of eighteen items or None, not %.100s",
-                     Py_TYPE(torch)->tp_name);
+                     "Tree: torch must be a tuple of seventeen items or None, not %.100R", torch);
         return -1;
     }
-    if (!PyArg_ParseTuple(torch, "O!O!OOOOOOOOOOO!OOOO!O", &PyType_Type, &tensor, &PyType_Type,
-                          &param, &grad_enabled, &graph_task, &keeps_graph, &makes_grads,
-                          &queue_callback, &listeners, &set_versions, &increment_versions,
-                          &alias_inputs, &copy_outputs, &PyDict_Type, &nodes, &transforms_active,
-                          &inner_tensors, &refuse_export, &PyDict_Type, &profiler, &record)) {
-        return -1;
+    for (int i = 0; i < OF_TORCH; i++) {
+        PyObject *item = PyTuple_GET_ITEM(torch, i);
+        if (owned[i].type && !PyObject_TypeCheck(item, owned[i].type)) {
+            PyErr_Format(PyExc_TypeError, "Tree: item %d of torch must be a %s, not %.100s", i + 1,
+                         owned[i].type->tp_name, Py_TYPE(item)->tp_name);
+            return -1;
+        }
+        *owned_by(self, i) = Py_NewRef(item);
     }
-    self->tensor_type = (PyTypeObject *)Py_NewRef(tensor);
-    self->param_type = (PyTypeObject *)Py_NewRef(param);
-    self->grad_enabled = Py_NewRef(grad_enabled);
-    self->graph_task = Py_NewRef(graph_task);
-    self->keeps_graph = Py_NewRef(keeps_graph);
-    self->makes_grads = Py_NewRef(makes_grads);
-    self->queue_callback = Py_NewRef(queue_callback);
-    self->listeners = Py_NewRef(listeners);
-    self->set_versions = Py_NewRef(set_versions);
-    self->increment_versions = Py_NewRef(increment_versions);
-    self->alias_inputs = Py_NewRef(alias_inputs);
-    self->copy_outputs = Py_NewRef(copy_outputs);
-    self->nodes = Py_NewRef(nodes);
-    self->transforms_active = Py_NewRef(transforms_active);
-    self->inner_tensors = Py_NewRef(inner_tensors);
-    self->refuse_export = Py_NewRef(refuse_export);
-    self->profiler = Py_NewRef(profiler);
-    self->record = Py_NewRef(record);
     return 0;
 }
 
@@ -180,29 +196,9 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     for (int i = 0; i < self->count; i++) {
         Py_VISIT((PyObject *)self->units[i]);
     }
-    Py_VISIT((PyObject *)self->tensor_type);
-    Py_VISIT((PyObject *)self->param_type);
-    Py_VISIT(self->grad_enabled);
-    Py_VISIT(self->graph_task);
-    Py_VISIT(self->keeps_graph);
-    Py_VISIT(self->makes_grads);
-    Py_VISIT(self->queue_callback);
-    Py_VISIT(self->listeners);
-    Py_VISIT(self->set_versions);
-    Py_VISIT(self->increment_versions);
-    Py_VISIT(self->alias_inputs);
-    Py_VISIT(self->copy_outputs);
-    Py_VISIT(self->nodes);
-    Py_VISIT(self->transforms_active);
-    Py_VISIT(self->inner_tensors);
-    Py_VISIT(self->refuse_export);
-    Py_VISIT(self->profiler);
-    Py_VISIT(self->record);
-    Py_VISIT(self->step_unit);
-    Py_VISIT(self->before_end);
-    Py_VISIT(self->before_pass);
-    Py_VISIT(self->on_thaw);
-    Py_VISIT(self->observer);
+    for (int i = 0; i < OWNED; i++) {
+        Py_VISIT(*owned_by(self, i));
+    }
     return 0;
 }
 
@@ -254,29 +250,9 @@ tree_clear(fsdpc_py_tree *self)
     for (int i = 0; i < count; i++) {
         Py_CLEAR(self->units[i]);
     }
-    Py_CLEAR(self->tensor_type);
-    Py_CLEAR(self->param_type);
-    Py_CLEAR(self->grad_enabled);
-    Py_CLEAR(self->graph_task);
-    Py_CLEAR(self->keeps_graph);
-    Py_CLEAR(self->makes_grads);
-    Py_CLEAR(self->queue_callback);
-    Py_CLEAR(self->listeners);
-    Py_CLEAR(self->set_versions);
-    Py_CLEAR(self->increment_versions);
-    Py_CLEAR(self->alias_inputs);
-    Py_CLEAR(self->copy_outputs);
-    Py_CLEAR(self->nodes);
-    Py_CLEAR(self->transforms_active);
-    Py_CLEAR(self->inner_tensors);
-    Py_CLEAR(self->refuse_export);
-    Py_CLEAR(self->profiler);
-    Py_CLEAR(self->record);
-    Py_CLEAR(self->step_unit);
-    Py_CLEAR(self->before_end);
-    Py_CLEAR(self->before_pass);
-    Py_CLEAR(self->on_thaw);
-    Py_CLEAR(self->observer);
+    for (int i = 0; i < OWNED; i++) {
+        Py_CLEAR(*owned_by(self, i));
+    }
     return 0;
 }
 
@@ -499,82 +475,14 @@ get_entered(fsdpc_py_tree *self, void *closure)
                : Py_BuildValue("iO", self->entered, self->entered_done ? Py_True : Py_False);
 }
 
-static PyObject *
-get_step_unit(fsdpc_py_tree *self, void *closure)
-{
-    (void)closure;
-    return Py_NewRef(self->step_unit ? self->step_unit : Py_None);
-}
-
 static int
 set_step_unit(fsdpc_py_tree *self, PyObject *value, void *closure)
 {
-    (void)closure;
     if (fsdpc_py_check_open(self) < 0) {
         return -1;
     }
-    Py_XSETREF(self->step_unit, value && value != Py_None ? Py_NewRef(value) : NULL);
+    fsdpc_py_set_member((PyObject *)self, value, closure);
     fsdpc_tree_set_steps_inside(self->tree, self->step_unit != NULL);
-    return 0;
-}
-
-static PyObject *
-get_before_end(fsdpc_py_tree *self, void *closure)
-{
-    (void)closure;
-    return Py_NewRef(self->before_end ? self->before_end : Py_None);
-}
-
-static int
-set_before_end(fsdpc_py_tree *self, PyObject *value, void *closure)
-{
-    (void)closure;
-    Py_XSETREF(self->before_end, value && value != Py_None ? Py_NewRef(value) : NULL);
-    return 0;
-}
-
-static PyObject *
-get_before_pass(fsdpc_py_tree *self, void *closure)
-{
-    (void)closure;
-    return Py_NewRef(self->before_pass ? self->before_pass : Py_None);
-}
-
-static int
-set_before_pass(fsdpc_py_tree *self, PyObject *value, void *closure)
-{
-    (void)closure;
-    Py_XSETREF(self->before_pass, value && value != Py_None ? Py_NewRef(value) : NULL);
-    return 0;
-}
-
-static PyObject *
-get_on_thaw(fsdpc_py_tree *self, void *closure)
-{
-    (void)closure;
-    return Py_NewRef(self->on_thaw ? self->on_thaw : Py_None);
-}
-
-static int
-set_on_thaw(fsdpc_py_tree *self, PyObject *value, void *closure)
-{
-    (void)closure;
-    Py_XSETREF(self->on_thaw, value && value != Py_None ? Py_NewRef(value) : NULL);
-    return 0;
-}
-
-static PyObject *
-get_observer(fsdpc_py_tree *self, void *closure)
-{
-    (void)closure;
-    return Py_NewRef(self->observer ? self->observer : Py_None);
-}
-
-static int
-set_observer(fsdpc_py_tree *self, PyObject *value, void *closure)
-{
-    (void)closure;
-    Py_XSETREF(self->observer, value && value != Py_None ? Py_NewRef(value) : NULL);
     return 0;
 }
 
@@ -672,24 +580,26 @@ static PyGetSetDef getset[] = {
     {"kind", (getter)get_kind, NULL,
      "How ranks exchange: 'shared', 'wire', 'stream', 'mixed' (units differ) or 'none' (no units).",
      NULL},
-    {"step_unit", (getter)get_step_unit, (setter)set_step_unit,
+    {"step_unit", fsdpc_py_get_member, (setter)set_step_unit,
      "Called with the number of each unit when its gradient is summed over all ranks, perhaps "
      "before "
      "backward has ended; the gradient's memory is given up afterwards, unless the call returns "
      "True.",
-     NULL},
-    {"before_end", (getter)get_before_end, (setter)set_before_end,
-     "Called when a synchronised backward has sent all its reductions, before its end.", NULL},
-    {"before_pass", (getter)get_before_pass, (setter)set_before_pass,
-     "Called once when the next pass that records gradients begins; again if it raises.", NULL},
-    {"on_thaw", (getter)get_on_thaw, (setter)set_on_thaw,
+     FSDPC_PY_MEMBER(fsdpc_py_tree, step_unit)},
+    {"before_end", fsdpc_py_get_member, fsdpc_py_set_member,
+     "Called when a synchronised backward has sent all its reductions, before its end.",
+     FSDPC_PY_MEMBER(fsdpc_py_tree, before_end)},
+    {"before_pass", fsdpc_py_get_member, fsdpc_py_set_member,
+     "Called once when the next pass that records gradients begins; again if it raises.",
+     FSDPC_PY_MEMBER(fsdpc_py_tree, before_pass)},
+    {"on_thaw", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called when a pass begins and a parameter that was frozen is now trained: allocates its "
      "gradient and gives the units a new tree.",
-     NULL},
-    {"observer", (getter)get_observer, (setter)set_observer,
+     FSDPC_PY_MEMBER(fsdpc_py_tree, on_thaw)},
+    {"observer", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called as observer(kind, unit) after each hook of a step: kind as in a Hook's repr, unit an "
      "index into the tree. What it raises goes to sys.unraisablehook.",
-     NULL},
+     FSDPC_PY_MEMBER(fsdpc_py_tree, observer)},
     {"backwards", (getter)get_backwards, NULL, "Number of synchronised backwards that have ended.",
      NULL},
     {NULL, NULL, NULL, NULL, NULL},

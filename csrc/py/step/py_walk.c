@@ -209,7 +209,7 @@ is_plain(PyObject *value)
 int
 fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *argument)
 {
-    if (PyObject_TypeCheck(value, tree->tensor_type)) {
+    if (PyObject_TypeCheck(value, (PyTypeObject *)tree->tensor_type)) {
         return visit(tree, value, argument);
     }
     struct walk walk = {.ids = NULL};
@@ -221,7 +221,7 @@ fsdpc_py_walk(fsdpc_py_tree *tree, PyObject *value, fsdpc_py_visit visit, void *
     }
     while (found >= 0 && walk.ahead.count > 0) {
         PyObject *next = walk.ahead.items[--walk.ahead.count];
-        if (PyObject_TypeCheck(next, tree->tensor_type)) {
+        if (PyObject_TypeCheck(next, (PyTypeObject *)tree->tensor_type)) {
             one = visit(tree, next, argument);
         } else if (is_plain(next)) {
             one = 0;

@@ -151,7 +151,7 @@ typedef struct fsdpc_py_tree {
      * torch.export runs. */
     PyObject *profiler, *record; /* a dictionary with torch's flag, and the class of ranges */
     PyObject *transforms_active, *inner_tensors, *refuse_export;
-    PyTypeObject *tensor_type, *param_type;
+    PyObject *tensor_type;
     PyObject
         *before_pass;  /* called once when the next pass begins, unless it raises; NULL: nothing */
     PyObject *on_thaw; /* makes memory for gradients of parameters that are not frozen any more */
