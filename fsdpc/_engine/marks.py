@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 M = TypeVar("M", bound=nn.Module)
-P = TypeVar("P", nn.Module, nn.Parameter)
+P = TypeVar("P", bound=nn.Module | nn.Parameter)
 
 DATA_DEPENDENT = "_fsdpc_data_dependent"
 REPLICATED = "_fsdpc_replicated"

@@ -272,9 +272,29 @@ def _check_modules(modules: Iterable[Any]) -> None:
 
 
 @overload
-def fully_shard(module: M, **options: Any) -> M: ...
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> M: ...
 @overload
-def fully_shard(module: list[M], **options: Any) -> list[M]: ...
+def fully_shard(
+    module: list[M],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+) -> list[M]: ...
 
 
 def fully_shard(  # type: ignore[misc]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -78,3 +81,20 @@ def test_same_parameters(module, name, function):
         target = getattr(target, part)
     present = [name for name in inspect.signature(target).parameters if name != "self"]
     assert present == stubbed_parameters(function)
+
+
+EXAMPLES = Path(__file__).with_name("typed_examples.py")
+
+
+def test_the_typed_examples_import_what_there_is():
+    importlib.import_module(EXAMPLES.stem)
+    assert Path(fsdpc.__file__).with_name("py.typed").exists()
+
+
+def test_mypy_accepts_the_typed_examples(tmp_path: Path):
+    pytest.importorskip("mypy", reason="mypy is not installed")
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
+    done = subprocess.run(
+        [*command, "--cache-dir", str(tmp_path), str(EXAMPLES)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
