@@ -39,9 +39,24 @@ def faking() -> Iterator[None]:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", moved.apply))
         stack.enter_context(mock.patch.object(nn.init, "trunc_normal_", lambda t, *a, **k: t))
         stack.enter_context(mock.patch.object(torch, "compile", _not_compiled))
+        kind = fake_tensors().FakeTensor
+        stack.enter_context(mock.patch.object(kind, "__new__", _made_anew(kind.__new__)))
         stack.callback(log.setLevel, level)
         log.setLevel(logging.CRITICAL + 1)
         yield
+
+
+def _made_anew(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Also what libraries do with a parameter on its way to the meta device (accelerate's
+    ``init_empty_weights``): ``type(parameter)(values, **vars(parameter))``.
+    """
+
+    def __new__(cls: type, first: Any = None, *args: Any, **state: Any) -> Tensor:
+        if isinstance(first, Tensor):
+            return nn.Parameter(first, requires_grad=bool(state.get("requires_grad")))
+        return new(cls, first, *args, **state)
+
+    return __new__
 
 
 def _not_compiled(model: Any = None, **options: Any) -> Any:
@@ -254,6 +269,8 @@ def sentence(error: BaseException) -> str:
     reads = type(error).__name__ in ("DataDependentOutputException", "DynamicOutputShapeException")
     if reads:
         text += ": the program reads values of a tensor, and a plan knows shapes alone"
+    if "UninitializedParameter" in text:
+        text = "a lazy module's parameters have no shapes before its first forward: give it sizes"
     said = f"{type(error).__name__}{': ' if text else ''}{text}"
     return f"{said} ({_line_of(error)})"
 

@@ -7,6 +7,7 @@ packs them. Every block is traced: blocks that look alike may compute different 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ FEW = 3  # modules in a row that are not yet a list of repeated blocks
 @dataclass(frozen=True)
 class Run:
     """One step of a model. ``inputs``: positional arguments, or a dict of keywords. ``loss``: of
-    (output, inputs), a scalar; None: ``loss_of_output``.
+    (output, inputs), or of the output alone, a scalar; None: ``loss_of_output``.
     """
 
     module: nn.Module
@@ -41,7 +42,19 @@ class Run:
             output = self.module(**inputs)
         else:
             output = self.module(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
-        return self.loss(output, inputs) if self.loss else loss_of_output(output)
+        if self.loss is None:
+            return loss_of_output(output)
+        return self.loss(output) if _takes_one(self.loss) else self.loss(output, inputs)
+
+
+def _takes_one(loss: Callable[..., Tensor]) -> bool:
+    try:
+        inspect.signature(loss).bind(None, None)
+    except TypeError:
+        return True
+    except ValueError:  # no signature is known
+        return False
+    return False
 
 
 def loss_of_output(output: Any) -> Tensor:

@@ -511,6 +511,20 @@ def grouped(): return Odd("grouped"), ids
 def item(): return Odd("item"), ids
 def shape(): return Odd("shape"), ids
 def raises(): return 1 / 0
+def lazy(): return nn.LazyLinear(8), ids
+def one(): return made(), ids, lambda output: output.float().mean()
+def two(): return made(), ids, lambda output, inputs: output.float().mean()
+def emptied():
+    def register(module, name, param):
+        module._parameters[name] = param
+        if param is not None:
+            state = {**vars(param), "requires_grad": param.requires_grad}
+            module._parameters[name] = type(param)(param.to(torch.device("meta")), **state)
+    real, nn.Module.register_parameter = nn.Module.register_parameter, register
+    try:
+        return made(), ids
+    finally:
+        nn.Module.register_parameter = real
 def reads(): return made(), made()[1].weight.sum().item()
 def ends(): raise SystemExit("no data")
 """
@@ -535,7 +549,8 @@ def test_ordinary_builders_are_planned(program):
         return found["parameters"], found["peak"]["bytes"], found["peak"]["roles"]["activations"]
 
     plain = sizes("plain")
-    for name in ("to_cpu", "cuda", "to_cuda", "copied", "compiled", "meta", "trunc", "counted"):
+    for name in ("to_cpu", "cuda", "to_cuda", "copied", "compiled", "meta", "trunc", "counted",
+                 "emptied", "one", "two"):  # fmt: skip
         assert sizes(name) == plain, name
     assert sizes("bf16") == sizes("half") < plain
     assert sizes("tied")[0] == plain[0] - 32 * 32 and sizes("grouped")[0] == plain[0] + 4 * 32 * 32
@@ -555,12 +570,13 @@ def test_a_step_that_cannot_be_traced_leaves_the_engines_rows(program, name):
     assert json.loads(seen.out)["fits"] is None
 
 
-@pytest.mark.parametrize("name", ["raises", "reads", "ends"])
+@pytest.mark.parametrize("name", ["raises", "reads", "ends", "lazy"])
 def test_a_builder_that_raises_is_quoted_with_its_line(program, name):
     line = next(i for i, t in enumerate(BUILDERS.splitlines(), 1) if t.startswith(f"def {name}("))
     code, seen = program(name)
     assert code == 2 and seen.out == "" and seen.err.count("\n") == 1
     assert f"(their_program.py:{line})" in seen.err
+    assert ("give it sizes" in seen.err) == (name == "lazy")
 
 
 def test_sizes_are_read_as_written():
