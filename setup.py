@@ -141,12 +141,17 @@ class ParallelBuild(build_ext):
         super().finalize_options()
         if not (self.inplace or self.editable_mode or switched_on("FSDPC_PROBE")):
             self.extensions = [e for e in self.extensions if e.name != PROBE]
+            if not VARIANT:  # debug information names folders of the machine that builds
+                for one in self.extensions:
+                    one.extra_link_args = [*LINK_ARGS, "-Wl,--strip-debug"]
         self.force = True  # the objects are checked one by one, linking is cheap
         # A place of our own, so that in-place, editable and wheel builds share their objects.
         self.build_temp = os.path.join("build", "objects", object_directory())
 
     def build_extensions(self) -> None:
         self.compiler.compile = self.compile_all
+        linker = self.compiler.linker_so  # some Pythons add their own folder
+        self.compiler.linker_so = [arg for arg in linker if not arg.startswith("-Wl,-rpath")]
         os.makedirs(self.build_temp, exist_ok=True)
         with open(os.path.join(self.build_temp, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # two builds at once would spoil each other's objects
