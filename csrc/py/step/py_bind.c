@@ -397,7 +397,8 @@ fsdpc_py_uninstall_all(fsdpc_py_flat *flat)
 int
 fsdpc_py_end_hold(fsdpc_py_flat *flat)
 {
-    bool held = flat->hold_installed, forward_goes_on = flat->tree && flat->tree->local;
+    bool held = flat->hold_installed,
+         forward_goes_on = flat->tree && flat->tree->backward.kind == FSDPC_BACKWARD_LOCAL;
     flat->hold_installed = false;
     if (held && fsdpc_py_uninstall(flat) < 0) {
         return -1;

@@ -256,10 +256,10 @@ fsdpc_py_flat_replace_grad(fsdpc_py_flat *self, PyObject *args)
 int
 fsdpc_py_prepare_grads(fsdpc_py_flat *flat)
 {
-    if (flat->prepared) {
+    if (flat->backward.prepared) {
         return 0;
     }
-    flat->prepared = true;
+    flat->backward.prepared = true;
     if (flat->shown) { /* .grad belongs to the whole values; this pass is not the unit's */
         return 0;
     }
@@ -377,7 +377,7 @@ fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened)
     if (sync) {
         fsdpc_unit_clear_used(unit);
     }
-    if (result == 0 && flat->prepared && fsdpc_unit_has_local(unit)) {
+    if (result == 0 && flat->backward.prepared && fsdpc_unit_has_local(unit)) {
         result = fsdpc_py_note_waiting(flat);
     }
     return result;

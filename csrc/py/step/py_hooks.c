@@ -41,9 +41,9 @@ static bool
 end_is_over(fsdpc_py_hook *self)
 {
     fsdpc_py_tree *tree = self->kind == FSDPC_HOOK_END ? (fsdpc_py_tree *)self->owner : NULL;
-    bool pending = tree && tree->end_pending == (PyObject *)self;
+    bool pending = tree && tree->backward.end_pending == (PyObject *)self;
     if (pending) {
-        tree->end_pending = NULL;
+        tree->backward.end_pending = NULL;
     }
     return pending;
 }

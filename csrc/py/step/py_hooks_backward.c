@@ -53,17 +53,18 @@ static int
 detect_second(fsdpc_py_flat *flat)
 {
     fsdpc_py_tree *tree = flat->tree;
-    if (tree->asked_backward != tree->backward || tree->asked_task != flat->task) {
+    if (tree->backward.asked_number != tree->backward.number ||
+        tree->backward.asked_task != flat->task) {
         int again = fsdpc_py_call_truth(tree->grad_enabled);
         if (again < 0) {
             return -1;
         }
-        tree->asked_backward = tree->backward;
-        tree->asked_task = flat->task;
-        tree->makes_graph = again;
+        tree->backward.asked_number = tree->backward.number;
+        tree->backward.asked_task = flat->task;
+        tree->backward.makes_graph = again;
     }
-    if (tree->makes_graph) {
-        tree->twice = true;
+    if (tree->backward.makes_graph) {
+        tree->backward.twice = true;
         fsdpc_tree_keep_hold(tree->tree, flat->id);
     }
     return 0;
@@ -72,11 +73,11 @@ detect_second(fsdpc_py_flat *flat)
 static void
 open_call(fsdpc_py_flat *flat, fsdpc_py_hook *call)
 {
-    flat->unwatched = flat->unwatched || call->inputs == 0;
-    if (call->inputs > 0 && call->backward != flat->tree->backward) {
-        call->backward = flat->tree->backward;
+    flat->backward.unwatched = flat->backward.unwatched || call->inputs == 0;
+    if (call->inputs > 0 && call->backward != flat->tree->backward.number) {
+        call->backward = flat->tree->backward.number;
         call->inputs_left = call->inputs;
-        flat->open_calls++;
+        flat->backward.open_calls++;
     }
 }
 
@@ -85,15 +86,15 @@ static int
 finish_lingering(fsdpc_py_flat *flat)
 {
     fsdpc_py_tree *tree = flat->tree;
-    fsdpc_py_flat *other = tree->lingers >= 0 ? tree->units[tree->lingers] : NULL;
+    fsdpc_py_flat *other = tree->backward.lingers >= 0 ? tree->units[tree->backward.lingers] : NULL;
     if (fsdpc_py_graph_task(tree, &flat->task) < 0) {
         return -1;
     }
     if (!other || other == flat || other->task != flat->task) {
         return 0;
     }
-    tree->lingers = -1;
-    return other->complete ? fsdpc_py_finish_unit(other) : 0;
+    tree->backward.lingers = -1;
+    return other->backward.complete ? fsdpc_py_finish_unit(other) : 0;
 }
 
 /* A unit that a backward enters again may still hold gradients whose sum is not due yet. A gradient
@@ -101,7 +102,7 @@ finish_lingering(fsdpc_py_flat *flat)
 static int
 count_again(fsdpc_py_flat *flat)
 {
-    if (!flat->entered || flat->watch_all) {
+    if (!flat->backward.entered || flat->watch_all) {
         return 0;
     }
     int some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
@@ -120,11 +121,11 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
         fsdpc_py_finish_those_passed(flat) < 0) {
         return -1;
     }
-    if (!flat->entered && fsdpc_py_check_values(flat) < 0) {
+    if (!flat->backward.entered && fsdpc_py_check_values(flat) < 0) {
         return -1;
     }
-    tree->entered = flat->id;
-    tree->entered_done = false;
+    tree->backward.entered = flat->id;
+    tree->backward.entered_done = false;
     int status;
     PyObject *range = fsdpc_py_range_open(tree, "all_gather", flat);
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_backward_enter(tree->tree, flat->id));
@@ -136,7 +137,7 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
         return -1;
     }
     open_call(flat, self);
-    flat->entered = true;
+    flat->backward.entered = true;
     if (flat->hold_installed) {
         return 0;
     }
@@ -214,7 +215,7 @@ int
 fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param)
 {
     /* autograd runs the operations of one thread in reverse order, but not those of several. */
-    bool early = flat->tree && flat->closed == flat->tree->backward;
+    bool early = flat->tree && flat->closed == flat->tree->backward.number;
     const char *why =
         early ? "a part of its forward ran in a thread that forward had started, and autograd came "
                 "to the forward's inputs first. Run the whole forward in one thread, or wrap the "
@@ -235,8 +236,8 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
 {
     fsdpc_py_tree *tree = flat->tree;
     memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
-    flat->arrived_count = 0;
-    flat->complete = false;
+    flat->backward.arrived_count = 0;
+    flat->backward.complete = false;
     if (fsdpc_py_end_hold(flat) < 0) {
         return -1;
     }
@@ -254,7 +255,7 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
         return -1;
     }
     int sent = sync ? fsdpc_py_send_what_is_due(tree, false) : send_grads(flat, false);
-    tree->entered_done |= sent == 0 && tree->entered == flat->id;
+    tree->backward.entered_done |= sent == 0 && tree->backward.entered == flat->id;
     return sent < 0 || !sync ? sent : fsdpc_py_step_summed(tree);
 }
 
@@ -265,7 +266,7 @@ count_from_now_on(fsdpc_py_flat *flat)
 {
     for (int i = 0; i < fsdpc_unit_layout(flat->unit)->param_count; i++) {
         flat->arrived[i] = flat->held[i] != NULL;
-        flat->arrived_count += flat->arrived[i];
+        flat->backward.arrived_count += flat->arrived[i];
     }
     fsdpc_py_drop_held(flat);
 }
@@ -296,7 +297,9 @@ static int
 arrived_inside(const fsdpc_py_flat *flat)
 {
     long task;
-    return fsdpc_py_graph_task(flat->tree, &task) < 0 ? -1 : flat->entered && task != flat->task;
+    return fsdpc_py_graph_task(flat->tree, &task) < 0
+               ? -1
+               : flat->backward.entered && task != flat->task;
 }
 
 /* See [Note: when a unit is done]. */
@@ -307,15 +310,15 @@ all_arrived(fsdpc_py_flat *flat)
     if (inside < 0) {
         return -1;
     }
-    bool lingers = inside && flat->unwatched;
+    bool lingers = inside && flat->backward.unwatched;
     flat->reentrant |= inside;
-    flat->complete = flat->open_calls > 0 || lingers ||
-                     (fsdpc_py_is_used_late(flat) && fsdpc_py_has_nested(flat));
-    if (!flat->complete) {
+    flat->backward.complete = flat->backward.open_calls > 0 || lingers ||
+                              (fsdpc_py_is_used_late(flat) && fsdpc_py_has_nested(flat));
+    if (!flat->backward.complete) {
         return fsdpc_py_finish_unit(flat);
     }
     if (lingers) {
-        flat->tree->lingers = flat->id;
+        flat->tree->backward.lingers = flat->id;
     }
     fsdpc_py_drop_held(flat);
     return 0;
@@ -374,9 +377,9 @@ fsdpc_py_grad_arrived(fsdpc_py_hook *self)
     }
     if (!flat->arrived[self->param]) {
         flat->arrived[self->param] = 1;
-        flat->arrived_count++;
+        flat->backward.arrived_count++;
     }
-    return flat->arrived_count >= flat->expected ? all_arrived(flat) : 0;
+    return flat->backward.arrived_count >= flat->expected ? all_arrived(flat) : 0;
 }
 
 static int
@@ -393,9 +396,9 @@ drop_hold(fsdpc_py_flat *flat)
 static int
 all_closed(fsdpc_py_flat *flat)
 {
-    int some = flat->arrived_count > 0;
-    flat->closed = flat->tree->backward;
-    flat->incomplete = flat->incomplete && flat->arrived_count < flat->expected;
+    int some = flat->backward.arrived_count > 0;
+    flat->closed = flat->tree->backward.number;
+    flat->incomplete = flat->incomplete && flat->backward.arrived_count < flat->expected;
     if (!some && !flat->watch_all) {
         some = fsdpc_py_full_grads(flat, NULL, fsdpc_unit_layout(flat->unit)->param_count, false);
     }
@@ -413,24 +416,26 @@ fsdpc_py_find_unwatched(fsdpc_py_flat *flat)
     if (some <= 0 || flat->collected) {
         return some < 0 ? -1 : 0;
     }
-    if (!flat->entered) {
+    if (!flat->backward.entered) {
         return fsdpc_py_not_gathered(flat, 0);
     }
-    flat->arrived_count = 1;
+    flat->backward.arrived_count = 1;
     return fsdpc_py_watch_all(flat);
 }
 
 static int
 finish_passed(fsdpc_py_flat *flat)
 {
-    flat->closed = flat->tree->backward;
+    flat->closed = flat->tree->backward.number;
     /* The unit watches all parameters from now on: a gradient that still arrives raises by name. */
-    if (!flat->complete && (fsdpc_py_find_unwatched(flat) < 0 || fsdpc_py_watch_all(flat) < 0)) {
+    if (!flat->backward.complete &&
+        (fsdpc_py_find_unwatched(flat) < 0 || fsdpc_py_watch_all(flat) < 0)) {
         return -1;
     }
     /* Other ranks may have gradients, and then send them in this unit's turn. */
     bool sends = fsdpc_unit_layout(flat->unit)->trainable_count > 0 &&
-                 (flat->complete || flat->arrived_count > 0 || !fsdpc_unit_withholds(flat->unit));
+                 (flat->backward.complete || flat->backward.arrived_count > 0 ||
+                  !fsdpc_unit_withholds(flat->unit));
     return sends ? fsdpc_py_finish_unit(flat) : drop_hold(flat);
 }
 
@@ -439,7 +444,8 @@ fsdpc_py_finish_those_passed(const fsdpc_py_flat *next)
 {
     const fsdpc_py_tree *tree = next->tree;
     int unit = -1;
-    while (!tree->local && (unit = fsdpc_tree_next_passed(tree->tree, next->id)) >= 0) {
+    while (tree->backward.kind != FSDPC_BACKWARD_LOCAL &&
+           (unit = fsdpc_tree_next_passed(tree->tree, next->id)) >= 0) {
         if (finish_passed(tree->units[unit]) < 0) {
             return -1;
         }
@@ -453,14 +459,14 @@ fsdpc_py_input_done(fsdpc_py_hook *self)
     fsdpc_py_flat *flat = (fsdpc_py_flat *)self->owner;
     fsdpc_py_hook *call = (fsdpc_py_hook *)self->again;
     fsdpc_py_tree *tree = flat->tree;
-    if (!tree || !call || call->backward != tree->backward || call->inputs_left == 0 ||
-        --call->inputs_left > 0 || --flat->open_calls > 0 ||
+    if (!tree || !call || call->backward != tree->backward.number || call->inputs_left == 0 ||
+        --call->inputs_left > 0 || --flat->backward.open_calls > 0 ||
         !fsdpc_tree_is_held(tree->tree, flat->id)) {
         return 0;
     }
     /* Otherwise another forward of the unit is to come, whose gradients belong to the same sum. */
-    bool closed = !flat->unwatched && (flat->incomplete || flat->expected == 0);
-    if (flat->complete || closed) {
+    bool closed = !flat->backward.unwatched && (flat->incomplete || flat->expected == 0);
+    if (flat->backward.complete || closed) {
         return all_closed(flat);
     }
     return 0;

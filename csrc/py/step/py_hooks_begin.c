@@ -23,7 +23,7 @@ fsdpc_py_graph_task(const fsdpc_py_tree *tree, long *id)
 bool
 fsdpc_py_in_backward(const fsdpc_py_tree *tree)
 {
-    return fsdpc_tree_in_backward(tree->tree) && tree->end_pending;
+    return fsdpc_tree_in_backward(tree->tree) && tree->backward.end_pending;
 }
 
 /* torch keeps the end hook until it has called it, or until the backward has failed. */
@@ -32,7 +32,7 @@ queue_end(fsdpc_py_tree *tree)
 {
     PyObject *end = fsdpc_py_hook_new(FSDPC_HOOK_END, (PyObject *)tree, -1);
     PyObject *result = end ? PyObject_CallOneArg(tree->queue_callback, end) : NULL;
-    tree->end_pending = result ? end : NULL;
+    tree->backward.end_pending = result ? end : NULL;
     Py_XDECREF(result);
     Py_XDECREF(end);
     return result ? 0 : -1;
@@ -80,7 +80,7 @@ int
 fsdpc_py_begin_backward(fsdpc_py_tree *tree)
 {
     if (fsdpc_tree_in_backward(tree->tree)) {
-        if (tree->end_pending) {
+        if (tree->backward.end_pending) {
             return 0;
         }
         if (fsdpc_py_clear_broken_backward(tree) < 0) {
@@ -88,8 +88,8 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
         }
     }
     for (int i = 0; i < tree->count; i++) {
-        tree->units[i]->open_calls = 0;
-        tree->units[i]->unwatched = false;
+        tree->units[i]->backward.open_calls = 0;
+        tree->units[i]->backward.unwatched = false;
         tree->units[i]->withheld = fsdpc_unit_withholds(tree->units[i]->unit);
         if (fsdpc_py_sync_flags(tree->units[i]) < 0 ||
             fsdpc_py_detect_step(tree->units[i], false) < 0) {
@@ -101,15 +101,16 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
     if (keeps < 0) {
         return -1;
     }
-    tree->local = local;
     for (int i = 0; !local && !keeps && i < tree->count; i++) {
         tree->units[i]->graphs = 0;
         tree->units[i]->era++;
     }
-    tree->backward++;
-    tree->entered = tree->lingers = -1;
-    tree->twice = false;
-    tree->sums = local == 0 && fsdpc_py_any_sync(tree);
+    tree->backward.number++;
+    tree->backward.entered = tree->backward.lingers = -1;
+    tree->backward.twice = false;
+    tree->backward.kind = local                     ? FSDPC_BACKWARD_LOCAL
+                          : fsdpc_py_any_sync(tree) ? FSDPC_BACKWARD_SUMS
+                                                    : FSDPC_BACKWARD_KEEPS;
     int status;
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_backward(tree->tree));
     return fsdpc_py_checked(status) < 0 ? -1 : queue_end(tree);

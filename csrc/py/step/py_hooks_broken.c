@@ -7,8 +7,7 @@ void
 fsdpc_py_forget_backward(fsdpc_py_flat *flat)
 {
     memset(flat->arrived, 0, (size_t)fsdpc_unit_layout(flat->unit)->param_count);
-    flat->arrived_count = flat->open_calls = 0;
-    flat->prepared = flat->entered = flat->complete = flat->unwatched = false;
+    flat->backward = (fsdpc_py_backward){0};
 }
 
 /* [Note: touched gradients] When a backward fails, gradients of some ranks may still be in reduce slots.
@@ -73,7 +72,7 @@ keep_touched(fsdpc_py_flat *flat, PyObject *list)
         }
         sharded->touched = touched > 0;
     }
-    flat->prepared = false;
+    flat->backward.prepared = false;
     int result = fsdpc_py_prepare_grads(flat);
     for (int i = 0; result == 0 && i < flat->sharded_count; i++) {
         fsdpc_py_sharded *sharded = &flat->sharded[i];
@@ -142,7 +141,8 @@ fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
     if (!touched || put_away(tree, touched) < 0) {
         goto done;
     }
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_backward(tree->tree, tree->sums));
+    FSDPC_PY_UNLOCKED(
+        status = fsdpc_tree_end_backward(tree->tree, tree->backward.kind == FSDPC_BACKWARD_SUMS));
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_forget_backward(tree->units[i]);
         fsdpc_unit_clear_used(tree->units[i]->unit);

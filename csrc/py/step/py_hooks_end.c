@@ -9,7 +9,7 @@ finish_partial_units(fsdpc_py_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_flat *flat = tree->units[i];
-        if (flat->complete) {
+        if (flat->backward.complete) {
             flat->incomplete = false;
             if (fsdpc_py_finish_unit(flat) < 0) {
                 return -1;
@@ -20,9 +20,9 @@ finish_partial_units(fsdpc_py_tree *tree)
             return -1;
         }
         /* A unit that was finished at its inputs stays incomplete: the next pass watches its inputs, too. */
-        flat->incomplete =
-            flat->arrived_count > 0 || (flat->incomplete && flat->closed == tree->backward);
-        if ((flat->arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||
+        flat->incomplete = flat->backward.arrived_count > 0 ||
+                           (flat->incomplete && flat->closed == tree->backward.number);
+        if ((flat->backward.arrived_count > 0 && fsdpc_py_finish_unit(flat) < 0) ||
             fsdpc_py_end_hold(flat) < 0) {
             return -1;
         }
@@ -59,7 +59,7 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (!tree->tree) {
         return 0; /* closed meanwhile */
     }
-    bool sync = !tree->local && fsdpc_py_any_sync(tree);
+    bool sync = tree->backward.kind != FSDPC_BACKWARD_LOCAL && fsdpc_py_any_sync(tree);
     int status;
     if (finish_partial_units(tree) < 0 || (sync && fsdpc_py_send_what_is_due(tree, true) < 0)) {
         return -1;
@@ -72,7 +72,7 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (sync && tree->before_end && fsdpc_py_call(tree->before_end) < 0) {
         return -1;
     }
-    if (!tree->twice) {
+    if (!tree->backward.twice) {
         fsdpc_tree_forget_kept(tree->tree);
     }
     FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_backward(tree->tree, sync));

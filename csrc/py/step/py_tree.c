@@ -211,7 +211,7 @@ let_units_go(fsdpc_py_tree *self)
         if (flat->tree == self) {
             flat->own_tree = false;
             flat->tree = NULL;
-            flat->backward = self->backward;
+            flat->earlier = self->backward.number;
             Py_DECREF(self);
         }
     }
@@ -293,7 +293,7 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     }
     PyObject_GC_UnTrack(self); /* not visible to gc before it is complete */
     self->gate.late = close_now;
-    self->entered = self->lingers = -1;
+    self->backward.entered = self->backward.lingers = -1;
     if (parse_tree(self, args, keywords) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -302,7 +302,8 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
         fsdpc_py_flat *flat = self->units[i];
         flat->tree = (fsdpc_py_tree *)Py_NewRef(self);
         flat->id = i;
-        self->backward = flat->backward > self->backward ? flat->backward : self->backward;
+        self->backward.number =
+            flat->earlier > self->backward.number ? flat->earlier : self->backward.number;
     }
     PyObject_GC_Track(self);
     return (PyObject *)self;
@@ -470,9 +471,10 @@ static PyObject *
 get_entered(fsdpc_py_tree *self, void *closure)
 {
     (void)closure;
-    return self->entered < 0
+    return self->backward.entered < 0
                ? Py_NewRef(Py_None)
-               : Py_BuildValue("iO", self->entered, self->entered_done ? Py_True : Py_False);
+               : Py_BuildValue("iO", self->backward.entered,
+                               self->backward.entered_done ? Py_True : Py_False);
 }
 
 static int

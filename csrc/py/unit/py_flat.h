@@ -42,6 +42,24 @@ typedef struct fsdpc_py_sharded {
     bool cleared;       /* had no gradient when this backward reached it */
 } fsdpc_py_sharded;
 
+/* What a unit has done in the backward in progress: fsdpc_py_forget_backward empties this record afterwards. The
+ * phases are in csrc/README.md. */
+typedef struct fsdpc_py_backward {
+    bool entered;   /* the unit was gathered for this backward */
+    bool unwatched; /* the backward has reached a forward whose inputs are not watched */
+    bool complete;  /* all gradients exist; the hold ends with the backward */
+    bool prepared;  /* fsdpc_py_prepare_grads has run */
+    int open_calls; /* forwards whose outputs it has reached, but not all watched inputs */
+    int arrived_count;
+} fsdpc_py_backward;
+
+/* What the ranks do with the gradients of a backward when it ends. */
+enum fsdpc_py_backward_kind {
+    FSDPC_BACKWARD_KEEPS, /* nothing: all units keep theirs (no_sync) */
+    FSDPC_BACKWARD_SUMS,  /* some unit's are summed over the ranks */
+    FSDPC_BACKWARD_LOCAL  /* nothing: it is a part of a forward, see py_hooks_begin.c */
+};
+
 typedef struct fsdpc_py_flat {
     PyObject_HEAD
     fsdpc_unit *unit;
@@ -49,7 +67,6 @@ typedef struct fsdpc_py_flat {
     struct fsdpc_py_tree *tree;            /* strong; NULL while unattached */
     bool own_tree;                         /* made by fsdpc._probe.gather() */
     int id;
-    uint64_t backward; /* number of the last one in an earlier tree, whose graphs may still come */
     fsdpc_py_gate gate;
     bool unbinds; /* as soon as it is not in use */
     PyObject *on_unattached, *after_backward;
@@ -77,8 +94,6 @@ typedef struct fsdpc_py_flat {
     bool marked; /* as gathered */
     long gathered_version, released_version;
     long writes; /* to the sharded parameters, as autograd had counted them: fsdpc_py_was_touched */
-    bool hold_installed;
-    bool withheld;    /* fsdpc_unit_withholds when the backward began */
     bool unsharded;   /* by unshard(): the modules show gathered parameters without a forward */
     bool stays;       /* the same after a forward: see py_stay.c */
     int members_left; /* of the modules of one unit: how many have yet to run in this pass */
@@ -102,18 +117,17 @@ typedef struct fsdpc_py_flat {
     bool watch_all;
     uint8_t *hooked;            /* per parameter: its gathered tensor has one */
     struct fsdpc_py_hook *call; /* the forward in progress, see py_hooks_impl.h; owned */
-    /* Of the backward in progress. */
-    int open_calls; /* forwards whose outputs it has reached, but not all watched inputs */
-    bool unwatched; /* it has reached a forward whose inputs are not watched */
-    bool complete;  /* all gradients exist; the hold ends with the backward */
-    bool collected; /* `grads` and `held` are filled */
-    bool entered;   /* was gathered for this backward */
-    long task;      /* torch's number of the backward that entered it last */
-    uint8_t *arrived;
-    int arrived_count, expected;
-    bool prepared;   /* fsdpc_py_prepare_grads has run */
-    bool incomplete; /* the last backward left parameters without gradient */
-    uint64_t closed; /* number of the last backward that ended at the unit's inputs */
+    fsdpc_py_backward backward;
+    /* Of the backward in progress, or of the last one. */
+    bool withheld;       /* fsdpc_unit_withholds when the backward began */
+    bool hold_installed; /* the hold is one of `installed` */
+    bool collected;      /* `grads` and `held` are filled */
+    bool incomplete;     /* the last backward left parameters without gradient */
+    long task;           /* torch's number of the backward that entered it last */
+    uint64_t closed;     /* number of the last backward that ended at the unit's inputs */
+    uint64_t earlier; /* number of the last one in an earlier tree, whose graphs may still come */
+    uint8_t *arrived; /* per parameter; `backward` counts them */
+    int expected;     /* how many parameters are trained */
 } fsdpc_py_flat;
 
 typedef struct fsdpc_py_tree {
@@ -126,19 +140,20 @@ typedef struct fsdpc_py_tree {
     bool late_work; /* the tree or a unit has put something off until then */
     bool thaws;     /* on_thaw runs, and may detach the units */
     int forward_depth;
-    bool recompute;   /* the outermost forward in progress runs inside a backward */
-    bool poison;      /* see fsdpc_tree_options */
-    bool twice;       /* the backward in progress makes a graph for a second one */
-    bool makes_graph; /* torch's answer to that, for this task of this backward: */
-    long asked_task;
-    uint64_t asked_backward;
-    PyObject *end_pending; /* the end hook of the backward in progress; borrowed, NULL: none */
-    bool sums;             /* some unit's gradients of that backward are summed over the ranks */
-    bool local;            /* that backward is a part of a forward: see py_hooks_begin.c */
-    uint64_t backward;     /* number of that backward */
-    int entered;           /* the unit that the latest backward has entered last; -1: none */
-    int lingers;           /* the unit that is complete and held until another is entered; -1 */
-    bool entered_done;     /* the gradients of that unit are complete, and sent if they were due */
+    bool recompute; /* the outermost forward in progress runs inside a backward */
+    bool poison;    /* see fsdpc_tree_options */
+    struct {
+        uint64_t number;
+        enum fsdpc_py_backward_kind kind;
+        PyObject *end_pending; /* its end hook; borrowed, NULL: none */
+        bool twice;            /* it makes a graph for a second one */
+        bool makes_graph;      /* torch's answer to that, for this task of this backward: */
+        long asked_task;
+        uint64_t asked_number;
+        int entered;       /* the unit that it has entered last; -1: none */
+        int lingers;       /* the unit that is complete and held until another is entered; -1 */
+        bool entered_done; /* the gradients of that unit are complete, and sent if they were due */
+    } backward;            /* in progress, or the last one */
     uint32_t passes;       /* outermost passes that have begun */
     bool outer_grad;       /* the outermost forward began with gradients enabled */
     PyObject *grad_enabled, *graph_task, *keeps_graph, *queue_callback; /* torch's functions */
