@@ -88,8 +88,8 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
         )
     if getattr(param, "_is_flat_param", False):
         raise ValueError(
-            f"parameter {name!r} of {what} is a flat parameter of FullyShardedDataParallel: shard "
-            "a model with one of both interfaces"
+            f"parameter {name!r} of {what} is a flat parameter of FullyShardedDataParallel: use "
+            "FullyShardedDataParallel or fully_shard for a module, not both"
         )
     if hasattr(param, "fsdp_pre_all_gather") or hasattr(param, "fsdp_post_all_gather"):
         raise NotImplementedError(

@@ -115,8 +115,8 @@ LOSSY = {"int8": 0.02, "bf16": 0.01}
 REFUSED = {
     ("checkpoint", "matmul"): (ValueError, "is checkpointed already"),
     ("matmul", "checkpoint"): (ValueError, "is checkpointed already"),
-    ("FSDP", "fully_shard"): (ValueError, "by FullyShardedDataParallel already.*one of both"),
-    ("fully_shard", "FSDP"): (ValueError, "by fully_shard already.*one of both"),
+    ("FSDP", "fully_shard"): (ValueError, "by FullyShardedDataParallel already.*not both"),
+    ("fully_shard", "FSDP"): (ValueError, "by fully_shard already.*not both"),
 }
 
 

@@ -312,11 +312,11 @@ def test_a_module_is_sharded_by_one_interface(rank, world, tied):
 
     first, second = pair()
     fsdpc.fully_shard(first)
-    with pytest.raises(ValueError, match="by fully_shard already.* for a module, not both"):
+    with pytest.raises(ValueError, match="by fully_shard already.* not both"):
         fsdpc.FullyShardedDataParallel(nn.Sequential(second), use_orig_params=True)
     first, second = pair()
     wrapped = fsdpc.FullyShardedDataParallel(first, use_orig_params=True)
-    with pytest.raises(ValueError, match="FullyShardedDataParallel already.* one of both"):
+    with pytest.raises(ValueError, match="FullyShardedDataParallel already.* not both"):
         fsdpc.fully_shard(nn.Sequential(second))
     assert wrapped.module is first  # a wrapper that is gone shards nothing
 
