@@ -184,6 +184,24 @@ engine_make_grads(const fsdpc_unit *unit, int number, int step, int round, engin
     }
 }
 
+/* A gradient of ones for every parameter. */
+__attribute__((unused)) static void
+engine_fill_grads(const fsdpc_unit *unit, engine_grads *grads)
+{
+    static const int64_t one = 1;
+    float *next = grads->memory;
+    for (int i = 0; i < unit->layout->param_count; i++) {
+        int64_t numel = unit->layout->params[i].numel;
+        if (unit->layout->params[i].trainable_index >= 0) {
+            grads->tensors[i] = (fsdpc_tensor){next, FSDPC_F32, 1, &grads->shape[i], &one, true};
+            for (int64_t k = 0; k < numel; k++) {
+                next[k] = 1.0f;
+            }
+        }
+        next += numel;
+    }
+}
+
 /* What rank r sends of an element: its first gradient as it is, further ones added up. */
 static double
 engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int unit, int param,

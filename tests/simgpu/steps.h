@@ -8,10 +8,7 @@
 
 #include <math.h>
 
-#include "comm/comm_nccl.h"
-#include "engine.h"
-#include "gpu.h"
-#include "nccl/simnccl.h"
+#include "waits.h"
 
 enum { UNITS = 5, ROOT = 0, STEPS = 3 };
 
@@ -39,21 +36,9 @@ typedef struct model {
     const int *kinds;
 } model;
 
-/* Two for each group of shards, then two for each group of replicas. */
-static char ids[RANKS_MAX][FSDPC_COMM_NCCL_ID_BYTES];
-
 /* --- a model on one rank ------------------------------------------------------------------------- */
 
-__attribute__((unused)) static fsdpc_comm *
-open_one(const model *m, int rank, int world, const char *name, const char *id)
-{
-    fsdpc_comm *comm;
-    fsdpc_comm_nccl_options options = {
-        .name = name, .timeout_s = 30, .poll_ms = 20, .registers = true};
-    REQUIRE_OK(fsdpc_comm_nccl(m->device, rank, world, id, &options, &comm));
-    return comm;
-}
-
+/* The first ids are for the groups of shards, the next for those of replicas. */
 __attribute__((unused)) static fsdpc_comm *
 open_comm(const model *m, int rank, int world, int first_id, bool alone)
 {
@@ -62,17 +47,8 @@ open_comm(const model *m, int rank, int world, int first_id, bool alone)
         REQUIRE_OK(fsdpc_comm_self(m->device, &comm));
         return comm;
     }
-    comm = open_one(m, rank, world, "gather", ids[first_id]);
-    fsdpc_comm_set_twin(comm, open_one(m, rank, world, "reduce", ids[first_id + 1]));
-    return comm;
-}
-
-__attribute__((unused)) static void
-new_ids(void)
-{
-    for (int i = 0; i < RANKS_MAX; i++) {
-        REQUIRE_OK(fsdpc_comm_nccl_id(ids[i]));
-    }
+    return open_twins(m->device, rank, world, first_id,
+                      (fsdpc_comm_nccl_options){.timeout_s = 30, .poll_ms = 20, .registers = true});
 }
 
 static fsdpc_unit *
@@ -110,6 +86,7 @@ open_tree(model *m)
                                         .forward_prefetch = !m->no_prefetch,
                                         .trust_order = m->trust_order,
                                         .poison = m->poison};
+    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
     for (int u = 0; u < UNITS; u++) {
         m->units[u] = open_unit(m, u);
     }
@@ -187,23 +164,6 @@ use(model *m, int u, int step)
     note_wrong(m, engine_count_wrong(unit, u, step), "values", u, step);
 }
 
-__attribute__((unused)) static void
-fill_grads(const fsdpc_unit *unit, engine_grads *grads)
-{
-    static const int64_t one = 1;
-    float *next = grads->memory;
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        int64_t numel = unit->layout->params[i].numel;
-        if (unit->layout->params[i].trainable_index >= 0) {
-            grads->tensors[i] = (fsdpc_tensor){next, FSDPC_F32, 1, &grads->shape[i], &one, true};
-            for (int64_t k = 0; k < numel; k++) {
-                next[k] = 1.0f;
-            }
-        }
-        next += numel;
-    }
-}
-
 /* The same numbers with room between them. */
 __attribute__((unused)) static void
 spread_grads(const fsdpc_unit *unit, engine_grads *grads)
@@ -237,7 +197,7 @@ make_grads(model *m, int u, int step)
     free(m->grads[u].memory);
     engine_make_grads(m->units[u], u, step, 0, &m->grads[u]);
     if (m->all_used) {
-        fill_grads(m->units[u], &m->grads[u]);
+        engine_fill_grads(m->units[u], &m->grads[u]);
     }
     if (m->strided) {
         spread_grads(m->units[u], &m->grads[u]);
@@ -330,7 +290,7 @@ __attribute__((unused)) static void
 read_grads(model *m, int step)
 {
     static const int rounds[RANKS_MAX] = {1, 1, 1, 1, 1, 1, 1, 1};
-    /* Nothing but the clocks knows the values that fill_grads makes. */
+    /* Nothing but the clocks knows the values that engine_fill_grads makes. */
     for (int u = 0; u < UNITS; u++) {
         fsdpc_unit *unit = m->units[u];
         simgpu_host_read(unit->grad, unit->layout->grad_bytes, "optimizer");
@@ -353,24 +313,11 @@ train(model *m, int steps)
 }
 
 __attribute__((unused)) static void
-start_rank(int rank, const ranks_run *run)
+expect_no_mismatches(const model *m)
 {
-    static const char *const policies[] = {"eager", "lazy", "order:1,host,0", "order:0,host,1",
-                                           "order:host,1,0"};
-    char policy[32];
-    gpu_start();
-    simnccl_reset();
-    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
-    snprintf(policy, sizeof policy, "random:%d", run->option * 100 + rank);
-    REQUIRE(simgpu_policy(run->option < 5 ? policies[run->option] : policy));
-}
-
-__attribute__((unused)) static void
-report(void)
-{
-    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
-        fprintf(stderr, "  %s\n", simgpu_report(i));
-    }
+    CHECK_INT(m->wrong, 0);
+    CHECK_INT(simnccl_count().mismatches, 0);
+    expect_no_reports();
 }
 
 #endif

@@ -15,11 +15,7 @@ steps_are_right(int rank, ranks_run *run)
     open_model(&m, rank, run);
     CHECK_STR(fsdpc_tree_kind(m.tree), "stream");
     CHECK_INT(train(&m, STEPS), FSDPC_OK);
-    CHECK_INT(m.wrong, 0);
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    CHECK_INT(simnccl_count().mismatches, 0);
-    report();
+    expect_no_mismatches(&m);
     close_model(&m);
 }
 
@@ -47,10 +43,7 @@ two_users_of_a_slot(int rank, ranks_run *run)
     fsdpc_tree_get_memory(m.tree, &memory);
     CHECK_INT(memory.spare_count, 2);
     CHECK_INT(memory.spare_bytes, 0);
-    CHECK_INT(m.wrong, 0);
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    report();
+    expect_no_mismatches(&m);
     close_model(&m);
 }
 
@@ -107,7 +100,7 @@ slots_outlive_readers_of_other_streams(int rank, ranks_run *run)
     fsdpc_device_use(m.device, NULL);
     close_model(&m);
     CHECK_INT(simgpu_reports(), 0);
-    report();
+    expect_no_reports();
 }
 
 /* --- what a step costs ------------------------------------------------------------------------------ */
@@ -228,7 +221,7 @@ a_step_is_captured(int rank, ranks_run *run)
     CHECK_INT(train(&m, 2), FSDPC_OK); /* and what follows is as if there had been none */
     CHECK_INT(m.wrong, 0);
     CHECK_INT(simgpu_reports(), 0);
-    report();
+    expect_no_reports();
     close_model(&m);
 }
 
@@ -264,7 +257,7 @@ the_host_is_refused_in_a_capture(int rank, ranks_run *run)
     CHECK_INT(fsdpc_tree_new(m.units, depths, UNITS, &options, &second), FSDPC_E_STATE);
     CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
     CHECK_INT(simgpu_reports(), 0);
-    report();
+    expect_no_reports();
     close_model(&m);
 }
 
@@ -292,15 +285,11 @@ streams_must_lead_back(int rank, ranks_run *run)
 
 /* --- planted faults --------------------------------------------------------------------------------- */
 
-enum { FOUND, WRONG, CALLS };
-
-/* Rank 0 of two leaves out the k-th wait of its second step; k is run->option, 0 for none. */
+/* Two ranks; one of them leaves out a wait of its second step. */
 static void
 with_a_fault(int rank, ranks_run *run)
 {
     model m;
-    static const char entry[] = "cuStreamWaitEvent";
-    int k = run->option;
     start_rank(rank, run);
     REQUIRE(simgpu_policy("lazy")); /* what nothing demands is late */
     open_model(&m, rank, run);
@@ -308,103 +297,42 @@ with_a_fault(int rank, ranks_run *run)
     CHECK_INT(train(&m, 1), FSDPC_OK);
     CHECK_INT(m.wrong, 0);
     set_masters(&m, 1);
-    int64_t before = simgpu_calls(entry);
-    REQUIRE(k == 0 || rank > 0 || simgpu_skip(entry, k));
-    int status = forward(&m, 1);
-    status = status == FSDPC_OK ? backward(&m, 1) : status;
-    int64_t calls = simgpu_calls(entry) - before;
+    leave_out(rank);
+    int status = pass(&m, 1);
     read_grads(&m, 1);
-    (void)simgpu_drain();
-    if (rank == 0) {
-        run->flags[CALLS] = (uint32_t)calls;
-        run->flags[FOUND] = status != FSDPC_OK || simgpu_count().races || simgpu_count().faults;
-        run->flags[WRONG] = m.wrong > 0;
-    }
+    judge(rank, run, status, m.wrong > 0);
     close_model(&m);
 }
 
 static void
-break_one(int k, uint32_t *seen)
-{
-    ranks_run *run = ranks_new(2);
-    run->option = k;
-    new_ids();
-    ranks_start(run, with_a_fault);
-    for (int i = 0; i < 3; i++) {
-        seen[i] = run->flags[i];
-    }
-    ranks_free(run);
-}
-
-static void
-look_for(int k, uint32_t *seen)
-{
-    seen[FOUND] = 0;
-    for (int run = 0; run < FAULT_RUNS && !seen[FOUND]; run++) {
-        break_one(k, seen);
-    }
-}
-
-/* Every wait of a step, left out one at a time. */
-static void
 missing_waits_are_found(void)
 {
-    uint32_t seen[3];
-    break_one(0, seen);
-    CHECK(!seen[FOUND] && !seen[WRONG]);
-    int calls = (int)seen[CALLS], found = 0, values = 0;
-    for (int k = 1; k <= calls; k++) {
-        look_for(k, seen);
-        found += seen[FOUND] != 0;
-        values += seen[WRONG] != 0;
-        if (!seen[FOUND]) {
-            TEST_FAIL("nothing is found when wait %d of %d is left out", k, calls);
-        }
-    }
-    CHECK(calls > 12);
+    wait_counts w = leave_each_wait_out(2, 0, with_a_fault, "a step");
+    CHECK(w.calls > 12);
     printf("%d waits in a step of 2 ranks, each left out once: %d found by clocks, %d of them by "
            "values too\n",
-           calls, found, values);
+           w.calls, w.found, w.wrong);
 }
 
 int
 main(void)
 {
+    static const rank_function captures[] = {a_step_is_captured, the_host_is_refused_in_a_capture,
+                                             streams_must_lead_back};
     for (int world = 1; world <= 3; world++) {
-        for (int option = 0; option < 9; option++) {
-            ranks_run *run = ranks_new(world);
-            run->option = option;
-            new_ids();
-            ranks_start(run, option == 8 ? a_step_costs_no_more_than_this : steps_are_right);
-            ranks_free(run);
+        for (int option = 0; option < 8; option++) {
+            with_ranks(world, option, steps_are_right, NULL);
         }
+        with_ranks(world, 8, a_step_costs_no_more_than_this, NULL);
     }
     for (int option = 0; option < 8; option++) {
-        ranks_run *run = ranks_new(2);
-        run->option = option;
-        new_ids();
-        ranks_start(run, two_users_of_a_slot);
-        ranks_free(run);
+        with_ranks(2, option, two_users_of_a_slot, NULL);
     }
-    static void (*const captures[])(int, ranks_run *) = {
-        a_step_is_captured, the_host_is_refused_in_a_capture, streams_must_lead_back};
     for (int i = 0; i < 6; i++) {
-        ranks_run *run = ranks_new(1 + i / 3);
-        run->option = 0;
-        new_ids();
-        ranks_start(run, captures[i % 3]);
-        ranks_free(run);
+        with_ranks(1 + i / 3, 0, captures[i % 3], NULL);
     }
-    ranks_run *run = ranks_new(2);
-    run->option = 0;
-    new_ids();
-    ranks_start(run, a_wait_for_used_bits_is_interrupted);
-    ranks_free(run);
-    run = ranks_new(2);
-    run->option = 1;
-    new_ids();
-    ranks_start(run, slots_outlive_readers_of_other_streams);
-    ranks_free(run);
+    with_ranks(2, 0, a_wait_for_used_bits_is_interrupted, NULL);
+    with_ranks(2, 1, slots_outlive_readers_of_other_streams, NULL);
     missing_waits_are_found();
     return test_result();
 }

@@ -4,10 +4,7 @@
  * of the first is an operator of torch, that of the second is the processor. After every step their
  * gradients, masters and gathered values are equal bit for bit. Then waits are left out.
  */
-#include "comm/comm_nccl.h"
-#include "engine.h"
-#include "gpu.h"
-#include "nccl/simnccl.h"
+#include "waits.h"
 
 enum { UNITS = 5, ROOT = 0, FROZEN = 4, STEPS = 3, SIDES = 2, OFFLOADED = 1 };
 
@@ -32,19 +29,7 @@ typedef struct model {
     bool alone;    /* only the offloaded side trains */
 } model;
 
-static char ids[2 * SIDES][FSDPC_COMM_NCCL_ID_BYTES];
-
 /* --- set-up -------------------------------------------------------------------------------------- */
-
-static fsdpc_comm *
-open_one(const model *m, const char *name, const char *id)
-{
-    fsdpc_comm *comm;
-    /* The watching thread must not look: what it has seen as done, the processor has. */
-    fsdpc_comm_nccl_options options = {.name = name, .timeout_s = 60, .poll_ms = 30000};
-    REQUIRE_OK(fsdpc_comm_nccl(m->device, m->rank, m->world, id, &options, &comm));
-    return comm;
-}
 
 static fsdpc_comm *
 open_comm(const model *m, int which)
@@ -54,9 +39,9 @@ open_comm(const model *m, int which)
         REQUIRE_OK(fsdpc_comm_self(m->device, &comm));
         return comm;
     }
-    comm = open_one(m, "gather", ids[2 * which]);
-    fsdpc_comm_set_twin(comm, open_one(m, "reduce", ids[2 * which + 1]));
-    return comm;
+    /* The watching thread must not look: what it has seen as done, the processor has. */
+    return open_twins(m->device, m->rank, m->world, 2 * which,
+                      (fsdpc_comm_nccl_options){.timeout_s = 60, .poll_ms = 30000});
 }
 
 static fsdpc_unit *
@@ -82,6 +67,7 @@ open_model(model *m, int rank, const ranks_run *run, bool alone)
                                                .forward_prefetch = true};
     *m = (model){.rank = rank, .world = run->world, .alone = alone};
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
+    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
     for (int w = alone; w < SIDES; w++) {
         m->sides[w].comm = open_comm(m, w);
         for (int u = 0; u < UNITS; u++) {
@@ -247,30 +233,13 @@ forward(model *m, bool grad)
 }
 
 static void
-fill_grads(const fsdpc_unit *unit, engine_grads *grads)
-{
-    static const int64_t one = 1;
-    float *next = grads->memory;
-    for (int i = 0; i < unit->layout->param_count; i++) {
-        int64_t numel = unit->layout->params[i].numel;
-        for (int64_t k = 0; k < numel; k++) {
-            next[k] = 1.0f;
-        }
-        if (unit->layout->params[i].trainable_index >= 0) {
-            grads->tensors[i] = (fsdpc_tensor){next, FSDPC_F32, 1, &grads->shape[i], &one, true};
-        }
-        next += numel;
-    }
-}
-
-static void
 make_grads(model *m, int u, int step)
 {
     const fsdpc_unit *unit = m->sides[OFFLOADED].units[u];
     free(m->grads[u].memory);
     engine_make_grads(unit, u, step, 0, &m->grads[u]);
     if (m->all_used) {
-        fill_grads(unit, &m->grads[u]);
+        engine_fill_grads(unit, &m->grads[u]);
     }
     for (int i = 0; i < unit->layout->param_count; i++) {
         const fsdpc_tensor *grad = &m->grads[u].tensors[i];
@@ -337,28 +306,6 @@ train(model *m, int step, int how)
     compare(m);
     move(m, step % 2 == 0);
     return FSDPC_OK;
-}
-
-static void
-start_rank(int rank, const ranks_run *run)
-{
-    static const char *const policies[] = {"eager", "lazy", "order:1,host,0", "order:0,host,1"};
-    char policy[32];
-    gpu_start();
-    simnccl_reset();
-    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
-    snprintf(policy, sizeof policy, "random:%d", run->option * 100 + rank);
-    REQUIRE(simgpu_policy(run->option < 4 ? policies[run->option] : policy));
-}
-
-static void
-expect_no_reports(void)
-{
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
-        fprintf(stderr, "  %s\n", simgpu_report(i));
-    }
 }
 
 static void
@@ -488,97 +435,35 @@ calls_on_own_values_wait(int rank, ranks_run *run)
 
 /* --- planted faults --------------------------------------------------------------------------------------- */
 
-enum { FOUND, WAITS, QUERIES };
-enum { NOTHING, A_WAIT, A_QUERY };
-
-/* Rank 0 leaves out the k-th wait of a stream, or of the host, in its second step and the evaluation
- * that follows it; `option` is kind * 100 + k. */
+/* In the second step and the evaluation that follows it. */
 static void
 with_a_fault(int rank, ranks_run *run)
 {
     model m;
-    int kind = run->option / 100, k = run->option % 100;
     start_rank(rank, run);
     REQUIRE(simgpu_policy("lazy")); /* what nothing demands is late */
     open_model(&m, rank, run, true);
     m.quiet = m.all_used = true;
     set_masters(&m, 0);
     CHECK_INT(train(&m, 0, PLAIN), FSDPC_OK);
-    int64_t waits = simgpu_calls("cuStreamWaitEvent"), queries = simgpu_calls("cuEventQuery");
-    if (rank == 0 && kind != NOTHING) {
-        REQUIRE(simgpu_skip(kind == A_WAIT ? "cuStreamWaitEvent" : "cuEventQuery", k));
-    }
+    leave_out(rank);
     int status = train(&m, 1, PLAIN);
     status = status == FSDPC_OK ? forward(&m, false) : status;
     set_masters(&m, 2);
-    waits = simgpu_calls("cuStreamWaitEvent") - waits;
-    queries = simgpu_calls("cuEventQuery") - queries;
-    (void)simgpu_drain();
-    if (rank == 0) {
-        run->flags[FOUND] = status != FSDPC_OK || simgpu_count().races || simgpu_count().faults;
-        run->flags[WAITS] = (uint32_t)waits;
-        run->flags[QUERIES] = (uint32_t)queries;
-        if (kind == NOTHING) {
-            expect_no_reports();
-        }
-    }
+    judge(rank, run, status, false);
     close_model(&m);
-}
-
-static void
-new_ids(void)
-{
-    for (int i = 0; i < 2 * SIDES; i++) {
-        REQUIRE_OK(fsdpc_comm_nccl_id(ids[i]));
-    }
-}
-
-static void
-with_ranks(int world, int option, rank_function function, uint32_t *seen)
-{
-    ranks_run *run = ranks_new(world);
-    run->option = option;
-    new_ids();
-    ranks_start(run, function);
-    for (int i = 0; seen && i < 3; i++) {
-        seen[i] = run->flags[i];
-    }
-    ranks_free(run);
-}
-
-static void
-look_for(int world, int option, uint32_t *seen)
-{
-    seen[FOUND] = 0;
-    for (int run = 0; run < FAULT_RUNS && !seen[FOUND]; run++) {
-        with_ranks(world, option, with_a_fault, seen);
-    }
 }
 
 static void
 missing_waits_are_found(int world)
 {
-    uint32_t seen[3];
-    int found[3] = {0};
-    with_ranks(world, 0, with_a_fault, seen);
-    CHECK(!seen[FOUND]);
-    const int counts[] = {0, (int)seen[WAITS], (int)seen[QUERIES]};
-    /* Several ranks' queries are as many as it takes. */
-    for (int kind = A_WAIT; kind <= (world == 1 ? A_QUERY : A_WAIT); kind++) {
-        for (int k = 1; k <= counts[kind]; k++) {
-            look_for(world, kind * 100 + k, seen);
-            found[kind] += seen[FOUND] != 0;
-            if (!seen[FOUND] && kind == A_WAIT) {
-                TEST_FAIL("%d ranks: nothing is found without wait %d of %d", world, k,
-                          counts[kind]);
-            }
-        }
-    }
-    CHECK(counts[A_WAIT] > 8 && (found[A_QUERY] > 0 || world > 1));
-    printf("%d ranks, offloaded: %d waits of streams left out, %d found", world, counts[A_WAIT],
-           found[A_WAIT]);
-    if (world == 1) {
-        printf("; %d queries of the host left out, %d found", counts[A_QUERY], found[A_QUERY]);
+    wait_counts w = leave_each_wait_out(world, 0, with_a_fault, "offloaded");
+    CHECK(w.calls > 8);
+    printf("%d ranks, offloaded: %d waits of streams left out, %d found", world, w.calls, w.found);
+    if (world == 1) { /* several ranks' queries are as many as it takes */
+        w = leave_each_out(world, 0, with_a_fault, "cuEventQuery", NULL);
+        CHECK(w.found > 0);
+        printf("; %d queries of the host left out, %d found", w.calls, w.found);
     }
     printf("\n");
 }
@@ -587,13 +472,13 @@ int
 main(void)
 {
     for (int world = 1; world <= 3; world++) {
-        for (int option = 0; option < 7; option++) {
+        for (int option = 0; option < 8; option++) {
             with_ranks(world, option, trains_alike, NULL);
         }
         with_ranks(world, 1, memory_is_the_hosts, NULL);
     }
     with_ranks(1, 1, the_host_waits_once, NULL);
-    for (int option = 0; option < 6; option++) {
+    for (int option = 0; option < 7; option++) {
         with_ranks(1, option, calls_on_own_values_wait, NULL);
     }
     missing_waits_are_found(1);

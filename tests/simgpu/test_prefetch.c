@@ -10,7 +10,6 @@
 static const int gathered[UNITS] = {0, 1, 1, 5, 1};
 
 enum { FIRST = 1, SECOND, THIRD, POISONED = 8 };
-enum { FOUND, CALLS };
 
 /* How a forward ends that prefetched a unit and did not come to it. */
 enum { NO_BACKWARD, PASSED_BY, BROKE_OFF, EVALUATED, ENDS };
@@ -29,10 +28,8 @@ open_unwanted(model *m, int rank, ranks_run *run)
 static void
 close_clean(model *m)
 {
-    CHECK_INT(m->wrong, 0);
     CHECK_INT(simgpu_reports(), 0);
-    CHECK_INT(simnccl_count().mismatches, 0);
-    report();
+    expect_no_mismatches(m);
     close_model(m);
 }
 
@@ -195,82 +192,31 @@ pass(model *m, int step)
     return backward(m, step);
 }
 
-/* Rank 0 of two leaves out the k-th wait of its second step; k is run->option, 0 for none. */
 static void
 with_a_fault(int rank, ranks_run *run)
 {
     model m;
-    static const char entry[] = "cuStreamWaitEvent";
-    int k = run->option;
-    run->option = 0;
     open_unwanted(&m, rank, run);
     REQUIRE(simgpu_policy("lazy")); /* what nothing demands is late */
     m.quiet = m.all_used = true;
     m.unwanted = planted_end < 0 ? FIRST : 0;
     CHECK_INT(train(&m, 1), FSDPC_OK);
     set_masters(&m, 1);
-    int64_t before = simgpu_calls(entry);
-    REQUIRE(k == 0 || rank > 0 || simgpu_skip(entry, k));
+    leave_out(rank);
     int status = pass(&m, 1);
-    int64_t calls = simgpu_calls(entry) - before;
     read_grads(&m, 1);
     set_masters(&m, 2);
-    (void)simgpu_drain();
-    if (rank == 0) {
-        run->flags[CALLS] = (uint32_t)calls;
-        run->flags[FOUND] = status != FSDPC_OK || simgpu_count().races || simgpu_count().faults;
-    }
+    judge(rank, run, status, false);
     close_model(&m);
-}
-
-static bool
-break_one(int k, int *calls)
-{
-    ranks_run *run = ranks_new(2);
-    run->option = k;
-    new_ids();
-    ranks_start(run, with_a_fault);
-    bool found = run->flags[FOUND];
-    *calls = (int)run->flags[CALLS];
-    ranks_free(run);
-    return found;
-}
-
-static bool
-look_for(int k)
-{
-    bool found = false;
-    for (int run = 0, calls; run < FAULT_RUNS && !found; run++) {
-        found = break_one(k, &calls);
-    }
-    return found;
 }
 
 static void
 missing_waits_are_found(int end, const char *what, int least)
 {
-    int calls, found = 0;
     planted_end = end;
-    CHECK(!break_one(0, &calls));
-    CHECK(calls >= least);
-    for (int k = 1; k <= calls; k++) {
-        bool seen = look_for(k);
-        found += seen;
-        if (!seen) {
-            TEST_FAIL("%s: nothing is found when wait %d of %d is left out", what, k, calls);
-        }
-    }
-    printf("%s: %d waits, each left out once: %d found\n", what, calls, found);
-}
-
-static void
-run_ranks(int world, int option, void (*function)(int, ranks_run *))
-{
-    ranks_run *run = ranks_new(world);
-    run->option = option;
-    new_ids();
-    ranks_start(run, function);
-    ranks_free(run);
+    wait_counts w = leave_each_wait_out(2, 0, with_a_fault, what);
+    CHECK(w.calls >= least);
+    printf("%s: %d waits, each left out once: %d found\n", what, w.calls, w.found);
 }
 
 int
@@ -278,12 +224,12 @@ main(void)
 {
     for (int world = 1; world <= 3; world++) {
         for (int option = 0; option < POISONED + 5; option++) {
-            run_ranks(world, option, a_backward_passes_a_unit_by);
-            run_ranks(world, option, a_forward_ends_before_a_unit);
-            run_ranks(world, option, a_late_user_finds_its_values);
+            with_ranks(world, option, a_backward_passes_a_unit_by, NULL);
+            with_ranks(world, option, a_forward_ends_before_a_unit, NULL);
+            with_ranks(world, option, a_late_user_finds_its_values, NULL);
         }
-        run_ranks(world, POISONED, what_nobody_wanted_is_poisoned_too);
-        run_ranks(world, 1, captures_leave_it_behind);
+        with_ranks(world, POISONED, what_nobody_wanted_is_poisoned_too, NULL);
+        with_ranks(world, 1, captures_leave_it_behind, NULL);
     }
     missing_waits_are_found(-1, "a backward passes a unit by", 12);
     missing_waits_are_found(NO_BACKWARD, "a forward without its backward", 3);

@@ -158,11 +158,7 @@ sums_are_right(int rank, ranks_run *run)
     for (int step = 0; step < STEPS; step++) {
         CHECK_INT(one_step(&m, step), FSDPC_OK);
     }
-    CHECK_INT(m.wrong, 0);
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    CHECK_INT(simnccl_count().mismatches, 0);
-    report();
+    expect_no_mismatches(&m);
     close_model(&m);
 }
 
@@ -192,77 +188,35 @@ a_micro_batch_costs_one_launch_a_unit(int rank, ranks_run *run)
 
 /* --- planted faults ------------------------------------------------------------------------------- */
 
-enum { FOUND, WRONG, CALLS };
-
-/* Rank 0 leaves out the k-th wait of its second step; run->option is replicas * 1000 + twice * 100 + k. */
+/* In the second step; run->option is replicas * 10 + twice. */
 static void
 with_a_fault(int rank, ranks_run *run)
 {
     model m;
-    static const char entry[] = "cuStreamWaitEvent";
-    int k = run->option % 100;
     start_rank(rank, run);
     REQUIRE(simgpu_policy("lazy"));
-    open_replicas(&m, rank, run, run->option / 1000);
+    open_replicas(&m, rank, run, run->option / 10);
     m.quiet = m.all_used = true;
-    m.twice = run->option / 100 % 10;
+    m.twice = run->option % 10;
     open_tree(&m);
     CHECK_INT(one_step(&m, 0), FSDPC_OK);
     set_masters(&m, 1);
-    int64_t before = simgpu_calls(entry);
-    REQUIRE(k == 0 || rank > 0 || simgpu_skip(entry, k));
+    leave_out(rank);
     int status = forward(&m, 1);
     status = status == FSDPC_OK ? go_back(&m, 1, 0, true) : status;
-    int64_t calls = simgpu_calls(entry) - before;
     check_grads(&m, 1);
-    (void)simgpu_drain();
-    if (rank == 0) {
-        run->flags[CALLS] = (uint32_t)calls;
-        run->flags[FOUND] = status != FSDPC_OK || simgpu_count().races || simgpu_count().faults;
-    }
+    judge(rank, run, status, false);
     close_model(&m);
-}
-
-static void
-with_ranks(int world, int option, rank_function function, uint32_t *seen)
-{
-    ranks_run *run = ranks_new(world);
-    run->option = option;
-    new_ids();
-    ranks_start(run, function);
-    for (int i = 0; seen && i < 3; i++) {
-        seen[i] = run->flags[i];
-    }
-    ranks_free(run);
-}
-
-static void
-look_for(int world, int option, uint32_t *seen)
-{
-    seen[FOUND] = 0;
-    for (int run = 0; run < FAULT_RUNS && !seen[FOUND]; run++) {
-        with_ranks(world, option, with_a_fault, seen);
-    }
 }
 
 static void
 missing_waits_are_found(int world, int replicas, bool twice)
 {
-    uint32_t seen[3];
-    int option = replicas * 1000 + twice * 100, found = 0;
-    with_ranks(world, option, with_a_fault, seen);
-    CHECK(!seen[FOUND]);
-    int calls = (int)seen[CALLS];
-    for (int k = 1; k <= calls; k++) {
-        look_for(world, option + k, seen);
-        found += seen[FOUND] != 0;
-        if (!seen[FOUND]) {
-            TEST_FAIL("%d x %d ranks: nothing is found without wait %d of %d", replicas,
-                      world / replicas, k, calls);
-        }
-    }
-    printf("%d replicas of %d shards%s: %d waits in a step, each left out once: %d found\n",
-           replicas, world / replicas, twice ? ", a unit used twice" : "", calls, found);
+    char what[64];
+    snprintf(what, sizeof what, "%d replicas of %d shards%s", replicas, world / replicas,
+             twice ? ", a unit used twice" : "");
+    wait_counts w = leave_each_wait_out(world, replicas * 10 + twice, with_a_fault, what);
+    printf("%s: %d waits in a step, each left out once: %d found\n", what, w.calls, w.found);
 }
 
 int

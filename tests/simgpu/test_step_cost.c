@@ -72,6 +72,7 @@ open_precise(model *m, int rank, const ranks_run *run, const precision *p)
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = kinds};
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
     m->comm = open_comm(m, rank, run->world, 0, false);
+    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
     for (int u = 0; u < UNITS; u++) {
         const fsdpc_unit_options unit = {
             .name = names[u], .shard = m->comm, .divide = run->world, .reshard = u != ROOT};
@@ -224,12 +225,7 @@ main(void)
         "written by two gathers + packed + read by the reduction; beside them those of shards:\n",
         UNITS);
     for (int i = 0; i < (int)(sizeof precisions / sizeof *precisions); i++) {
-        ranks_run *run = ranks_new(2);
-        run->option = i;
-        new_ids();
-        fflush(stdout);
-        ranks_start(run, measure);
-        ranks_free(run);
+        with_ranks(2, i, measure, NULL);
     }
     return test_result();
 }

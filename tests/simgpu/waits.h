@@ -1,0 +1,142 @@
+/* Ranks on the simulated GPU with NCCL between them, and the search that leaves each wait out.
+ *
+ * A function that looks for missing waits calls leave_out before the step in question and judge after it;
+ * leave_each_out runs it once as it is, then once for each call of an entry of the driver, which does
+ * nothing on rank 0. The clocks, or an error, must tell.
+ */
+#ifndef SIMGPU_WAITS_H
+#define SIMGPU_WAITS_H
+
+#include "comm/comm_nccl.h"
+#include "engine.h"
+#include "gpu.h"
+#include "nccl/simnccl.h"
+
+/* --- ranks --------------------------------------------------------------------------------------- */
+
+/* Two for each group of ranks: gathers and reductions. */
+static char ids[RANKS_MAX][FSDPC_COMM_NCCL_ID_BYTES];
+
+static fsdpc_comm *
+open_one(fsdpc_device *device, int rank, int world, const char *name, const char *id,
+         fsdpc_comm_nccl_options options)
+{
+    fsdpc_comm *comm;
+    options.name = name;
+    REQUIRE_OK(fsdpc_comm_nccl(device, rank, world, id, &options, &comm));
+    return comm;
+}
+
+/* With a twin, by two ids from `first_id` on. */
+__attribute__((unused)) static fsdpc_comm *
+open_twins(fsdpc_device *device, int rank, int world, int first_id, fsdpc_comm_nccl_options options)
+{
+    fsdpc_comm *comm = open_one(device, rank, world, "gather", ids[first_id], options);
+    fsdpc_comm_set_twin(comm, open_one(device, rank, world, "reduce", ids[first_id + 1], options));
+    return comm;
+}
+
+/* run->option below 5 names an order of the held-back work, others are seeds. */
+__attribute__((unused)) static void
+start_rank(int rank, const ranks_run *run)
+{
+    static const char *const policies[] = {"eager", "lazy", "order:1,host,0", "order:0,host,1",
+                                           "order:host,1,0"};
+    char policy[32];
+    gpu_start();
+    simnccl_reset();
+    snprintf(policy, sizeof policy, "random:%d", run->option * 100 + rank);
+    REQUIRE(simgpu_policy(run->option < 5 ? policies[run->option] : policy));
+}
+
+__attribute__((unused)) static void
+expect_no_reports(void)
+{
+    CHECK_INT(simgpu_count().races, 0);
+    CHECK_INT(simgpu_count().faults, 0);
+    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
+        fprintf(stderr, "  %s\n", simgpu_report(i));
+    }
+}
+
+enum { FOUND, WRONG, CALLS, SEEN };
+
+/* `seen`, if there, gets the first flags of the run. */
+static void
+with_ranks(int world, int option, rank_function function, uint32_t *seen)
+{
+    ranks_run *run = ranks_new(world);
+    run->option = option;
+    for (int i = 0; i < RANKS_MAX; i++) {
+        REQUIRE_OK(fsdpc_comm_nccl_id(ids[i]));
+    }
+    ranks_start(run, function);
+    for (int i = 0; seen && i < SEEN; i++) {
+        seen[i] = run->flags[i];
+    }
+    ranks_free(run);
+}
+
+/* --- planted faults ------------------------------------------------------------------------------ */
+
+static struct fault {
+    const char *entry;
+    int k; /* 0: none */
+    int64_t before;
+} fault;
+
+/* From now on. */
+__attribute__((unused)) static void
+leave_out(int rank)
+{
+    fault.before = simgpu_calls(fault.entry);
+    REQUIRE(fault.k == 0 || rank > 0 || simgpu_skip(fault.entry, fault.k));
+}
+
+__attribute__((unused)) static void
+judge(int rank, ranks_run *run, int status, bool wrong)
+{
+    int64_t calls = simgpu_calls(fault.entry) - fault.before;
+    (void)simgpu_drain();
+    if (rank == 0) {
+        run->flags[CALLS] = (uint32_t)calls;
+        run->flags[FOUND] = status != FSDPC_OK || simgpu_count().races || simgpu_count().faults;
+        run->flags[WRONG] = wrong;
+    }
+}
+
+typedef struct waits {
+    int calls, found, wrong; /* wrong: values told, too */
+} wait_counts;
+
+/* With `what`, each must be found. */
+__attribute__((unused)) static wait_counts
+leave_each_out(int world, int option, rank_function function, const char *entry, const char *what)
+{
+    uint32_t seen[SEEN];
+    wait_counts w = {0};
+    fault = (struct fault){.entry = entry};
+    with_ranks(world, option, function, seen);
+    CHECK(!seen[FOUND] && !seen[WRONG]);
+    w.calls = (int)seen[CALLS];
+    for (fault.k = 1; fault.k <= w.calls; fault.k++) {
+        seen[FOUND] = 0;
+        for (int run = 0; run < FAULT_RUNS && !seen[FOUND]; run++) {
+            with_ranks(world, option, function, seen);
+        }
+        w.found += seen[FOUND] != 0;
+        w.wrong += seen[WRONG] != 0;
+        if (!seen[FOUND] && what) {
+            TEST_FAIL("%s: nothing is found without wait %d of %d", what, fault.k, w.calls);
+        }
+    }
+    return w;
+}
+
+__attribute__((unused)) static wait_counts
+leave_each_wait_out(int world, int option, rank_function function, const char *what)
+{
+    return leave_each_out(world, option, function, "cuStreamWaitEvent", what);
+}
+
+#endif
