@@ -116,13 +116,20 @@ class WholeValues:
         return value.detach().to(self.device, self.dtypes[i]).contiguous()
 
     def gather_full_grads(self, to: torch.device | None = None) -> list[Tensor | None]:
-        """Full gradients in original shapes and storage dtypes, None if no rank has one, on the
-        unit's device or ``to``. Collective over the shard group.
+        """Full gradients in original shapes and storage dtypes, on the unit's device or ``to``:
+        None if no rank has one, with zeros for ranks that have none. Collective over the shard
+        group.
         """
         with self.adopted_grads() as mask:
             have = np.frombuffer(mask, dtype=np.uint8).astype(np.float32)
+            for param, _, covers in self._optim_params:
+                if self.holds_nothing(param):  # whatever `.grad` the program has put there
+                    have[list(covers)] = 0
             if len(have) and self.is_sharded:
                 self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
+            for param, view, covers in self._optim_params:
+                if view is not None and param.grad is None and any(have[i] for i in covers):
+                    view.zero_()  # cleared on this rank alone
             where = to or self.device
             grads: list[Tensor | None] = [
                 torch.empty(s, dtype=d, device=where) if have[i] else None

@@ -315,3 +315,26 @@ def test_a_whole_gradient_does_not_pass_for_a_shards(rank, world):
         return
     with pytest.raises(ValueError, match="does not fit its shard"):
         model.clip_grad_norm_(1.0)
+
+
+@ranks(2)
+def test_gradients_that_ranks_clear_or_set_alone(rank, world):
+    """Whole gradients have zeros for a rank that has cleared its part, and are None where the only
+    `.grad` is that of a rank without elements: what the memory held before was shown.
+    """
+    model = wrap("fsdpc", nn.Linear(40, 40), use_orig_params=True)
+    model(torch.ones(2, 40)).square().sum().backward()
+    weight, bias = (getattr(model.module, name) for name in ("weight", "bias"))
+    with summon(model, writeback=False, with_grads=True):
+        expected = model.module.weight.grad.clone().view(-1)
+    count = weight.numel()
+    counts = [None, None]
+    torch.distributed.all_gather_object(counts, (count, bias.numel()))
+    assert 0 < counts[0][0] < 1600 and 0 in (counts[0][1], counts[1][1])
+    if rank == 0:
+        weight.grad = None
+    expected[: counts[0][0]] = 0
+    bias.grad = None if bias.numel() else torch.zeros_like(bias)
+    with summon(model, writeback=False, with_grads=True):
+        assert torch.equal(model.module.weight.grad.view(-1), expected)
+        assert model.module.bias.grad is None
