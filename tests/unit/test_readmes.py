@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
@@ -95,7 +97,11 @@ def test_every_variable_that_is_read_is_documented():
 
 
 def test_the_page_of_public_names_is_that_of_the_docstrings():
-    assert (ROOT / "docs/api.md").read_text() == api_page.page(), "run `make docs`"
+    """As a new process sees them: torch patches the `step` of each class that has been made."""
+    made = subprocess.run(
+        [sys.executable, ROOT / "tests/api_page.py"], capture_output=True, text=True, check=True
+    )
+    assert (ROOT / "docs/api.md").read_text() == made.stdout, "run `make docs`"
 
 
 SAYS_FOR_ALL = ("FSDPModule", "Profile", "FusedOptimizer")  # classes that say so of their methods
