@@ -53,7 +53,7 @@ def _takes_one(loss: Callable[..., Tensor]) -> bool:
     except TypeError:
         return True
     except ValueError:  # no signature is known
-        return False
+        pass
     return False
 
 

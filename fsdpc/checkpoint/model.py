@@ -168,7 +168,7 @@ def _add_units(found: Model, model: nn.Module) -> None:
             rank = place.comm.rank
             covers = []
             for i in part.covers:
-                begin, at, count = place.spans(i)[rank]
+                begin, at, count = place.spans[i][rank]
                 at = 0 if unit.use_orig_params else at
                 spans = np.array([[begin, at, count]], dtype=np.int64)
                 covers.append((entries[i], spans if count else NO_SPANS))
@@ -189,7 +189,7 @@ def _unit_entries(place: Any) -> list[Entry]:
     replica = (replicas.rank, replicas.world) if replicas is not None else (0, 1)
     entries = []
     for i, (shape, dtype) in enumerate(zip(unit.shapes, unit.dtypes, strict=True)):
-        begin, _, count = place.spans(i)[place.comm.rank]
+        begin, _, count = place.spans[i][place.comm.rank]
         spans = np.array([[begin, 0, count]], dtype=np.int64)
         entries.append(
             Entry(

@@ -98,7 +98,7 @@ PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
 /* A range of torch's profilers; `flat` may be NULL. NULL (without an exception) while none runs. */
 PyObject *fsdpc_py_range_open(const fsdpc_py_tree *tree, const char *what,
                               const fsdpc_py_flat *flat);
-/* Ends and drops it; keeps an exception that is set. NULL is allowed. */
+/* Ends and drops the range; keeps an exception that is set. NULL is allowed. */
 void fsdpc_py_range_close(PyObject *range);
 
 /* --- py_versions.c --------------------------------------------------------------------------- */
@@ -124,8 +124,7 @@ int fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *
 /* Before the shard gradient is written: takes a slot (fsdpc_unit_take_slot). */
 int fsdpc_py_take_slot(fsdpc_py_flat *flat);
 /* Reads what the user did to the sharded parameters' gradients since the last backward (cleared,
- * replaced) and
- * sets up accumulation. Once per backward. */
+ * replaced) and sets up accumulation. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
 /* replace_grad(number, grad): another object stands for the gradient of the number-th sharded
  * parameter. */

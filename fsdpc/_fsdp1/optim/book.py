@@ -45,6 +45,12 @@ class UnitEntry:
     def __post_init__(self) -> None:
         # What the layout counts in bytes: originals of dtypes that the engine only carries.
         self.bytes = [1 if computes(dtype) else dtype.itemsize for dtype in self.unit.dtypes]
+        # Of each original, per rank: the first element, its place in the rank's piece of the
+        # segment, and the number of elements.
+        self.spans = [
+            [(begin // each, at // each, count // each) for begin, at, count in spans]
+            for each, spans in zip(self.bytes, self.layout["spans"], strict=True)
+        ]
 
     @property
     def comm(self) -> Any:
@@ -56,15 +62,8 @@ class UnitEntry:
     def length(self, part: Part, rank: int) -> int:
         """Number of elements of the part on a rank."""
         if self.unit.use_orig_params:
-            return self.spans(part.covers[0])[rank][2]
+            return self.spans[part.covers[0]][rank][2]
         return self.segment(part)["piece_numel"]
-
-    def spans(self, i: int) -> list[tuple[int, int, int]]:
-        """Of an original, per rank: the first element, its place in the rank's piece of the
-        segment, and the number of elements.
-        """
-        each = self.bytes[i]
-        return [tuple(n // each for n in span) for span in self.layout["spans"][i]]
 
     def check_cut(self, part: Part, name: str) -> None:
         """``NotImplementedError``: the optimizer holds bytes of originals with wider elements."""

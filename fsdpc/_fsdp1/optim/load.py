@@ -257,7 +257,7 @@ class _Loader:
         rank = entry.comm.rank
         result: torch.Tensor | None = None
         for i, value in values.items():
-            begin, piece_begin, length = entry.spans(i)[rank]
+            begin, piece_begin, length = entry.spans[i][rank]
             what = f"optimizer state {name} of {entry.names[i][0]}"
             mine = self.source.elements(value, begin, begin + length, what)
             if result is None:

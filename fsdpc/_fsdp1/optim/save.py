@@ -139,7 +139,7 @@ def _gather_run(
     runs = [
         Run(rank, piece_begin, i, begin, length)
         for i in covered
-        for rank, (begin, piece_begin, length) in enumerate(entry.spans(i))
+        for rank, (begin, piece_begin, length) in enumerate(entry.spans[i])
         if length
     ]
     own = [
@@ -168,7 +168,7 @@ def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
     rank = entry.comm.rank
     if not entry.unit.use_orig_params:
         return 0, entry.length(part, rank)
-    return entry.spans(part.covers[0])[rank][1:]
+    return entry.spans[part.covers[0]][rank][1:]
 
 
 # --- what is kept ---
