@@ -24,6 +24,9 @@ class StateError(RuntimeError):
 class OutOfMemoryError(MemoryError):
     """Device memory is exhausted."""
 
+TURN_HOOK: (
+    int  # what a rank sends over a wire before a collective of a communication hook, as int32
+)
 DEFAULT_TIMEOUT: float  # seconds that a rank waits for others, unless FSDPC_TIMEOUT is set
 
 def set_timeout(seconds: float, /) -> None: ...

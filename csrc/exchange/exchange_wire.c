@@ -49,9 +49,9 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return FSDPC_OK;
 }
 
-/* A turn is 2 * unit for a gather, 2 * unit + 1 for a reduction. Below zero: the unit and number of a
- * parameter that is unfrozen. */
-enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
+/* What a rank does next: 2 * unit for a gather, 2 * unit + 1 for a reduction, FSDPC_TURN_HOOK, or the end of
+ * a backward. Below zero: the unit and number of a parameter that is unfrozen. */
+enum { TURN_END = FSDPC_TURN_HOOK - 1, THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
 
 static int32_t
 thaw_turn(int unit, int param)
@@ -70,31 +70,46 @@ thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
                                      number % THAW_PARAMS, who, own < 0 ? rank : x->rank);
 }
 
-static int
-announce(fsdpc_exchange *x, int unit, int param)
+static const char *
+turn_text(const fsdpc_exchange *x, int32_t turn, char text[WHAT_BYTES])
 {
-    int status = FSDPC_OK;
-    const int32_t own = thaw_turn(unit, param);
-    if (x->trust_order) {
-        return FSDPC_OK;
+    if (turn == FSDPC_TURN_HOOK) {
+        return "a communication hook";
     }
-    int32_t *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
-    if (!turns) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
+    if (turn == TURN_END) {
+        return "the end of backward";
     }
-    turns[x->rank] = own;
-    FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, "unfreezing"), done);
-    for (int r = 0; r < x->world && status == FSDPC_OK; r++) {
-        status = turns[r] >= 0 ? thaw_mismatch(x, own, r, turns[r]) : FSDPC_OK;
-    }
-done:
-    fsdpc_mem_free(turns);
-    return status;
+    snprintf(text, WHAT_BYTES, "the %s of unit %s", turn % 2 ? "reduce" : "gather",
+             fsdpc_unit_name(x->units[turn / 2]));
+    return text;
 }
 
-/* Compares operation and unit of all ranks. */
+/* FSDPC_OK also for what no rank sends: a process group may be a fake, which writes nothing. */
 static int
-compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char *what)
+compare_turn(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
+{
+    char here[WHAT_BYTES], there[WHAT_BYTES];
+    if (own < 0 && other < 0) {
+        return FSDPC_OK;
+    }
+    if (own < 0 || other < 0) {
+        return thaw_mismatch(x, own, rank, other);
+    }
+    if (own == other || (other < TURN_END && other / 2 >= x->unit_count)) {
+        return FSDPC_OK;
+    }
+    return fsdpc_error(
+        FSDPC_E_MISMATCH,
+        "rank %d is at %s while rank %d is at %s: the ranks run different units. If a module "
+        "chooses by data what it runs, mark it with fsdpc.mark_data_dependent(module), so that "
+        "every rank gathers all units below it",
+        x->rank, turn_text(x, own, here), rank, turn_text(x, other, there));
+}
+
+/* All ranks' turns are compared before a collective: one that meets another's would end the process or
+ * give wrong values. */
+static int
+compare_turns(fsdpc_exchange *x, int32_t own, const char *what)
 {
     int status = FSDPC_OK;
     if (x->world == 1 || x->trust_order) {
@@ -104,28 +119,12 @@ compare_turns(fsdpc_exchange *x, const fsdpc_unit *unit, bool reduce, const char
     if (!turns) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
     }
-    int32_t own = fsdpc_unit_use(unit)->id * 2 + (reduce ? 1 : 0);
     for (int r = 0; r < x->world; r++) {
         turns[r] = own;
     }
     FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, what), done);
-    for (int r = 0; r < x->world; r++) {
-        int other = turns[r] / 2;
-        if (turns[r] < 0) {
-            status = thaw_mismatch(x, own, r, turns[r]);
-            break;
-        }
-        if (turns[r] == own || other < 0 || other >= x->unit_count) {
-            continue;
-        }
-        status = fsdpc_error(
-            FSDPC_E_MISMATCH,
-            "rank %d is at the %s of unit %s while rank %d is at the %s of unit %s: the ranks run "
-            "different units. If a module chooses by data what it runs, mark it with "
-            "fsdpc.mark_data_dependent(module), so that every rank gathers all units below it",
-            x->rank, reduce ? "reduce" : "gather", fsdpc_unit_name(unit), r,
-            turns[r] % 2 ? "reduce" : "gather", fsdpc_unit_name(x->units[other]));
-        break;
+    for (int r = 0; r < x->world && status == FSDPC_OK; r++) {
+        status = compare_turn(x, own, r, turns[r]);
     }
 done:
     fsdpc_mem_free(turns);
@@ -133,11 +132,17 @@ done:
 }
 
 static int
+announce(fsdpc_exchange *x, int unit, int param)
+{
+    return compare_turns(x, thaw_turn(unit, param), "unfreezing");
+}
+
+static int
 gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     char what[WHAT_BYTES];
     snprintf(what, sizeof what, "gather of unit %s", fsdpc_unit_name(unit));
-    FSDPC_TRY(compare_turns(x, unit, false, what));
+    FSDPC_TRY(compare_turns(x, fsdpc_unit_use(unit)->id * 2, what));
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
@@ -214,7 +219,7 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     char what[WHAT_BYTES];
     snprintf(what, sizeof what, "reduce of unit %s", fsdpc_unit_name(unit));
     fsdpc_unit_use(unit)->posted++;
-    FSDPC_TRY(compare_turns(x, unit, true, what));
+    FSDPC_TRY(compare_turns(x, fsdpc_unit_use(unit)->id * 2 + 1, what));
     FSDPC_TRY(pack(x, unit, grads));
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     int count = 0;
@@ -250,8 +255,10 @@ reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 static int
 share_used(fsdpc_exchange *x, bool *again)
 {
+    static const char what[] = "used bits at the end of backward";
     int status = FSDPC_OK;
     size_t count = (size_t)x->unit_count, at = 0;
+    FSDPC_TRY(compare_turns(x, TURN_END, what));
     for (int u = 0; u < x->unit_count; u++) {
         count += (size_t)fsdpc_unit_layout(x->units[u])->param_count;
     }
@@ -265,8 +272,7 @@ share_used(fsdpc_exchange *x, bool *again)
         }
         bits[at++] = fsdpc_unit_sends_local(x->units[u]);
     }
-    FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX,
-                                     "used bits at the end of backward"),
+    FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX, what),
                done);
     at = 0;
     for (int u = 0; u < x->unit_count; u++) {

@@ -69,7 +69,8 @@ def attach_marked(root: nn.Module) -> list[Any]:
             if units:
                 marked = _Marked(units)
                 handles.append(module.register_forward_pre_hook(marked.before))
-                handles.append(module.register_forward_hook(marked.after))
+                # Also where a forward raises, as torch's checkpoint does to end a recomputation early.
+                handles.append(module.register_forward_hook(marked.after, always_call=True))
     return handles
 
 

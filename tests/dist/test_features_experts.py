@@ -291,3 +291,29 @@ def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
         (sum(losses(plain, who)) / world).backward()
     for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+
+
+@ranks(2)
+@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives):
+    """torch's checkpoint raises out of the recomputed forward; two backwards go through the graph."""
+    fsdpc.set_collectives(collectives)
+    torch.manual_seed(1)
+    model = Beside()
+    plain = copy.deepcopy(model)
+    fsdpc.mark_data_dependent(model.maybe)
+    fsdpc.fully_shard(model.maybe.block)
+    model.maybe = checkpoint_wrapper(model.maybe)
+    fsdpc.fully_shard(model)
+    plain.maybe = checkpoint_wrapper(plain.maybe)
+
+    def loss_of_rank(one, who):
+        return one({"x": batch_with(who, [], [])["x"], "runs": who == 0}).square().mean()
+
+    loss = loss_of_rank(model, rank)
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+    for who in range(world):
+        (loss_of_rank(plain, who) * 2 / world).backward()
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)

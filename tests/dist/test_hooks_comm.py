@@ -27,6 +27,8 @@ from toys import (
     wrap_blocks,
 )
 
+import fsdpc
+
 SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 ALL = [*SHARDED, ShardingStrategy.NO_SHARD]
 STRATEGIES = pytest.mark.parametrize("strategy", ALL, ids=lambda s: s.name)
@@ -332,6 +334,20 @@ def test_units_that_run_by_data(rank, world, strategy):
         check_equal(full_gradients(model), reference.gradients(), f"step {step}", rtol=1e-6)
         model.zero_grad()
         reference.master.zero_grad()
+
+
+@ranks(2, env=C10D)
+def test_a_gather_that_meets_a_hook(rank, world):
+    """Messages of two lengths that meet end a process in gloo, so both ranks must raise before."""
+    options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True}
+    hooked, other = wrap("fsdpc", toy(), **options), wrap("fsdpc", toy(), **options)
+    hooked.register_comm_hook(None, Calls())
+    for model in (hooked, other):
+        loss_of(model, tokens(rank, 0)).backward()
+    loss = loss_of(hooked, tokens(rank, 1))
+    words = "communication hook of .* while rank 1 gathers" if rank == 0 else "a communication hook"
+    with pytest.raises(fsdpc.MismatchError, match=words):
+        loss.backward() if rank == 0 else loss_of(other, tokens(rank, 1))
 
 
 @ranks(2)

@@ -632,5 +632,7 @@ static PyType_Spec spec = {
 int
 fsdpc_py_tree_exec(PyObject *module)
 {
-    return fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->tree_type);
+    return PyModule_AddIntConstant(module, "TURN_HOOK", FSDPC_TURN_HOOK) < 0
+               ? -1
+               : fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->tree_type);
 }
