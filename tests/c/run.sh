@@ -1,10 +1,11 @@
 #!/bin/sh
 # Runs C test programs, $TEST_JOBS (1) at a time, each at most $TEST_TIMEOUT (300) s: run.sh PROGRAM...
+# An emulator that runs them is $RUN_WITH.
 # Shows the output of those that fail or skip (and of the programs $SHOW), and closes with a count.
 if [ "$1" = --one ]; then
     name=$(basename "$2")
     log=$results/$name.log
-    timeout -k 5 "${TEST_TIMEOUT:-300}" "$2" >"$log" 2>&1 </dev/null
+    timeout -k 5 "${TEST_TIMEOUT:-300}" $RUN_WITH "$2" >"$log" 2>&1 </dev/null
     code=$?
     case $code in
     0)
