@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fsdpc._torch import TorchDispatchMode, tree_leaves
@@ -52,19 +51,3 @@ class LiveBytes(TorchDispatchMode):
 
     def _gone(self, key: int) -> None:
         self.bytes -= self._sizes.pop(key)
-
-
-def peak_of_allocator(profile: torch.profiler.profile) -> int:
-    """The most bytes above the begin that torch's CPU allocator had handed out, by the events of a
-    profile with ``profile_memory=True``. Includes what operators allocate inside.
-    """
-    live = top = 0
-    events = [
-        e
-        for e in profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-        if e.name() == "[memory]"
-    ]
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        top = max(top, live)
-    return top

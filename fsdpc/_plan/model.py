@@ -5,7 +5,6 @@ Nothing here needs torch. Bytes are per rank, elements are of whole parameters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from fsdpc._engine.saved import Away
@@ -119,9 +118,6 @@ class Model:
             return self.extra["width"]
         blocks = self.blocks or sum(unit.depth > 0 for unit in self.units) or 1
         return (self.flops / (6 * 12 * max(self.tokens, 1) * blocks)) ** 0.5
-
-    def with_moments(self, moments: Iterable[Moment]) -> Model:
-        return replace(self, moments=tuple(moments))
 
 
 @dataclass(frozen=True)

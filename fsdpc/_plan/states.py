@@ -1,7 +1,4 @@
-"""Bytes per parameter of optimizers and of ZeRO's stages, with their sources.
-
-A figure for "the optimizer" means nothing without its recipe, so each figure here names one.
-"""
+"""Bytes per parameter of optimizers' states, each with its source."""
 
 from __future__ import annotations
 
@@ -109,59 +106,3 @@ def optimizer(name: str) -> Optimizer:
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: use one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Bytes per parameter: values that compute, gradients, and everything the optimizer keeps."""
-
-    name: str
-    params: float
-    grads: float
-    states: float
-
-    @property
-    def total(self) -> float:
-        return self.params + self.grads + self.states
-
-    def per_rank(self, numel: float, world: int, stage: int) -> float:
-        """Bytes on each of ``world`` ranks with ZeRO stage 0 to 3 (Rajbhandari et al. 2020): the
-        states are divided from stage 1 on, the gradients from 2, the values from 3.
-        """
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"ZeRO has the stages 0 to 3, not {stage}")
-        parts = (self.states, self.grads, self.params)
-        return numel * sum(b / (world if stage > i else 1) for i, b in enumerate(parts))
-
-
-RECIPES = {
-    r.name: r
-    for r in (
-        Recipe("fp32", 4, 4, 8),  # torch FSDP on fp32 values: 16
-        Recipe("bf16", 2, 2, 4),  # everything in bf16: 8
-        Recipe("bf16-fp32-moments", 2, 2, 8),  # 12
-        Recipe("mixed", 2, 2, 12),  # ZeRO paper: fp32 master and moments: 16
-        Recipe("deepspeed", 2, 4, 12),  # its estimator: 18
-        Recipe("bf16-8bit", 2, 2, 2 + 8 / 256),
-        Recipe("fp8-values", 1, 2, 12),
-    )
-}
-
-
-def deepspeed_zero3(
-    numel: float, largest: float, gpus: int, nodes: int = 1, *, offload: str = "none"
-) -> tuple[float, float]:
-    """(GPU bytes, host bytes) that DeepSpeed's ZeRO-3 estimator prints for ``gpus`` per node;
-    ``offload``: ``none``, ``optimizer`` or ``all``. For comparisons with its documentation.
-    """
-    world = gpus * nodes
-    if offload == "all":
-        return 4 * largest, numel * 18 / nodes * 1.5
-    if offload == "optimizer":
-        return 4 * largest + 2 * numel / world, numel * 16 / nodes * 1.5
-    return 4 * largest + 18 * numel / world, largest * 4 * gpus * 1.5
-
-
-def deepspeed_zero2(numel: float, world: int) -> float:
-    """GPU bytes that DeepSpeed's ZeRO-2 estimator prints without offload."""
-    return 2 * numel + 18 * numel / world

@@ -19,7 +19,7 @@ from fsdpc._plan.engine import engine_memory
 from fsdpc._plan.geometry import PRESETS, attention_saved, block_saved, logit_bytes
 from fsdpc._plan.ledger import plan
 from fsdpc._plan.model import ZERO, Param, Setup, Unit
-from fsdpc._plan.states import OPTIMIZERS, RECIPES, deepspeed_zero2, deepspeed_zero3
+from fsdpc._plan.states import OPTIMIZERS
 
 GB = 1e9
 BF16 = {"compute": "bfloat16", "storage": "bfloat16"}
@@ -29,8 +29,37 @@ LLAMA70 = PRESETS["llama-3-70b"]
 S1 = Setup(world=8, micro_batch=2, sequence=1024, compute="bfloat16", attention="eager")
 
 
+# The documents' recipes: bytes per parameter of values, gradients and all that the optimizer keeps.
+RECIPES = {
+    "fp32": (4, 4, 8),  # torch FSDP on fp32 values: 16
+    "bf16": (2, 2, 4),  # everything in bf16: 8
+    "bf16-fp32-moments": (2, 2, 8),  # 12
+    "mixed": (2, 2, 12),  # ZeRO paper: fp32 master and moments: 16
+    "bf16-8bit": (2, 2, OPTIMIZERS["adamw8bit"].state_bytes(2)),
+}
+
+
 def state(recipe, numel, world=1, stage=0):
-    return RECIPES[recipe].per_rank(numel, world, stage) / GB
+    """Of each rank with a ZeRO stage (Rajbhandari et al. 2020): states are divided from stage 1 on,
+    gradients from 2, values from 3.
+    """
+    parts = reversed(RECIPES[recipe])
+    each = sum(b / (world if stage > i else 1) for i, b in enumerate(parts))
+    return numel * each / GB
+
+
+def deepspeed_zero3(numel, largest, gpus, offload="none"):
+    """(GPU bytes, host bytes) that DeepSpeed's ZeRO-3 estimator prints for one node."""
+    if offload == "all":
+        return 4 * largest, numel * 18 * 1.5
+    if offload == "optimizer":
+        return 4 * largest + 2 * numel / gpus, numel * 16 * 1.5
+    return 4 * largest + 18 * numel / gpus, largest * 4 * gpus * 1.5
+
+
+def deepspeed_zero2(numel, world):
+    """GPU bytes that DeepSpeed's ZeRO-2 estimator prints without offload."""
+    return 2 * numel + 18 * numel / world
 
 
 def optimizer(name, numel, item=4, world=1):
