@@ -72,7 +72,8 @@ def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:
     if arguments.plot:
         _draw(arguments.plot, made, wanted)
     if arguments.snapshot:
-        snapshot.write(arguments.snapshot, snapshot.snapshot(made))
+        points = made.timeline
+        snapshot.write(arguments.snapshot, snapshot.snapshot(points, points[0].live))
     if arguments.json:
         print(json.dumps(_as_dict(made, wanted, known, found)))
         return 0

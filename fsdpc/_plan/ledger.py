@@ -25,9 +25,9 @@ from fsdpc._engine.state_layout import (
 from fsdpc._plan.cards import counted, size
 from fsdpc._plan.engine import EngineMemory, engine_memory, reshards, specs_of
 from fsdpc._plan.model import ITEM_BYTES, Model, Setup, Unit, check
+from fsdpc._plan.rows import ALWAYS, Key, Point, Row
 from fsdpc._plan.states import Optimizer, optimizer
 
-ALWAYS = ("rest", "forward", "backward", "step")
 Build = Callable[[Setup], Model]
 
 # What cannot be known without a device. Each is printed with its source.
@@ -40,36 +40,6 @@ WORKSPACE_WHY = "cuBLAS workspace of 32 MiB, torch's default on Hopper"
 SLACK = 0.05
 SLACK_HIGH = 0.10
 SLACK_WHY = "torch's cache: 5 % of what torch allocates in a step, 10 % in the upper bound; assumed"
-
-
-@dataclass(frozen=True)
-class Row:
-    """``exact``: equal to a run's figure to the byte; else by formula, trace or assumption.
-    ``where``: ``device``, ``host`` or ``disk``.
-    """
-
-    role: str
-    bytes: int
-    lifetime: tuple[str, ...]
-    why: str
-    exact: bool = False
-    where: str = "device"
-
-
-@dataclass(frozen=True)
-class Point:
-    """What is live on the device at the highest point of a part of the step, by role. ``doubt``:
-    the bytes by which activations may be more.
-    """
-
-    phase: str
-    unit: str
-    roles: dict[str, int]
-    doubt: float = 0.0
-
-    @property
-    def bytes(self) -> int:
-        return sum(self.roles.values())
 
 
 @dataclass(frozen=True)
@@ -91,9 +61,7 @@ class Plan:
         activations by formula, for what real models save beside. What must fit.
         """
         more = SLACK_HIGH / SLACK - 1
-        return max(
-            p.bytes + round(p.doubt + p.roles.get("allocator", 0) * more) for p in self.timeline
-        )
+        return max(p.bytes + round(p.doubt + p.of("allocator") * more) for p in self.timeline)
 
     def fits(self, usable: int) -> bool | None:
         """Whether the upper bound fits. None: unknown, because activations are missing."""
@@ -380,31 +348,33 @@ def _other_rows(model: Model, setup: Setup) -> list[Row]:
 
 
 def _timeline(model: Model, rows: list[Row], setup: Setup) -> tuple[Point, ...]:
-    def lasting(phase: str) -> dict[str, int]:
+    def lasting(phase: str) -> dict[Key, int]:
         return {
-            r.role: r.bytes for r in rows if phase in r.lifetime and r.where == "device" and r.bytes
+            (r.role, ""): r.bytes
+            for r in rows
+            if phase in r.lifetime and r.where == "device" and r.bytes
         }
 
     cached = setup.transport == "stream"
     points = [Point("rest", "", lasting("rest"))]
-    base: dict[str, dict[str, int]] = {p: lasting(p) for p in ("forward", "backward")}
+    base = {phase: lasting(phase) for phase in ("forward", "backward")}
     live = 0
     for moment in model.moments:
-        roles = dict(base[moment.phase])
         top = live + moment.rise
         logits = min(moment.logits, top)
         grads = min(moment.grads, top - logits)
         again = min(moment.recomputed, top - logits - grads)
+        saved = top - logits - grads - again
         parts = {
             "logits and loss": logits,
             "unit gradients": grads,
             "recomputed": again,
-            "activations": top - logits - grads - again,
+            "activations": saved,
             "allocator": round(SLACK * top) if cached else 0,
         }
-        roles.update({role: count for role, count in parts.items() if count > 0})
-        doubt = model.doubt * (parts["activations"] + again)
-        points.append(Point(moment.phase, moment.unit, roles, doubt))
+        here = {(role, ""): count for role, count in parts.items() if count > 0}
+        doubt = model.doubt * (saved + again)
+        points.append(Point(moment.phase, moment.unit, {**base[moment.phase], **here}, doubt))
         live += moment.delta
     points.append(Point("step", "", lasting("step")))
     return tuple(points)
@@ -425,8 +395,8 @@ def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
     peak = max(timeline, key=lambda p: p.bytes)
     rows = []
     for role, why in _WHY.items():
-        most = max((p.roles.get(role, 0) for p in timeline), default=0)
-        at_peak = peak.roles.get(role, 0)
+        most = max(p.of(role) for p in timeline)
+        at_peak = peak.of(role)
         if most:
             text = why if at_peak == most else f"{why}; {size(most)} at most, at another moment"
             rows.append(

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from fsdpc._plan.advise import Change, Suggestion
 from fsdpc._plan.cards import counted, size
 from fsdpc._plan.cost import Cost
-from fsdpc._plan.ledger import Plan, Row
+from fsdpc._plan.ledger import Plan
+from fsdpc._plan.rows import Line, Row, tops
 
 WIDTH = 100
 
@@ -48,6 +49,17 @@ def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
     return "\n".join([title, one(head), one(["-" * w for w in widths]), *map(one, rows), ""])
 
 
+def beside(title: str, lines: Sequence[Line], verdicts: bool = True) -> str:
+    """Rows beside what a run holds; without ``verdicts`` their bytes alone."""
+    rows = []
+    for one in lines:
+        planned = "-" if one.planned is None else size(one.planned)
+        more = (one.verdict, one.note) if verdicts else ()
+        rows.append((one.role, planned, size(one.actual), *more))
+    head = ("what", "planned", "actual", *(("", "") if verdicts else ()))
+    return plain_table(title, head, rows)
+
+
 def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
     """The ledger, the timeline's summits and the verdict."""
     setup, peak = plan.setup, plan.peak
@@ -62,16 +74,12 @@ def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
     table(
         "Memory of each rank",
         ("what", "bytes", "at peak", "lives", "source"),
-        [_row(row, peak.roles.get(row.role, 0)) for row in plan.rows],
+        [_row(row, peak.of(row.role)) for row in plan.rows],
     )
-    tops = {}
-    for point in plan.timeline:
-        if point.phase not in tops or point.bytes > tops[point.phase].bytes:
-            tops[point.phase] = point
     table(
         "Highest points",
         ("phase", "unit", "bytes"),
-        [(p.phase, p.unit or "-", size(p.bytes)) for p in tops.values()],
+        [(p.phase, p.unit or "-", size(p.bytes)) for p in tops(plan.timeline)],
     )
     where = f" in {peak.unit}" if peak.unit else ""
     line(

@@ -1,6 +1,6 @@
-"""A plan in the format of ``torch.cuda.memory._dump_snapshot``, for torch's own memory viewer.
+"""A timeline in the format of ``torch.cuda.memory._dump_snapshot``, for torch's own memory viewer.
 
-Time in the viewer is the order of the plan's timeline: each role is allocated where it appears and
+Time in the viewer is the order of the timeline: each role is allocated where it appears and
 freed where it goes. Frames name unit and role; categories colour by role. The viewer reads pickles
 of protocol 4 at most, and needs the category ``unknown`` to exist.
 """
@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdpc._plan.ledger import Plan
+from fsdpc._plan.rows import Key, Point
 
 BASE = 1 << 40
 ROOM = 1 << 44  # addresses between roles, more than any role is large
@@ -19,36 +19,25 @@ STEP_US = 1000
 
 
 _NOTHING = ("alloc", "free_requested", "free_completed")  # so that one entry is unknown
-Key = tuple[str, str]  # role and unit; "" for the unit of the moment
 
 
-def snapshot(plan: Plan) -> dict[str, Any]:
-    """The snapshot of a plan; what lives at rest is in segments."""
-    moments = [
-        (point.unit, {(role, ""): size for role, size in point.roles.items()})
-        for point in plan.timeline
-    ]
-    return snapshot_of(moments, moments[0][1])
-
-
-def snapshot_of(
-    moments: Sequence[tuple[str, Mapping[Key, int]]], kept: Mapping[Key, int]
-) -> dict[str, Any]:
-    """The snapshot as plain values, one device's trace. ``moments``: a unit and what is live then;
-    ``kept``: what the segments show.
+def snapshot(points: Sequence[Point], kept: Mapping[Key, int]) -> dict[str, Any]:
+    """The snapshot of a timeline as plain values, one device's trace. ``kept``: what the segments
+    show.
     """
     known = ("other", "")
     trace = [_entry(action, BASE - ROOM, 512, known, "", 0) for action in _NOTHING]
     live: dict[Key, int] = {}
-    keys = list(dict.fromkeys(key for _, roles in moments for key in (*roles, *kept)))
+    keys = list(dict.fromkeys(key for point in points for key in (*point.live, *kept)))
     address = {key: BASE + ROOM * i for i, key in enumerate(keys)}
-    for time, (unit, roles) in enumerate(moments):
-        changed = [k for k in keys if live.get(k, 0) != roles.get(k, 0)]
+    for time, point in enumerate(points):
+        unit, now = point.unit, point.live
+        changed = [k for k in keys if live.get(k, 0) != now.get(k, 0)]
         for key in changed:  # frees first, so that the highest point is that of the moments
             for action in ("free_requested", "free_completed") if live.get(key, 0) else ():
                 trace.append(_entry(action, address[key], live[key], key, unit, time))
         for key in changed:
-            live[key] = roles.get(key, 0)
+            live[key] = now.get(key, 0)
             if live[key]:
                 trace.append(_entry("alloc", address[key], live[key], key, unit, time))
     return {

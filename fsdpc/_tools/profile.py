@@ -29,14 +29,16 @@ from fsdpc._engine.shortage import TREES, process_bytes
 from fsdpc._engine.tree import ON_TREE
 from fsdpc._engine.writeback import owner_of
 from fsdpc._plan.live import LiveBytes
-from fsdpc._tools.profiled import Boundary, Key, Profile, Sample
-from fsdpc._tools.report import cache_line, optimizers_of, planned_by_unit, state_tensors
+from fsdpc._plan.rows import ENGINE, Key
+from fsdpc._tools.held import cache_line, gpu_of, optimizers_of, planned_by_unit, state_tensors
+from fsdpc._tools.profiled import Boundary, Profile, Sample
 from fsdpc._torch import tree_leaves
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 PROCESS_S = 1.0  # the kernel's sum over all mappings takes milliseconds
 OTHER: Key = ("other", "")
 UPDATE: Key = ("update's temporaries", "")
+_BY_UNIT = ("shards", "gradient shards")
 
 
 class OwnedBytes(LiveBytes):
@@ -279,9 +281,9 @@ class profile_memory:  # noqa: N801: used like a function
                 continue  # its units belong to another tree now
             roles.update(watched.fixed)
             stats = watched.tree.memory_stats()
-            for role, key in _SLOTS.items():
-                if stats[key]:
-                    roles[(role, "")] = roles.get((role, ""), 0) + stats[key]
+            for role, stat in ENGINE.items():
+                if stats[stat] and role not in _BY_UNIT:
+                    roles[(role, "")] = roles.get((role, ""), 0) + stats[stat]
         if self._live is not None:
             for key, count in self._live.by.items():
                 if count and key[0] != "counted":
@@ -326,20 +328,8 @@ class profile_memory:  # noqa: N801: used like a function
                     self._live.assign(grad, ("unit gradients", unit.name or "(root)"))
 
 
-_SLOTS = {
-    "gather slots": "gather_bytes",
-    "reduce slots": "reduce_bytes",
-    "no_sync gradients": "local_bytes",
-    "spare memory": "spare_bytes",
-}
-
-
 def _gpu(watched: Sequence[_Watched]) -> torch.device | None:
-    for one in watched:
-        device = one.tree.units[0].device
-        if device.type == "cuda" and torch.cuda.is_available():
-            return device
-    return None
+    return next((gpu for gpu in (gpu_of(one.tree) for one in watched) if gpu), None)
 
 
 def _device_figures(device: torch.device | None) -> dict[str, int]:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpc._plan.ledger import Point
+from fsdpc._plan.rows import Key, Point, tops, total
 from fsdpc._plan.show import plain_table, size
-from fsdpc._plan.snapshot import Key, snapshot_of, write
+from fsdpc._plan.snapshot import snapshot, write
 
 LEAST_STEPS = 3  # after the first, whose end has what stays
 LEAST_BYTES = 4096  # a step: less is a list of losses
 NAMED = 3  # units of a growth
+TEMPORARIES: Key = ("temporaries", "")
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,9 @@ class Sample:
 
     @property
     def point(self) -> Point:
-        """For pictures: by role, with what was over it as temporaries."""
-        roles: Counter[str] = Counter()
-        for (role, _), count in self.live.items():
-            roles[role] += count
-        roles["temporaries"] += self.over
-        return Point(self.phase, self.unit, dict(roles))
+        """The highest point since the last sample: what was over ``live`` is temporaries."""
+        most = self.live.get(TEMPORARIES, 0) + self.over
+        return Point(self.phase, self.unit, {**self.live, TEMPORARIES: most})
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,11 @@ class Profile:
     @property
     def peak(self) -> Sample:
         """The sample with most bytes."""
-        return max(self.samples, key=lambda s: sum(s.live.values()) + s.over)
+        return max(self.samples, key=lambda s: s.point.bytes)
+
+    @property
+    def _points(self) -> list[Point]:
+        return [sample.point for sample in self.samples]
 
     def growth(self) -> list[Growth]:
         """Leaks: roles whose bytes at the end of a step rose in every step but the first, by 4 KiB
@@ -124,7 +125,7 @@ class Profile:
             return []
         found = []
         for role in dict.fromkeys(role for live in ends for role, _ in live):
-            totals = [sum(n for (r, _), n in live.items() if r == role) for live in ends]
+            totals = [total(live, 0).get(role, 0) for live in ends]
             rises = [b - a for a, b in zip(totals, totals[1:], strict=False)]
             if role == "gathered" and min(totals) > 0:
                 found.append(_kept(ends[-1]))
@@ -157,7 +158,7 @@ class Profile:
                 for s in self.samples
             ],
             "peaks": [
-                {"phase": s.phase, "unit": s.unit, "roles": s.point.roles} for s in self._tops()
+                {"phase": p.phase, "unit": p.unit, "roles": p.roles} for p in tops(self._points)
             ],
             "process_bytes": [b.process for b in self.boundaries],
             "growth": [
@@ -178,47 +179,27 @@ class Profile:
         elif kind in (".png", ".svg", ".pdf"):
             from fsdpc._plan.picture import draw_profile
 
-            title = f"rank {self.rank} of {self.world}, {len(self.boundaries)} steps"
-            top = self.peak
-            steps = [s.step for s in self.samples]
             draw_profile(
                 str(path),
-                title,
-                [s.point for s in self.samples],
-                steps,
+                f"rank {self.rank} of {self.world}, {len(self.boundaries)} steps",
+                self._points,
+                [s.step for s in self.samples],
                 [s.resident for s in self.samples],
-                {k: n for k, n in top.live.items() if k[1] and k[0] not in _EVEN},
+                {k: n for k, n in self.peak.live.items() if k[1] and k[0] not in _EVEN},
             )
         else:
             raise ValueError(f"{path}: use .json, .png, .svg, .pdf or .pickle")
 
     def snapshot(self) -> dict[str, Any]:
         """In the format of ``torch.cuda.memory._snapshot``."""
-        moments = []
-        for sample in self.samples:
-            over = {("temporaries", ""): sample.over} if sample.over else {}
-            live = {key: n for key, n in sample.live.items() if n > 0}
-            before = live.get(("temporaries", ""), 0)
-            if over:
-                over[("temporaries", "")] += before
-            moments.append((sample.unit, {**live, **over}))
-        last = {key: n for key, n in self.samples[-1].live.items() if n > 0}
-        return snapshot_of(moments, last)
-
-    def _tops(self) -> list[Sample]:
-        tops: dict[str, Sample] = {}
-        for sample in self.samples:
-            best = tops.get(sample.phase)
-            if best is None or sample.point.bytes > best.point.bytes:
-                tops[sample.phase] = sample
-        return list(tops.values())
+        return snapshot(self._points, self.samples[-1].live)
 
     def __str__(self) -> str:
-        tops = self._tops()
-        roles = list(dict.fromkeys(r for s in tops for r, n in s.point.roles.items() if n))
-        rows = [(role, *(size(s.point.roles.get(role, 0)) for s in tops)) for role in roles]
-        rows.append(("all", *(size(s.point.bytes) for s in tops)))
-        head = ("at the highest point of", *(s.phase for s in tops))
+        points = tops(self._points)
+        roles = list(dict.fromkeys(r for p in points for r, n in p.roles.items() if n))
+        rows = [(role, *(size(p.roles.get(role, 0)) for p in points)) for role in roles]
+        rows.append(("all", *(size(p.bytes) for p in points)))
+        head = ("at the highest point of", *(p.phase for p in points))
         title = f"Memory of rank {self.rank} of {self.world} over {len(self.boundaries)} steps"
         lines = [plain_table(title, head, rows)]
         lines += [f"highest in {self.peak.phase} of unit {self.peak.unit or '-'}"]

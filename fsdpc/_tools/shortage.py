@@ -11,7 +11,7 @@ import re
 import resource
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +19,21 @@ import torch
 
 from fsdpc._engine.shortage import HEAD, TREES, UNITS, process_bytes
 from fsdpc._engine.writeback import owner_of
-from fsdpc._plan.advise import Effect, effects
+from fsdpc._plan.advise import effects
 from fsdpc._plan.cards import bytes_of
-from fsdpc._plan.engine import OWN, engine_memory
-from fsdpc._plan.ledger import Plan, Point, plan
+from fsdpc._plan.engine import OWN
+from fsdpc._plan.ledger import Plan, plan
 from fsdpc._plan.model import Model, Moment, Setup, Unit
-from fsdpc._plan.modules import units_of_tree
-from fsdpc._plan.show import plain_table, size
-from fsdpc._tools.report import ROLES, cache_line, optimizers_of, reduced, setup_of, states_of
+from fsdpc._plan.rows import SLOTS, Line, Point
+from fsdpc._plan.show import beside, size
+from fsdpc._tools.held import (
+    cache_line,
+    engine_lines,
+    gpu_of,
+    optimizers_of,
+    plans_of,
+    states_of,
+)
 
 CHANGES = 3
 # The planner's phase of what the program did; of anything else, the highest point of all.
@@ -39,20 +46,6 @@ _MOMENTS = {
 _SAID = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ ?[KMGT]i?B)|of (\d+) bytes|(\d+) bytes")
 # torch's optimizers by class, as the planner names them; others count as they are.
 _NAMED = {"AdamW": "adamw", "Adam": "adamw", "NAdam": "adamw", "RAdam": "adamw", "Lion": "lion"}
-
-
-@dataclass(frozen=True)
-class Ledger:
-    """Bytes of this rank by role. ``rest``: activations and temporaries, as what the process (on a
-    GPU torch's allocator) has beside everything else; ``program``: what it had when slots were
-    made.
-    """
-
-    planned: dict[str, int]
-    actual: dict[str, int]
-    states: int
-    program: int
-    rest: int
 
 
 def report(
@@ -73,10 +66,20 @@ def report(
     if phase == "backward" and not name:
         name = _unit_of_backward(tree)
     lines = [_head(phase, name, tree), *_asked(error)]
-    ledger = _ledger(tree)
-    model, base = _planned(tree, ledger, asked_bytes(error))
-    lines += [_table(ledger, base.row("optimizer states")), *_gathered(tree), *_limits(tree)]
-    return "\n".join([*lines, *_advice(model, base, _MOMENTS.get(phase), ledger)])
+    held = [line for line in engine_lines([tree]) if line.planned or line.actual]
+    states = sum(states_of(each) for each in optimizers_of(tree.units))
+    program = 0 if gpu_of(tree) else getattr(tree, "program_bytes", 0)
+    known = sum(line.actual for line in held) + states + program
+    rest = max(_process(tree, held) - known, 0)
+    model, base = _planned(tree, rest + asked_bytes(error))
+    held.append(Line("optimizer states", base.row("optimizer states") or None, states))
+    if program:
+        held.append(Line("the program, before its first step", None, program))
+    held.append(Line("activations and temporaries, about", None, rest))
+    lines += [beside("memory of this rank at that moment", held, verdicts=False)]
+    lines += [*_gathered(tree), *_limits(tree)]
+    exist = states > 0 or phase == "an optimizer's step"
+    return "\n".join([*lines, *_advice(model, base, _MOMENTS.get(phase), exist)])
 
 
 def _head(phase: str, name: str, tree: Any) -> str:
@@ -136,56 +139,13 @@ def _unit_of_backward(tree: Any) -> str:
 # --- what is there --------------------------------------------------------------------------------
 
 
-def _ledger(tree: Any) -> Ledger:
-    units = units_of_tree(tree)
-    groups = tree.units[0].groups
-    replicas = groups.replicate.world if groups.replicate is not None else 1
-    actual = {} if tree.core is None else dict(tree.memory_stats())
-    setup = setup_of(groups.shard, replicas, actual.get("local_bytes", 0) > 0)
-    planned = engine_memory(
-        tuple(reduced(p, u, setup) for p, u in zip(units, tree.units, strict=True)), setup
-    ).stats
-    if tree.core is None:  # the units exist, their slots do not
-        actual = {key: planned[key] for key in ("master_bytes", "grad_bytes")}
-    states = sum(states_of(optimizer) for optimizer in optimizers_of(tree.units))
-    known = sum(actual.get(key, 0) for key in (*ROLES.values(), "spare_bytes")) + states
-    program = 0 if _on_gpu(tree) else getattr(tree, "program_bytes", 0)
-    return Ledger(planned, actual, states, program, max(_held(tree) - known - program, 0))
-
-
-def _device(tree: Any) -> torch.device:
-    return tree.units[0].device
-
-
-def _on_gpu(tree: Any) -> bool:
-    """Whether torch's allocator of a GPU has the tree's memory."""
-    return _device(tree).type == "cuda" and torch.cuda.is_available()
-
-
-def _held(tree: Any) -> int:
+def _process(tree: Any, held: Sequence[Line]) -> int:
     """Bytes that the process holds: of torch's allocator and slots on a GPU, else its own part of
     the host's memory.
     """
-    if _on_gpu(tree):
-        stats = tree.memory_stats() if tree.core is not None else {}
-        slots = sum(stats.get(key, 0) for key in ("gather_bytes", "reduce_bytes", "spare_bytes"))
-        return torch.cuda.memory_allocated(_device(tree)) + slots
+    if device := gpu_of(tree):
+        return torch.cuda.memory_allocated(device) + sum(h.actual for h in held if h.role in SLOTS)
     return sum(process_bytes().values())
-
-
-def _table(ledger: Ledger, states: int) -> str:
-    rows = []
-    for role, key in ROLES.items():
-        planned, actual = ledger.planned[key], ledger.actual.get(key, 0)
-        if planned or actual:
-            rows.append((role, size(planned), size(actual)))
-    if ledger.actual.get("spare_bytes"):
-        rows.append(("spare memory", size(0), size(ledger.actual["spare_bytes"])))
-    rows.append(("optimizer states", size(states) if states else "-", size(ledger.states)))
-    if ledger.program:
-        rows.append(("the program, before its first step", "-", size(ledger.program)))
-    rows.append(("activations and temporaries, about", "-", size(ledger.rest)))
-    return plain_table("memory of this rank at that moment", ("what", "planned", "actual"), rows)
 
 
 def _gathered(tree: Any) -> Iterator[str]:
@@ -202,10 +162,10 @@ def _gathered(tree: Any) -> Iterator[str]:
 
 
 def _limits(tree: Any) -> Iterator[str]:
-    if _on_gpu(tree):
-        free, total = torch.cuda.mem_get_info(_device(tree))
+    if device := gpu_of(tree):
+        free, total = torch.cuda.mem_get_info(device)
         yield f"device: {size(free)} of {size(total)} free"
-        yield cache_line(_device(tree))
+        yield cache_line(device)
         return
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY:
@@ -220,41 +180,34 @@ def _limits(tree: Any) -> Iterator[str]:
 # --- what would help ------------------------------------------------------------------------------
 
 
-def _planned(tree: Any, ledger: Ledger, asked: int) -> tuple[_Measured, Plan]:
+def _planned(tree: Any, activations: int) -> tuple[_Measured, Plan]:
     """The plan of this run, whose activations are those measured and those asked for."""
-    groups = tree.units[0].groups
-    replicas = groups.replicate.world if groups.replicate is not None else 1
-    setup = setup_of(groups.shard, replicas, ledger.actual.get("local_bytes", 0) > 0)
-    units = tuple(
-        reduced(p, u, setup) for p, u in zip(units_of_tree(tree), tree.units, strict=True)
-    )
-    units, setup = _loosened(tree, units, setup)
-    model = _Measured(units, ledger.rest + asked)
+    local = tree.core is not None and tree.memory_stats()["local_bytes"] > 0
+    plans = plans_of(tree, local)
+    units, setup = _loosened(tree, tuple(unit for unit, _ in plans), plans[0][1])
+    model = _Measured(units, activations)
     return model, plan(model, setup)
 
 
-def _advice(model: _Measured, base: Plan, phase: str | None, ledger: Ledger) -> Iterator[str]:
-    """Switches that free memory at the moment that failed, by planning that moment with each."""
+def _advice(model: _Measured, base: Plan, phase: str | None, exist: bool) -> Iterator[str]:
+    """Switches that free memory at the moment that failed, by planning that moment with each.
+    ``exist``: optimizer states are there.
+    """
 
     def held(made: Plan) -> int:
         points = [p for p in made.timeline if phase in (None, p.phase)]
         return max(p.bytes - (0 if exist else _states(p)) for p in points)
 
-    exist = ledger.states > 0 or phase == "step"
     found = [effect for effect in effects(model, base, held) if effect.bytes < 0][:CHANGES]
     if not found:
         yield "no switch of the planner frees memory at this moment"
         return
     yield "what would free most, by the plan (activations: at most, from what was measured):"
-    yield from (f"  {_described(effect)}" for effect in found)
+    yield from (f"  {effect.label}: -{size(-effect.bytes)}" for effect in found)
 
 
 def _states(point: Point) -> int:
-    return point.roles.get("optimizer states", 0) + point.roles.get("buffers of states", 0)
-
-
-def _described(effect: Effect) -> str:
-    return f"{effect.label}: -{size(-effect.bytes)}"
+    return point.of("optimizer states") + point.of("buffers of states")
 
 
 class _Measured:

@@ -24,7 +24,7 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc._plan.ledger import plan
 from fsdpc._plan.model import Model
 from fsdpc._plan.modules import units_of_tree
-from fsdpc._tools.report import setup_of
+from fsdpc._tools.held import setup_of
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
