@@ -7,6 +7,7 @@ memory, a gather and a sum of known values, beside the machine's own copying spe
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -40,6 +41,11 @@ class Check:
     level: str
     value: str
     cure: str = ""
+
+
+def graded(name: str, good: bool, value: str, cure: str, level: str = "warning") -> Check:
+    """``ok``, or what to do."""
+    return Check(name, "ok", value) if good else Check(name, level, value, cure)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,12 +106,7 @@ def versions() -> Iterator[Check]:
 
     python = platform.python_version()
     good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    yield Check(
-        "python",
-        "ok" if good else "warning",
-        python,
-        "" if good else "fsdpc is tested on 3.11 and 3.12",
-    )
+    yield graded("python", good, python, "fsdpc is tested on 3.11 and 3.12")
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -113,19 +114,15 @@ def versions() -> Iterator[Check]:
     else:
         number = tuple(int(part) for part in torch.split("+")[0].split(".")[:2])
         low, high = TORCH_TESTED
-        level = "ok" if low <= number <= high else "error" if number < low else "warning"
-        yield Check(
-            "torch",
-            level,
-            torch,
-            "" if level == "ok" else f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}",
-        )
+        tested = f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+        level = "error" if number < low else "warning"
+        yield graded("torch", low <= number <= high, torch, tested, level)
     yield Check("numpy", "ok", metadata.version("numpy"))
-    for name in ("matplotlib",):
-        try:
-            yield Check(name, "ok", metadata.version(name))
-        except metadata.PackageNotFoundError:
-            yield Check(name, "ok", "not installed (optional: pip install 'fsdpc[tools]')")
+    try:
+        found = metadata.version("matplotlib")
+    except metadata.PackageNotFoundError:
+        found = "not installed (optional: pip install 'fsdpc[tools]')"
+    yield Check("matplotlib", "ok", found)
 
 
 def kernels() -> Iterator[Check]:
@@ -149,37 +146,35 @@ def memory() -> Iterator[Check]:
     limit = _cgroup_room()
     room = free if limit is None else min(free, limit)
     text = f"{room / 2**30:.1f} GiB available" + (" in this control group" if room < free else "")
-    small = room < 2 << 30
-    yield Check(
-        "memory",
-        "warning" if small else "ok",
-        text,
-        "shared shards and slots come out of this" if small else "",
+    enough = room >= 2 << 30
+    yield graded("memory", enough, text, "shared shards and slots come out of this")
+    refused = _refused(lambda: os.memfd_create("fsdpc-doctor"))
+    yield graded(
+        "shared memory",
+        not refused,
+        f"memfd_create: {refused}"
+        if refused
+        else "memfd_create works; the size of /dev/shm does not matter",
+        "allow memfd_create in the container's seccomp profile",
+        "error",
     )
+    refused = _refused(lambda: os.pidfd_open(os.getpid()))
+    yield graded(
+        "process watch",
+        not refused,
+        f"pidfd_open: {refused}" if refused else f"pidfd_open works; Linux {platform.release()}",
+        "Linux 5.3 or newer, and pidfd_open allowed in the seccomp profile",
+        "error",
+    )
+
+
+def _refused(opened: Callable[[], int]) -> str:
+    """Why the kernel opens no such file, "" where it does."""
     try:
-        os.close(os.memfd_create("fsdpc-doctor"))
+        os.close(opened())
     except OSError as error:
-        yield Check(
-            "shared memory",
-            "error",
-            f"memfd_create: {error.strerror}",
-            "allow memfd_create in the container's seccomp profile",
-        )
-    else:
-        yield Check(
-            "shared memory", "ok", "memfd_create works; the size of /dev/shm does not matter"
-        )
-    try:
-        os.close(os.pidfd_open(os.getpid()))
-    except OSError as error:
-        yield Check(
-            "process watch",
-            "error",
-            f"pidfd_open: {error.strerror}",
-            "Linux 5.3 or newer, and pidfd_open allowed in the seccomp profile",
-        )
-    else:
-        yield Check("process watch", "ok", f"pidfd_open works; Linux {platform.release()}")
+        return error.strerror or str(error)
+    return ""
 
 
 def _cgroup_room() -> int | None:
@@ -223,13 +218,13 @@ def limits() -> Iterator[Check]:
         low = value != resource.RLIM_INFINITY and (enough == 0 or value < enough)
         text = _limit(number, value)
         text += f" (at most {_limit(number, most)})" if most != value else ""
-        yield Check(name, "warning" if low else "ok", text, cure if low else "")
+        yield graded(name, not low, text, cure)
     strict = Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2"
-    yield Check(
+    yield graded(
         "overcommit",
-        "warning" if strict else "ok",
+        not strict,
         "never (vm.overcommit_memory=2)" if strict else "allowed",
-        "reserved addresses count as memory: sysctl vm.overcommit_memory=0" if strict else "",
+        "reserved addresses count as memory: sysctl vm.overcommit_memory=0",
     )
 
 
@@ -259,15 +254,12 @@ def stall_tables() -> Iterator[Check]:
         found = status_of(Process.find(child.pid), ANSWER_SECONDS)
         child.kill()
     when = "never" if seconds == float("inf") else f"after {seconds:g} s"
-    yield Check(
+    yield graded(
         "stall tables",
-        "ok" if found.line else "warning",
-        f"{when}; the line of another process "
-        + ("can be read" if found.line else "cannot be read"),
-        ""
-        if found.line
-        else "tables of stalled ranks lack lines: /proc/PID/fd of processes of "
-        "this user must be readable, and a real-time signal free",
+        bool(found.line),
+        f"{when}; the line of another process {'can' if found.line else 'cannot'} be read",
+        "tables of stalled ranks lack lines: /proc/PID/fd of processes of this user must be "
+        "readable, and a real-time signal free",
     )
 
 
@@ -278,11 +270,13 @@ def processors() -> Iterator[Check]:
     text = f"{mine} of {all_of_them} usable (affinity {spans(cores)}), {nodes} NUMA node"
     text += "s" if nodes > 1 else ""
     quota = _quota()
-    level, cure = "ok", ""
-    if quota is not None and quota < mine:
-        level, text = "warning", f"{text}, but a quota of {quota:.1f}"
-        cure = "threads beyond the quota are stopped in turns: set OMP_NUM_THREADS below it"
-    yield Check("processors", level, text, cure)
+    limited = quota is not None and quota < mine
+    yield graded(
+        "processors",
+        not limited,
+        f"{text}, but a quota of {quota:.1f}" if limited else text,
+        "threads beyond the quota are stopped in turns: set OMP_NUM_THREADS below it",
+    )
     threads = os.environ.get("OMP_NUM_THREADS")
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if threads and threads.isdigit() and int(threads) * ranks > mine:
@@ -317,11 +311,11 @@ def network() -> Iterator[Check]:
             "add it to /etc/hosts, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME",
         )
     names = [name for _, name in socket.if_nameindex()]
-    yield Check(
+    yield graded(
         "interfaces",
-        "ok" if "lo" in names else "warning",
+        "lo" in names,
         ", ".join(f"{name} ({_state_of(name)})" for name in names) or "none",
-        "" if "lo" in names else "ranks need a loopback interface to connect",
+        "ranks need a loopback interface to connect",
     )
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         value = os.environ.get(variable, "").lstrip("^=")
@@ -362,12 +356,7 @@ def environment() -> Iterator[Check]:
             good = float(text) > 0
         except ValueError:
             good = False
-        yield Check(
-            "FSDPC_TIMEOUT",
-            "ok" if good else "error",
-            text,
-            "" if good else "seconds, such as FSDPC_TIMEOUT=600",
-        )
+        yield graded("FSDPC_TIMEOUT", good, text, "seconds, such as FSDPC_TIMEOUT=600", "error")
     if os.environ.get("FSDPC_POISON") == "1":
         yield Check("FSDPC_POISON", "warning", "1", "for debugging only: slower steps")
 
@@ -379,13 +368,9 @@ def gpus() -> Iterator[Check]:
     import torch
 
     if not torch.cuda.is_available():
-        found = shutil.which("nvidia-smi") is not None
-        yield Check(
-            "GPUs",
-            "warning" if found else "ok",
-            "none that torch can use",
-            "nvidia-smi is here, so install a torch with CUDA" if found else "",
-        )
+        none = shutil.which("nvidia-smi") is None
+        cure = "nvidia-smi is here, so install a torch with CUDA"
+        yield graded("GPUs", none, "none that torch can use", cure)
         yield Check("NCCL", "ok", _nccl() or "none found; only GPUs need it")
         return
 
@@ -397,22 +382,13 @@ def gpus() -> Iterator[Check]:
             "ok",
             f"{torch.cuda.get_device_name(i)}, {free / 2**30:.1f} of {total / 2**30:.1f} GiB free",
         )
-    alone = [
-        (i, j)
-        for i in range(count)
-        for j in range(i + 1, count)
-        if not torch.cuda.can_device_access_peer(i, j)
-    ]
+    pairs = itertools.combinations(range(count), 2)
+    alone = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
     if count > 1:
-        yield Check(
-            "peer access",
-            "warning" if alone else "ok",
-            f"{len(alone)} pairs without" if alone else "all pairs",
-            "these pairs copy through host memory" if alone else "",
-        )
-    version = _nccl()
-    cure = "" if version else "install the torch build that brings NCCL"
-    yield Check("NCCL", "ok" if version else "error", version or "none found", cure)
+        which = f"{len(alone)} pairs without" if alone else "all pairs"
+        yield graded("peer access", not alone, which, "these pairs copy through host memory")
+    version, cure = _nccl(), "install the torch build that brings NCCL"
+    yield graded("NCCL", bool(version), version or "none found", cure, "error")
 
 
 def _nccl() -> str:
@@ -485,12 +461,12 @@ def two_ranks() -> Iterator[Check]:
     gather, total, copy = (max(float(out.split()[i]) for _, out in results) for i in range(3))
     rates = [ROUND_TRIP_BYTES / seconds / 1e9 for seconds in (gather, total, copy)]
     slow = min(rates[:2]) < SLOW * rates[2]
-    yield Check(
+    yield graded(
         "two ranks",
-        "warning" if slow else "ok",
+        not slow,
         f"values right; gather {rates[0]:.1f} GB/s, sum {rates[1]:.1f} "
         f"GB/s, plain copy {rates[2]:.1f} GB/s (64 MiB)",
-        "other programs may keep the processors busy: repeat on a quiet machine" if slow else "",
+        "other programs may keep the processors busy: repeat on a quiet machine",
     )
 
 
