@@ -26,7 +26,6 @@ class Card:
     link: float
     host: float
     source: str
-    per_host: int = 8
     network: float = 50e9  # one 400 Gbit/s interface per GPU
     like: str = "a100"
 
@@ -47,73 +46,28 @@ def _card(
 
 
 _SHEET = "vendor's data sheet"
+_ESTIMATED = _SHEET + "; usable bytes estimated"
 _MODAL = "usable bytes as Modal's GPU glossary lists them; speeds from the vendor's data sheet"
+_NVL = "95,830 MiB shown by the driver; " + _SHEET
+_TORCH = " GiB shown by torch; " + _SHEET
+_AWS, _ONE = 12.5e9 / 8, 3.125e9 / 8  # network of a GPU, as above
 CARDS = {
     c.name: c
     for c in (
         _card("h100", 79.65, 3.35, 989, 450, 50, _MODAL, like="h100"),
-        _card(
-            "h100-nvl",
-            93.58,
-            3.9,
-            835,
-            300,
-            50,
-            "95,830 MiB shown by the driver; " + _SHEET,
-            like="h100",
-        ),
+        _card("h100-nvl", 93.58, 3.9, 835, 300, 50, _NVL, like="h100"),
         _card("h200", 140.4, 4.8, 989, 450, 50, _MODAL, like="h100"),
-        _card("b200", 179.0, 8.0, 2250, 900, 60, _SHEET + "; usable bytes estimated", like="h100"),
-        _card(
-            "a100-80",
-            79.15,
-            2.04,
-            312,
-            300,
-            25,
-            "79.15 GiB shown by torch; " + _SHEET,
-            network=25e9,
-        ),
-        _card(
-            "a100-40", 39.4, 1.555, 312, 300, 25, "39.4 GiB shown by torch; " + _SHEET, network=25e9
-        ),
+        _card("b200", 179.0, 8.0, 2250, 900, 60, _ESTIMATED, like="h100"),
+        _card("a100-80", 79.15, 2.04, 312, 300, 25, "79.15" + _TORCH, network=25e9),
+        _card("a100-40", 39.4, 1.555, 312, 300, 25, "39.4" + _TORCH, network=25e9),
         _card("l40s", 44.99, 0.864, 362, 25, 25, _MODAL, network=50e9 / 8),
-        _card("a10", 22.5, 0.6, 125, 25, 25, _MODAL, network=12.5e9 / 8),
-        _card("l4", 22.5, 0.3, 121, 25, 25, _MODAL, network=12.5e9 / 8),
-        _card("t4", 15.0, 0.32, 65, 12, 12, _MODAL, network=12.5e9 / 8),
-        _card(
-            "v100-32",
-            31.7,
-            0.9,
-            125,
-            150,
-            12,
-            _SHEET + "; usable bytes estimated",
-            network=12.5e9 / 8,
-        ),
-        _card(
-            "rtx3090",
-            23.6,
-            0.936,
-            71,
-            25,
-            25,
-            _SHEET + "; usable bytes estimated",
-            network=3.125e9 / 8,
-        ),
-        _card(
-            "rtx4090",
-            23.6,
-            1.008,
-            165,
-            25,
-            25,
-            _SHEET + "; usable bytes estimated",
-            network=3.125e9 / 8,
-        ),
-        _card(
-            "mi300x", 191.5, 5.3, 1307, 448, 50, _SHEET + "; usable bytes estimated", like="h100"
-        ),
+        _card("a10", 22.5, 0.6, 125, 25, 25, _MODAL, network=_AWS),
+        _card("l4", 22.5, 0.3, 121, 25, 25, _MODAL, network=_AWS),
+        _card("t4", 15.0, 0.32, 65, 12, 12, _MODAL, network=_AWS),
+        _card("v100-32", 31.7, 0.9, 125, 150, 12, _ESTIMATED, network=_AWS),
+        _card("rtx3090", 23.6, 0.936, 71, 25, 25, _ESTIMATED, network=_ONE),
+        _card("rtx4090", 23.6, 1.008, 165, 25, 25, _ESTIMATED, network=_ONE),
+        _card("mi300x", 191.5, 5.3, 1307, 448, 50, _ESTIMATED, like="h100"),
     )
 }
 

@@ -24,7 +24,6 @@ class EngineMemory:
     stats: dict[str, int]
     by_unit: tuple[dict[str, Any], ...]
     slot_of: tuple[int, ...]
-    slot_bytes: tuple[int, ...]
 
 
 def specs_of(unit: Unit, setup: Setup) -> tuple[Spec, ...]:
@@ -134,7 +133,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         "gather_slot_bytes": max((p["range_bytes"] for p in prints), default=0),
         "reduce_slots": reduce_slots,
     }
-    return EngineMemory(stats, prints, tuple(slot_of), tuple(slot_bytes))
+    return EngineMemory(stats, prints, tuple(slot_of))
 
 
 def _grad_bytes(prints: list[dict[str, Any]], reduce_slots: int | None) -> int:

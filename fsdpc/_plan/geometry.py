@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from argparse import ArgumentTypeError
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from fsdpc._engine.saved import Away, away, bytes_per_element
 from fsdpc._plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
@@ -235,51 +235,57 @@ def saved_item_of(setup: Setup) -> float:
     return bytes_per_element(setup.compress, item_of(setup))
 
 
-def attention_saved(g: Geometry, setup: Setup) -> float:
-    """Per token: rotated q and k, v, the output (kept once as the output projection's input);
-    flash saves a log-sum-exp per head in fp32, eager attention the probabilities. ``compress``
-    leaves what attention and softmax save as it is; what the operations beside them save of the
-    same tensors is compressed, and there are two of these then.
-    """
-    c, low = item_of(setup), saved_item_of(setup)
-    q, kv, twice = g.heads * g.head_dim, g.kv_heads * g.head_dim, bool(setup.compress)
-    if setup.attention == "flash":
-        return c * (2 * q + 2 * kv) + 4 * g.heads + twice * low * q
-    return low * (2 * q + 2 * kv) + (c + twice * low) * g.heads * setup.sequence
+class Saved(NamedTuple):
+    """A tensor that autograd saves of each token. ``packed``: in fewer bits with ``compress``."""
+
+    elements: int
+    item: int
+    packed: bool = True
 
 
-def mlp_saved(g: Geometry, setup: Setup) -> float:
-    """Per token: gate, up, silu(gate) and their product, each as wide as the MLP; without a gate,
-    up and its activation. Experts: the router's weights, and per token and expert
-    ``expert_tensors``.
+def attention_tensors(g: Geometry, setup: Setup) -> list[Saved]:
+    """Rotated q and k, v, what is inside, and the output (kept once as the output projection's
+    input). Inside flash saves a log-sum-exp per head in fp32, eager attention the probabilities.
+    ``compress`` leaves what attention and softmax save as it is; what the operations beside them
+    save of the same tensors is compressed, and there are two of these then.
     """
-    c = saved_item_of(setup)
+    c, flash = item_of(setup), setup.attention == "flash"
+    q, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
+    inside = g.heads * setup.sequence
+    middle, again = (Saved(g.heads, 4, False), q) if flash else (Saved(inside, c, False), inside)
+    first = [Saved(numel, c, not flash) for numel in (q, kv, kv)]
+    twice = [Saved(again, c)] if setup.compress else []
+    return [*first, middle, Saved(q, c, not flash), *twice]
+
+
+def mlp_tensors(g: Geometry, setup: Setup) -> list[Saved]:
+    """Gate, up, silu(gate) and their product, each as wide as the MLP; without a gate, up and its
+    activation. Experts: the router's weights, and per expert ``expert_tensors``.
+    """
+    wide = Saved(g.ffn, item_of(setup))
     if not g.experts:
-        return _mlp_tensors(g) * g.ffn * c
+        return [wide] * (4 if g.gated else 2)
     slots = g.experts if g.dense_experts else g.top_k
-    return slots * g.expert_tensors * g.ffn * c + 4 * g.experts
+    return [Saved(g.experts, 4, False), *([wide] * (slots * g.expert_tensors))]
 
 
-def _mlp_tensors(g: Geometry) -> int:
-    return 4 if g.gated else 2
+def block_tensors(g: Geometry, setup: Setup) -> list[Saved]:
+    """What a block's backward needs, in the order of a block: the inputs of both norms, their 1/rms
+    in fp32 and their results, attention and MLP.
+    """
+    hidden = Saved(g.hidden, item_of(setup))
+    norm = [hidden, Saved(1, 4, False), hidden]
+    return [*norm, *attention_tensors(g, setup), *norm, *mlp_tensors(g, setup)]
+
+
+def saved_bytes(tensors: Iterable[Saved], setup: Setup) -> float:
+    """Bytes of these tensors per token."""
+    low = saved_item_of(setup)
+    return sum(t.elements * (low if t.packed else t.item) for t in tensors)
 
 
 def block_saved(g: Geometry, setup: Setup) -> int:
-    """Bytes per token that a block's backward needs: the inputs of both norms and their results,
-    attention and MLP, and both norms' 1/rms in fp32.
-    """
-    norms = 4 * g.hidden * saved_item_of(setup) + 8
-    return round(norms + attention_saved(g, setup) + mlp_saved(g, setup))
-
-
-def packed_elements(g: Geometry, setup: Setup) -> int:
-    """Per token, the elements of ``block_saved`` that ``compress`` packs."""
-    q, kv, hidden = g.heads * g.head_dim, g.kv_heads * g.head_dim, 4 * g.hidden
-    attention = q if setup.attention == "flash" else 2 * q + 2 * kv + g.heads * setup.sequence
-    if not g.experts:
-        return hidden + attention + _mlp_tensors(g) * g.ffn
-    slots = g.experts if g.dense_experts else g.top_k
-    return hidden + attention + slots * g.expert_tensors * g.ffn
+    return round(saved_bytes(block_tensors(g, setup), setup))
 
 
 def packing_bytes(g: Geometry, setup: Setup) -> int:
@@ -290,23 +296,8 @@ def packing_bytes(g: Geometry, setup: Setup) -> int:
     if not setup.compress or packed >= whole:
         return 0
     again = sum(is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers))
-    elements = (g.layers - again) * packed_elements(g, setup)
+    elements = (g.layers - again) * sum(t.elements for t in block_tensors(g, setup) if t.packed)
     return round(setup.micro_batch * setup.sequence * elements * (whole + packed))
-
-
-def saved_tensors(g: Geometry, setup: Setup) -> list[int]:
-    """Bytes per token of each tensor of which ``block_saved`` is the sum, in the order of a block,
-    as they are without ``compress``.
-    """
-    c = item_of(setup)
-    hidden, q, kv = g.hidden * c, g.heads * g.head_dim * c, g.kv_heads * g.head_dim * c
-    inner = 4 * g.heads if setup.attention == "flash" else c * g.heads * setup.sequence
-    norm = [hidden, 4, hidden]
-    count, router = _mlp_tensors(g), []
-    if g.experts:
-        count = (g.experts if g.dense_experts else g.top_k) * g.expert_tensors
-        router = [4 * g.experts]
-    return [*norm, q, kv, kv, inner, q, *norm, *router, *([g.ffn * c] * count)]
 
 
 def offloaded(g: Geometry, setup: Setup) -> tuple[Away, list[int]]:
@@ -314,7 +305,8 @@ def offloaded(g: Geometry, setup: Setup) -> tuple[Away, list[int]]:
     each block is not copied.
     """
     tokens = setup.micro_batch * setup.sequence
-    whole = [tokens * each for each in saved_tensors(g, setup)]
+    plain = block_tensors(g, replace(setup, compress=""))
+    whole = [tokens * tensor.elements * tensor.item for tensor in plain]
     again = [tokens * g.hidden * item_of(setup)]
     blocks = [
         again if is_checkpointed(i, g.layers, setup.checkpointing) else whole

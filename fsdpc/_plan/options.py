@@ -6,7 +6,7 @@ import argparse
 import difflib
 import re
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -79,6 +79,7 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
+    """Each option is kept under the name of its field of ``Setup``."""
     how = parser.add_argument_group("how it is trained")
     shape = how.add_mutually_exclusive_group()
     shape.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
@@ -97,6 +98,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--offload", action="store_true", help="CPUOffload(offload_params=True)")
     how.add_argument(
         "--offload-states",
+        dest="host",
         type=float,
         default=0.0,
         metavar="RATIO",
@@ -131,13 +133,19 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument(
         "--tensor-parallel",
+        dest="tensor",
         type=int,
         default=1,
         metavar="N",
         help="GPUs among which each of the ranks' heads, MLPs and vocabulary are divided",
     )
     how.add_argument(
-        "--pipeline-parallel", type=int, default=1, metavar="N", help="and their blocks"
+        "--pipeline-parallel",
+        dest="pipeline",
+        type=int,
+        default=1,
+        metavar="N",
+        help="and their blocks",
     )
     how.add_argument(
         "--compress",
@@ -174,37 +182,11 @@ def wanted(options: argparse.Namespace) -> Wanted:
     if options.zero is not None:
         strategy, why = ZERO[options.zero]
         notes.append(f"--zero {options.zero} is {strategy}: {why}")
-    setup = check(
-        Setup(
-            world=options.world,
-            shard=options.shard,
-            strategy=strategy,
-            storage=options.storage,
-            compute=None if options.compute == "storage" else options.compute,
-            reduce=options.reduce,
-            optimizer=options.optimizer,
-            offload=options.offload,
-            disk=options.disk << 20,
-            host=options.offload_states,
-            in_backward=options.in_backward,
-            checkpointing=options.checkpointing,
-            compress=options.compress,
-            offload_activations=options.offload_activations,
-            recomputed=options.recomputed,
-            tensor=options.tensor_parallel,
-            pipeline=options.pipeline_parallel,
-            micro_batch=options.micro_batch,
-            sequence=options.sequence,
-            accumulation=options.accumulation,
-            sync=options.sync,
-            attention=options.attention,
-            loss=options.loss,
-            gather_slots=options.gather_slots,
-            reduce_slots=options.reduce_slots,
-            ranks_per_host=options.ranks_per_host,
-            **(CPU if options.cpu else {}),
-        )
-    )
+    given = {f.name: getattr(options, f.name) for f in fields(Setup) if hasattr(options, f.name)}
+    given["strategy"] = strategy
+    given["compute"] = None if options.compute == "storage" else options.compute
+    given["disk"] = options.disk << 20
+    setup = check(Setup(**given, **(CPU if options.cpu else {})))
     chosen = card(options.gpu or "h100")
     usable = options.memory
     if usable is None and options.gpu:
@@ -216,22 +198,21 @@ def wanted(options: argparse.Namespace) -> Wanted:
     return Wanted(builds[options.wrap], builds, setup, chosen, usable, tuple(notes))
 
 
-_BY_FORMULA = (
-    ("micro_batch", 1),
-    ("attention", "flash"),
-    ("loss", "unfused"),
-    ("tensor_parallel", 1),
-    ("pipeline_parallel", 1),
-)
+_BY_FORMULA = {
+    "--micro-batch": "micro_batch",
+    "--attention": "attention",
+    "--loss": "loss",
+    "--tensor-parallel": "tensor",
+    "--pipeline-parallel": "pipeline",
+}
 
 
 def _builds(options: argparse.Namespace) -> dict[str, Build]:
     if options.model and ":" in options.model:
-        for name, default in _BY_FORMULA:
-            if getattr(options, name) != default:
+        for option, name in _BY_FORMULA.items():
+            if getattr(options, name) != getattr(Setup, name):
                 raise ValueError(
-                    f"--{name.replace('_', '-')} is for plain numbers; what {options.model} "
-                    "returns decides it"
+                    f"{option} is for plain numbers; what {options.model} returns decides it"
                 )
         return {options.wrap: _Traced(options.model, options.wrap, options.api)}
     if options.model and options.model.endswith(".json"):
@@ -306,7 +287,7 @@ def _from_config(options: argparse.Namespace) -> geometry.Geometry | _Traced:
 
     values = configs.read(options.model)
     by_formula = bool(options.compress) or options.offload_activations or options.loss == "fused"
-    by_formula |= options.tensor_parallel > 1 or options.pipeline_parallel > 1
+    by_formula |= options.tensor > 1 or options.pipeline > 1
     if configs.installed() and not by_formula:
         return _Traced(options.model, options.wrap, options.api, configs.config_of(values))
     try:

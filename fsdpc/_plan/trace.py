@@ -228,12 +228,6 @@ def checkpointed(blocks: list[nn.Module]) -> ExitStack:
     return stack
 
 
-def chosen_blocks(blocks: list[nn.Module], ratio: float) -> list[nn.Module]:
-    """``round(ratio * len(blocks))`` of the blocks, evenly spread."""
-    total, count = len(blocks), round(ratio * len(blocks))
-    return [b for i, b in enumerate(blocks) if (i + 1) * count // total > i * count // total]
-
-
 def bytes_of_tensors(value: Any) -> int:
     """Bytes of all tensors in a structure, each storage once."""
     storages = {

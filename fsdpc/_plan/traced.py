@@ -22,6 +22,7 @@ from fsdpc._fsdp2.module import fully_shard
 from fsdpc._plan import configs
 from fsdpc._plan import trace as _trace
 from fsdpc._plan.fake import faking, sentence, settle
+from fsdpc._plan.geometry import is_checkpointed
 from fsdpc._plan.model import Model, Moment, Setup, Unit
 from fsdpc._plan.modules import units_of, units_of_calls
 from fsdpc.api import MixedPrecision, MixedPrecisionPolicy
@@ -226,7 +227,11 @@ def _moments(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> list[Mom
     lists = _trace.repeated(module)
     blocks = [b for name in lists for b in module.get_submodule(name).children()]
     blocks = blocks or [module.get_submodule(u.name) for u in units if u.name]
-    chosen = _trace.chosen_blocks(blocks, setup.checkpointing) if blocks else []
+    chosen = [
+        block
+        for i, block in enumerate(blocks)
+        if is_checkpointed(i, len(blocks), setup.checkpointing)
+    ]
     with _trace.checkpointed(chosen):
         return _trace.trace(run, params, compute)
 

@@ -297,7 +297,8 @@ def test_packing_passes_memory_twice(preset, attention):
     """Both ways over what is packed, at the rate of the card's memory, added to compute."""
     g, options = geometry.PRESETS[preset], {"attention": attention, "accumulation": 3}
     saved = [geometry.block_saved(g, Setup(compress=c, **options)) for c in ("bf16", "int8")]
-    elements = geometry.packed_elements(g, Setup(**options))
+    tensors = geometry.block_tensors(g, Setup(compress="int8", **options))
+    elements = sum(t.elements for t in tensors if t.packed)
     assert saved[0] - saved[1] == pytest.approx(elements * (2 - 260 / 256), abs=1)
     both_forms = 2048 * elements * g.layers * (4 + 260 / 256)
     with_it, without = (planned(preset, compress=c, **options) for c in ("int8", ""))
@@ -319,8 +320,7 @@ def test_offloaded_activations_leave_the_gpu(preset, attention):
     """The tensors are those of the formula; small ones stay, large ones pass by."""
     options = {"compute": "bfloat16", "attention": attention, "micro_batch": 2}
     g, setup = geometry.PRESETS[preset], Setup(offload_activations=True, **options)
-    per_token = geometry.saved_tensors(g, setup)
-    assert sum(per_token) == geometry.block_saved(g, setup)
+    per_token = [t.elements * t.item for t in geometry.block_tensors(g, setup)]
     here, there = planned(preset, **options), planned(preset, offload_activations=True, **options)
     tokens = setup.micro_batch * setup.sequence
     large = [s * tokens for s in per_token if s * tokens >= 1 << 20] * g.layers

@@ -16,7 +16,7 @@ from fsdpc._plan import geometry
 from fsdpc._plan.cards import CARDS, GIB
 from fsdpc._plan.cost import cost
 from fsdpc._plan.engine import engine_memory
-from fsdpc._plan.geometry import PRESETS, attention_saved, block_saved, logit_bytes
+from fsdpc._plan.geometry import PRESETS, block_saved, logit_bytes, saved_bytes
 from fsdpc._plan.ledger import plan
 from fsdpc._plan.model import ZERO, Param, Setup, Unit
 from fsdpc._plan.states import OPTIMIZERS
@@ -626,8 +626,12 @@ def attention_matrix(sequence, heads, item):
     return (eager - flash + 4 * heads) * sequence
 
 
+def attention_saved(g, setup):
+    return saved_bytes(geometry.attention_tensors(g, setup), setup)
+
+
 def experts(g):
-    return (geometry.mlp_saved(g, S1) - 4 * g.experts) * 2048
+    return (saved_bytes(geometry.mlp_tensors(g, S1), S1) - 4 * g.experts) * 2048
 
 
 def activations(**more):
