@@ -78,7 +78,6 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: plain values only."""
-        peak = self.peak
         return {
             "schema": "fsdpc.plan/1",
             "model": self.model.name,
@@ -87,17 +86,8 @@ class Plan:
             "setup": asdict(self.setup),
             "engine": self.engine.stats,
             "rows": [asdict(row) for row in self.rows],
-            "timeline": [
-                {"phase": p.phase, "unit": p.unit, "bytes": p.bytes, "roles": p.roles}
-                for p in self.timeline
-            ],
-            "peak": {
-                "phase": peak.phase,
-                "unit": peak.unit,
-                "bytes": peak.bytes,
-                "upper_bytes": self.upper,
-                "roles": peak.roles,
-            },
+            "timeline": [point.as_dict() for point in self.timeline],
+            "peak": {**self.peak.as_dict(), "upper_bytes": self.upper},
             "host_bytes": self.host_bytes,
             "notes": list(self.notes),
         }

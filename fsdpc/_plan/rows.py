@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ALWAYS = ("rest", "forward", "backward", "step")
 Key = tuple[str, str]  # role and unit; "" as the unit of what units share
@@ -111,9 +111,9 @@ class Point:
     def roles(self) -> dict[str, int]:
         return total(self.live, 0)
 
-    @property
-    def units(self) -> dict[str, int]:
-        return total(self.live, 1)
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: plain values only."""
+        return {"phase": self.phase, "unit": self.unit, "bytes": self.bytes, "roles": self.roles}
 
 
 def total(live: dict[Key, int], part: int) -> dict[str, int]:

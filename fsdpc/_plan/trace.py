@@ -26,22 +26,30 @@ FEW = 3  # modules in a row that are not yet a list of repeated blocks
 
 
 @dataclass(frozen=True)
-class Run:
-    """One step of a model. ``inputs``: positional arguments, or a dict of keywords. ``loss``: of
-    (output, inputs), or of the output alone, a scalar; None: ``loss_of_output``.
+class Training:
+    """What a user's function returns, as a dict with these keys or a tuple of the first three.
+
+    ``inputs``: positional arguments, or a dict of keywords. ``loss``: of (output, inputs), or of
+    the output alone, a scalar; None: ``loss_of_output``. ``shard(model)`` returns the sharded model
+    (default: FSDP with a unit per repeated block). For ``fsdpc check``: ``optimizer``, one or a
+    function of the sharded model (default: SGD, 0.1), and ``clip(model)``, called between backward
+    and step, on either model.
     """
 
-    module: nn.Module
-    inputs: Any
-    loss: Callable[[Any, Any], Tensor] | None = None
+    model: nn.Module
+    inputs: Any = None
+    loss: Callable[..., Tensor] | None = None
+    shard: Callable[[nn.Module], nn.Module] | None = None
+    optimizer: Any = None
+    clip: Callable[[nn.Module], Any] | None = None
 
-    def forward(self) -> Tensor:
-        """The loss of one forward."""
-        inputs = self.inputs
+    def forward(self, model: nn.Module | None = None) -> Tensor:
+        """The loss of one forward of a copy of the model, or of the model itself."""
+        inputs, run = self.inputs, self.model if model is None else model
         if isinstance(inputs, dict):
-            output = self.module(**inputs)
+            output = run(**inputs)
         else:
-            output = self.module(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
+            output = run(*(inputs if isinstance(inputs, (tuple, list)) else (inputs,)))
         if self.loss is None:
             return loss_of_output(output)
         return self.loss(output) if _takes_one(self.loss) else self.loss(output, inputs)
@@ -141,15 +149,15 @@ class _Recorder:
                 one.grad = None
 
 
-def trace(run: Run, units: dict[str, list[nn.Parameter]], cast: Any = None) -> list[Moment]:
+def trace(run: Training, units: dict[str, list[nn.Parameter]], cast: Any = None) -> list[Moment]:
     """The moments of one forward and backward. ``units``: parameters by the name of the unit's
     module; ``cast``: dtype of floating inputs. Everything must be fake already; parameters'
     gradients are None afterwards. Local. Errors of the model's own forward pass through.
     """
     recorder = _Recorder(units)
-    owned = [*run.module.parameters(), *run.module.buffers()]
+    owned = [*run.model.parameters(), *run.model.buffers()]
     known = [*owned, *(t for t in tree_leaves(run.inputs) if isinstance(t, Tensor))]
-    names = dict(run.module.named_modules())
+    names = dict(run.model.named_modules())
     with ExitStack() as stack:
         for name in (n for n in units if n and n in names):
             module = names[name]
@@ -162,7 +170,7 @@ def trace(run: Run, units: dict[str, list[nn.Parameter]], cast: Any = None) -> l
         recorder.watch_gradients(stack)
         recorder.live = stack.enter_context(LiveBytes(known))
         if cast is not None:  # as the root's forward does: nobody else has the copies
-            inner = run.module.register_forward_pre_hook(
+            inner = run.model.register_forward_pre_hook(
                 lambda m, args, kwargs: cast_arguments(cast, args, kwargs), with_kwargs=True
             )
             stack.callback(inner.remove)
@@ -171,7 +179,7 @@ def trace(run: Run, units: dict[str, list[nn.Parameter]], cast: Any = None) -> l
         recorder.backward = True
         loss.backward()
         recorder.end()
-    for param in run.module.parameters():
+    for param in run.model.parameters():
         param.grad = None
     return recorder.moments
 

@@ -1,9 +1,9 @@
 """A model from the user's ``module:function``, traced on fake tensors.
 
 The function takes no arguments and returns ``model``, ``(model, inputs)`` or ``(model, inputs,
-loss)``; see ``trace.Run``. It is called in ``fake.faking``: a model of any size costs no memory,
-unless the function itself loads values. Where the model's step cannot be traced, the plan has the
-engine's memory, and says what is missing.
+loss)``; see ``trace.Training``. It is called in ``fake.faking``: a model of any size costs no
+memory, unless the function itself loads values. Where the model's step cannot be traced, the plan
+has the engine's memory, and says what is missing.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from fsdpc.api import MixedPrecision, MixedPrecisionPolicy
 from fsdpc.wrap import ModuleWrapPolicy
 
 Factory = Callable[[], Any]
+_KEYS = [field.name for field in fields(_trace.Training)]
 
 
 def load(text: str) -> Factory:
@@ -49,18 +51,17 @@ def load(text: str) -> Factory:
     return found
 
 
-def run_of(made: Any) -> _trace.Run:
-    """What the user's function returned, as a step. ``TypeError``: something else."""
+def training_of(made: Any) -> _trace.Training:
+    """What the user's function returned. ``TypeError``: something else."""
     if isinstance(made, dict) and isinstance(made.get("model"), nn.Module):
-        return _trace.Run(made["model"], made.get("inputs"), made.get("loss"))
+        return _trace.Training(**{k: v for k, v in made.items() if k in _KEYS})
     parts = made if isinstance(made, tuple) else (made,)
     if not isinstance(parts[0], nn.Module) or len(parts) > 3:
         raise TypeError(
             "the function must return a model, (model, inputs), (model, inputs, loss) or a dict "
-            "with these keys and 'shard', not "
-            f"{type(parts[0]).__name__}"
+            f"with these keys and 'shard', not {type(parts[0]).__name__}"
         )
-    return _trace.Run(parts[0], *parts[1:]) if len(parts) > 1 else _trace.Run(parts[0], None)
+    return _trace.Training(*parts)
 
 
 def policy_for(module: nn.Module, wrap: str) -> Any:
@@ -127,10 +128,9 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
         sized = hasattr(made, "model_type") and hasattr(made, "to_dict")  # of transformers
         if sized:
             made = configs.step_of(made, setup)
-        run = run_of(made)
-        module = run.module
+        run = training_of(made)
+        module, shard = run.model, run.shard
         settle(module)
-        shard = made.get("shard") if isinstance(made, dict) else None
         units, notes = _units(module, setup, wrap, api, shard)
         if len(units) == 1 and wrap == "blocks" and shard is None:
             notes.append(
@@ -168,7 +168,9 @@ def _made(factory: Factory) -> Any:
         raise ValueError(f"the function that makes the model raised {sentence(error)}") from error
 
 
-def _step(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> tuple[tuple[Moment, ...], str]:
+def _step(
+    run: _trace.Training, units: tuple[Unit, ...], setup: Setup
+) -> tuple[tuple[Moment, ...], str]:
     """The moments of a step, and why there are none."""
     nothing = "activations are not in the plan: "
     if run.inputs is None:
@@ -216,8 +218,8 @@ def _tokens(inputs: Any) -> int:
     return next((t.numel() for t in tensors if not t.is_floating_point()), 0)
 
 
-def _moments(run: _trace.Run, units: tuple[Unit, ...], setup: Setup) -> list[Moment]:
-    module, compute = run.module, _dtype(setup.compute)
+def _moments(run: _trace.Training, units: tuple[Unit, ...], setup: Setup) -> list[Moment]:
+    module, compute = run.model, _dtype(setup.compute)
     if compute is not None:
         _cast(module, compute)
     params = {

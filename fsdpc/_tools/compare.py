@@ -1,8 +1,8 @@
 """One training step, sharded and unsharded on the same data: what ``fsdpc check`` runs.
 
-The user's function describes the training; see ``Training``. Each rank runs its own batch on an
-unsharded copy, and the copies' gradients are averaged by ``torch.distributed`` alone. In fp32 the
-two ways differ by some 5e-7, mistakes by 1e-3 and more.
+The user's function describes the training; see ``trace.Training``. Each rank runs its own batch on
+an unsharded copy, and the copies' gradients are averaged by ``torch.distributed`` alone. In fp32
+the two ways differ by some 5e-7, mistakes by 1e-3 and more.
 """
 
 from __future__ import annotations
@@ -26,30 +26,13 @@ from fsdpc._comm.bootstrap import comm_for_group
 from fsdpc._comm.objects import exchange
 from fsdpc._engine.marks import hosts
 from fsdpc._fsdp1.names import clean_fqn, join
-from fsdpc._plan.trace import Run
-from fsdpc._plan.traced import fully_shard_by, policy_for
+from fsdpc._plan.trace import Training
+from fsdpc._plan.traced import fully_shard_by, policy_for, training_of
 from fsdpc._torch import default_group, tree_leaves, tree_map_only
 
 LIMIT = 1e-5  # relative L2 difference in fp32
 _CAUSES = ("tied-weights", "optimizer-before-wrap", "optimizer-options")
 NOISE = 4.0  # low precision: times the unsharded model's own error against fp32
-
-
-@dataclass
-class Training:
-    """What the user's function returns, as a dict with these keys or a tuple of the first three.
-
-    ``shard(model)`` returns the sharded model (default: FSDP with a unit per repeated block).
-    ``optimizer``: an optimizer, or a function of the sharded model (default: SGD, 0.1).
-    ``clip(model)``: called between backward and step, on either model.
-    """
-
-    model: nn.Module
-    inputs: Any = None
-    loss: Callable[[Any, Any], Tensor] | None = None
-    shard: Callable[[nn.Module], nn.Module] | None = None
-    optimizer: Any = None
-    clip: Callable[[nn.Module], Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +60,7 @@ class Result:
         return {"findings": [asdict(f) for f in self.findings], "figures": self.figures}
 
 
-def training_of(made: Any) -> Training:
+def checked(made: Any) -> Training:
     """``TypeError``: what the function returned is none of the forms."""
     if isinstance(made, dict):
         unknown = set(made) - set(Training.__dataclass_fields__)
@@ -87,14 +70,12 @@ def training_of(made: Any) -> Training:
                 f"{', '.join(Training.__dataclass_fields__)}"
                 + (f", not {', '.join(sorted(unknown))}" if unknown else "")
             )
-        return Training(**made)
-    parts = made if isinstance(made, tuple) else (made,)
-    if not isinstance(parts[0], nn.Module) or not 2 <= len(parts) <= 3:
+    elif not isinstance(made, tuple) or len(made) < 2:
         raise TypeError(
             "check: the function must return (model, inputs), (model, inputs, loss) or a "
             f"dict, not {type(made).__name__}"
         )
-    return Training(*parts)
+    return training_of(made)
 
 
 def make(factory: Callable[..., Any], rank: int) -> Training:
@@ -103,10 +84,10 @@ def make(factory: Callable[..., Any], rank: int) -> Training:
     """
     takes_rank = "rank" in inspect.signature(factory).parameters
     torch.manual_seed(0)
-    made = training_of(factory(rank=rank) if takes_rank else factory())
+    made = checked(factory(rank=rank) if takes_rank else factory())
     if not takes_rank:
         torch.manual_seed(1000 + rank)
-        made = replace(made, inputs=training_of(factory()).inputs)
+        made = replace(made, inputs=checked(factory()).inputs)
     return made
 
 
@@ -343,7 +324,7 @@ def _check_division(
         with torch.no_grad(), mock.patch.multiple(dist, get_world_size=lambda *_, n=ranks, **__: n):
             with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)):
                 torch.manual_seed(77 + rank)
-                losses.append(float(Run(model, made.inputs, made.loss).forward()))
+                losses.append(float(made.forward(model)))
     many, one = losses
     if world > 1 and one and abs(many * world / one - 1) < 1e-4:
         result.add(
@@ -402,7 +383,7 @@ def _step(
     for model in (plain, sharded):
         torch.manual_seed(77 + rank + 1000 * step)  # dropout draws the same masks
         model.zero_grad()
-        loss = Run(model, made.inputs, made.loss).forward()
+        loss = made.forward(model)
         loss.backward()
         losses.append(float(loss.detach()))
     _average(plain, world)
@@ -459,7 +440,7 @@ def _limit(
     inputs = tree_map_only(
         Tensor, lambda t: t.to(next(iter(narrow))) if t.is_floating_point() else t, made.inputs
     )
-    Run(low, inputs, made.loss).forward().backward()
+    replace(made, inputs=inputs).forward(low).backward()
     _average(low, world)
     worst = LIMIT
     exact = dict(plain.named_parameters())

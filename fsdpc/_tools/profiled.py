@@ -157,9 +157,7 @@ class Profile:
                 }
                 for s in self.samples
             ],
-            "peaks": [
-                {"phase": p.phase, "unit": p.unit, "roles": p.roles} for p in tops(self._points)
-            ],
+            "peaks": [point.as_dict() for point in tops(self._points)],
             "process_bytes": [b.process for b in self.boundaries],
             "growth": [
                 {"role": g.role, "bytes_per_step": g.bytes_per_step, "units": list(g.units)}

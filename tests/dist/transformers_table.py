@@ -28,7 +28,7 @@ from fsdpc._plan import configs, geometry
 from fsdpc._plan.ledger import plan
 from fsdpc._plan.live import LiveBytes
 from fsdpc._plan.model import CPU, Setup
-from fsdpc._plan.traced import build_traced, policy_for, run_of
+from fsdpc._plan.traced import build_traced, policy_for, training_of
 from fsdpc._torch import tree_leaves
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -117,11 +117,11 @@ def measured(values: dict) -> int:
     ones hold the gradients of a unit with unused parameters for a shorter time.
     """
     torch.manual_seed(0)
-    run = run_of(factory(values, "cpu")())
+    run = training_of(factory(values, "cpu")())
     model = fsdpc.FullyShardedDataParallel(
-        run.module, auto_wrap_policy=policy_for(run.module, "blocks"), use_orig_params=True
+        run.model, auto_wrap_policy=policy_for(run.model, "blocks"), use_orig_params=True
     )
-    run = replace(run, module=model)
+    run = replace(run, model=model)
     with torch.no_grad():
         run.forward()  # what is made on first use
     inputs = [t for t in tree_leaves(run.inputs) if isinstance(t, Tensor)]
