@@ -60,9 +60,9 @@ _HOME = {
     "install": "fsdpc._install",
     "mark_data_dependent": "fsdpc._engine.marks",
     "mark_replicated": "fsdpc._engine.marks",
-    "memory_report": "fsdpc._tools.report",
+    "memory_report": "fsdpc.plan.report",
     "memory_stats": "fsdpc._engine.root",
-    "profile_memory": "fsdpc._tools.profile",
+    "profile_memory": "fsdpc.plan.profile",
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
@@ -132,8 +132,6 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from fsdpc._install import install, uninstall
-    from fsdpc._tools.profile import profile_memory
-    from fsdpc._tools.report import memory_report
     from fsdpc.api import (
         BackwardPrefetch,
         CPUOffload,
@@ -156,6 +154,8 @@ if TYPE_CHECKING:
         StateDictType,
     )
     from fsdpc.fsdp import FSDP, FullyShardedDataParallel
+    from fsdpc.plan.profile import profile_memory
+    from fsdpc.plan.report import memory_report
 
 
 def __getattr__(name: str) -> Any:

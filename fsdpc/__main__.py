@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from importlib import import_module
 
 COMMANDS = {
-    "check": "fsdpc._tools.check",
+    "check": "fsdpc.plan.check",
     "checkpoint": "fsdpc.checkpoint.cli",
-    "doctor": "fsdpc._tools.doctor",
-    "plan": "fsdpc._plan.command",
-    "simulate": "fsdpc._plan.simulate",
+    "doctor": "fsdpc.plan.doctor",
+    "plan": "fsdpc.plan.command",
+    "simulate": "fsdpc.plan.simulate",
 }
 ABOUT = {
     "check": "does the sharded model train like the unsharded one?",

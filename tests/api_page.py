@@ -26,7 +26,7 @@ Which of torch's names is the same, better or refused: [compatibility.md](compat
 
 # What calls return, and base classes whose methods are the user's: beside the names in `__all__`.
 MORE = {
-    "fsdpc": ("fsdpc._tools.report.MemoryReport", "fsdpc._tools.profiled.Profile"),
+    "fsdpc": ("fsdpc.plan.report.MemoryReport", "fsdpc.plan.profiled.Profile"),
     "fsdpc.optim": ("fsdpc.optim._base.FusedOptimizer",),
     "fsdpc.activations": ("fsdpc.activations.offloading.Offloaded",),
 }

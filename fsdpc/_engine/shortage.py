@@ -6,7 +6,7 @@ for the first and the ``step`` of optimizers get a handler when the first unit i
 costs nothing until something is raised. What is raised elsewhere gets its report when the exception
 ends the program.
 
-The report (``fsdpc._tools.shortage``, a later layer) is loaded by name, and only then. A reserve of
+The report (``fsdpc.plan.shortage``, a later layer) is loaded by name, and only then. A reserve of
 address space is freed before, so that a report can be made under an exhausted limit.
 """
 
@@ -30,7 +30,7 @@ from fsdpc._engine.asked import asked
 from fsdpc._torch import PROFILE_STEP, RUN_BACKWARD
 
 RESERVE_BYTES = 16 << 20  # of address space: no page of it is touched
-REPORT = "fsdpc._tools.shortage"
+REPORT = "fsdpc.plan.shortage"
 HEAD = "fsdpc: out of memory"  # of the note
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 

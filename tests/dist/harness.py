@@ -60,7 +60,7 @@ TEMPLATE_ENV = {
 }
 # Each would be imported again by every rank that uses its kind of model, checkpoint or optimizer.
 LOADED_BY_RANKS = """
-    encodings.ascii jitter fsdpc._fsdp2.module fsdpc._tools.report torch.profiler._cupti_monitor
+    encodings.ascii jitter fsdpc._fsdp2.module fsdpc.plan.report torch.profiler._cupti_monitor
     torch.distributed.checkpoint.state_dict torch.distributed.checkpoint._fsspec_filesystem
     torch.utils.serialization.config
 """.split()

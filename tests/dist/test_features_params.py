@@ -31,7 +31,7 @@ from toys import (
 )
 
 import fsdpc
-from fsdpc._plan.modules import units_of, units_of_calls
+from fsdpc.plan.sources.modules import units_of, units_of_calls
 
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 BF16 = PRECISIONS[1]

@@ -21,10 +21,10 @@ from toys import toy, wrap
 import fsdpc
 from fsdpc import _C, optim
 from fsdpc._engine.writeback import owner_of
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.model import Model
-from fsdpc._plan.modules import units_of_tree
-from fsdpc._tools.held import setup_of
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import Model
+from fsdpc.plan.sources.held import setup_of
+from fsdpc.plan.sources.modules import units_of_tree
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()

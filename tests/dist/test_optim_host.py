@@ -30,13 +30,13 @@ from toys import Block, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import checkpoint, fully_shard, optim
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.model import Model as Plain
-from fsdpc._plan.model import Setup, check
-from fsdpc._plan.modules import units_of
 from fsdpc.activations import checkpoint as checkpoint_blocks
 from fsdpc.activations import offload as activations_offload
 from fsdpc.optim import _host
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import Model as Plain
+from fsdpc.plan.model import Setup, check
+from fsdpc.plan.sources.modules import units_of
 
 ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
 on_gpu = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))

@@ -24,11 +24,11 @@ from toys import Block, full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import _C, checkpoint, fully_shard, optim
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.model import CPU, Setup, check
-from fsdpc._plan.model import Model as Plain
-from fsdpc._plan.modules import units_of
 from fsdpc.optim import _disk
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import CPU, Setup, check
+from fsdpc.plan.model import Model as Plain
+from fsdpc.plan.sources.modules import units_of
 
 STEPS = 3
 SMALL = 400_000

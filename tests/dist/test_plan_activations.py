@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 from toys import wrap
 
 import fsdpc
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.live import LiveBytes
-from fsdpc._plan.model import CPU, Setup
-from fsdpc._plan.trace import checkpointed
-from fsdpc._plan.traced import build_traced
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import CPU, Setup
+from fsdpc.plan.sources.live import LiveBytes
+from fsdpc.plan.sources.trace import checkpointed
+from fsdpc.plan.sources.traced import build_traced
 
 EVERY = MODELS | UNLIKE
 ENGINE = ("shards", "gradient shards", "gather slots", "reduce slots", "no_sync gradients")

@@ -13,7 +13,7 @@ from torch import nn
 from toys import Block, Toy, tokens
 
 import fsdpc
-from fsdpc._tools.compare import compare, fault
+from fsdpc.plan.compare import compare, fault
 from fsdpc.wrap import ModuleWrapPolicy
 
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import ShardingStrategy
 from toys import PRECISIONS, loss_of, tokens, toy, wrap_blocks
 
 import fsdpc
-from fsdpc._tools.held import fragmentation
+from fsdpc.plan.sources.held import fragmentation
 
 sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))
 import env

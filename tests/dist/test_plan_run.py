@@ -17,9 +17,9 @@ from toys import PRECISIONS, Block, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import _C
-from fsdpc._plan import engine
-from fsdpc._plan.model import CPU, Setup, check
-from fsdpc._plan.modules import units_of, units_of_calls
+from fsdpc.plan import engine
+from fsdpc.plan.model import CPU, Setup, check
+from fsdpc.plan.sources.modules import units_of, units_of_calls
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
 KEYS = (

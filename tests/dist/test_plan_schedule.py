@@ -11,10 +11,10 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
 from fsdpc._comm.bootstrap import _Collectives
-from fsdpc._plan.engine import engine_memory
-from fsdpc._plan.model import CPU, Setup, check
-from fsdpc._plan.modules import units_of_tree
-from fsdpc._plan.schedule import schedule
+from fsdpc.plan.engine import engine_memory
+from fsdpc.plan.model import CPU, Setup, check
+from fsdpc.plan.schedule import schedule
+from fsdpc.plan.sources.modules import units_of_tree
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -15,7 +15,7 @@ from torch import nn
 from toys import wrap
 
 import fsdpc
-from fsdpc._tools.held import fragmentation, largest_free
+from fsdpc.plan.sources.held import fragmentation, largest_free
 from fsdpc.wrap import ModuleWrapPolicy
 
 sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))

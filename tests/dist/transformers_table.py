@@ -24,12 +24,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import fsdpc
-from fsdpc._plan import configs, geometry
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.live import LiveBytes
-from fsdpc._plan.model import CPU, Setup
-from fsdpc._plan.traced import build_traced, policy_for, training_of
 from fsdpc._torch import tree_leaves
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import CPU, Setup
+from fsdpc.plan.sources import configs, geometry
+from fsdpc.plan.sources.live import LiveBytes
+from fsdpc.plan.sources.traced import build_traced, policy_for, training_of
 
 RESULTS = Path(__file__).with_suffix(".json")
 SETUP = Setup(world=1, sequence=32, micro_batch=2, **CPU)

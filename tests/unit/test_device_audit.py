@@ -31,7 +31,7 @@ ALLOWED = {
         "_comm/bootstrap.py",
         "from_numpy",
     ): "what the core hands to a c10d communicator is host memory",
-    ("_tools/compare.py", "numpy"): "digests are made of host copies",
+    ("plan/compare.py", "numpy"): "digests are made of host copies",
     ("checkpoint/torch_files.py", "frombuffer"): "files are read into host memory",
     ("checkpoint/optimizer.py", "numpy"): "digests are made of host copies",
     ("optim/_device.py", "from_numpy"): "edges of blocks are numbers of the host",

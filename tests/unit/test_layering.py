@@ -292,8 +292,7 @@ PACKAGE = (
     "_fsdp1",
     "_fsdp2",
     "checkpoint",
-    "_plan",
-    "_tools",
+    "plan",
     "",
 )
 GROUND = {"_torch", "api", "wrap"}  # names of torch's

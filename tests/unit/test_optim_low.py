@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from fsdpc import _C, optim
-from fsdpc._plan.states import optimizer as planned
 from fsdpc.optim import adam_mini
 from fsdpc.optim._chunks import GuardedState, Store
 from fsdpc.optim._host import HostStore
+from fsdpc.plan.states import optimizer as planned
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

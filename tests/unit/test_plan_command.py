@@ -18,13 +18,14 @@ from plan_models import LlamaBlock
 from torch import nn
 
 from fsdpc.__main__ import main
-from fsdpc._plan import advise, configs, geometry, states
-from fsdpc._plan.cards import CARDS, bytes_of
-from fsdpc._plan.cost import collective_seconds, cost
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.model import CPU, Param, Setup, Unit, check
-from fsdpc._plan.options import WRAPS
-from fsdpc._plan.traced import build_traced
+from fsdpc.plan import advise, states
+from fsdpc.plan.cards import CARDS, bytes_of
+from fsdpc.plan.cost import collective_seconds, cost
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import CPU, Param, Setup, Unit, check
+from fsdpc.plan.options import WRAPS
+from fsdpc.plan.sources import configs, geometry
+from fsdpc.plan.sources.traced import build_traced
 
 BIG = ["llama-3-405b", "--world", "16384", "--sequence", "8192", "--loss", "fused"]
 
@@ -228,7 +229,7 @@ def test_405_b_on_16384_ranks_is_quick_and_small(more):
     script = (
         "import sys\n"
         "from fsdpc.__main__ import main\n"
-        "from fsdpc._plan import advise, command, ledger\n"
+        "from fsdpc.plan import advise, command, ledger\n"
         "made = []\n"
         "def plan(*what):\n"
         "    made.append(what)\n"
@@ -340,7 +341,7 @@ def test_padding_is_counted_and_pieces_are_equal():
 
 
 def geometry_model(unit):
-    from fsdpc._plan.model import Model
+    from fsdpc.plan.model import Model
 
     return Model("one unit", (unit,))
 

@@ -7,7 +7,7 @@ import os
 import resource
 
 from fsdpc.__main__ import main
-from fsdpc._tools import doctor
+from fsdpc.plan import doctor
 
 
 def test_this_machine(capsys, monkeypatch):

@@ -12,14 +12,14 @@ from functools import partial
 
 import pytest
 
-from fsdpc._plan import geometry
-from fsdpc._plan.cards import CARDS, GIB
-from fsdpc._plan.cost import cost
-from fsdpc._plan.engine import engine_memory
-from fsdpc._plan.geometry import PRESETS, block_saved, logit_bytes, saved_bytes
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.model import ZERO, Param, Setup, Unit
-from fsdpc._plan.states import OPTIMIZERS
+from fsdpc.plan.cards import CARDS, GIB
+from fsdpc.plan.cost import cost
+from fsdpc.plan.engine import engine_memory
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import ZERO, Param, Setup, Unit
+from fsdpc.plan.sources import geometry
+from fsdpc.plan.sources.geometry import PRESETS, block_saved, logit_bytes, saved_bytes
+from fsdpc.plan.states import OPTIMIZERS
 
 GB = 1e9
 BF16 = {"compute": "bfloat16", "storage": "bfloat16"}

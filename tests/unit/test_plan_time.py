@@ -11,11 +11,11 @@ from functools import partial
 
 import pytest
 
-from fsdpc._plan import geometry
-from fsdpc._plan.cards import CARDS
-from fsdpc._plan.cost import assumed, cost, rate_of
-from fsdpc._plan.ledger import plan
-from fsdpc._plan.model import Setup, check
+from fsdpc.plan.cards import CARDS
+from fsdpc.plan.cost import assumed, cost, rate_of
+from fsdpc.plan.ledger import plan
+from fsdpc.plan.model import Setup, check
+from fsdpc.plan.sources import geometry
 
 # Blocks and width by name; a plain MLP of four widths is a gated one of 8/3.
 MPT = {

@@ -26,9 +26,9 @@ from fsdpc._comm.bootstrap import comm_for_group
 from fsdpc._comm.objects import exchange
 from fsdpc._engine.marks import hosts
 from fsdpc._fsdp1.names import clean_fqn, join
-from fsdpc._plan.trace import Training
-from fsdpc._plan.traced import fully_shard_by, policy_for, training_of
 from fsdpc._torch import default_group, tree_leaves, tree_map_only
+from fsdpc.plan.sources.trace import Training
+from fsdpc.plan.sources.traced import fully_shard_by, policy_for, training_of
 
 LIMIT = 1e-5  # relative L2 difference in fp32
 _CAUSES = ("tied-weights", "optimizer-before-wrap", "optimizer-options")

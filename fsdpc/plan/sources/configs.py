@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fsdpc._plan.model import Setup
+from fsdpc.plan.model import Setup
 
 # In this order: what such a configuration is most often trained as.
 _TASKS = ("Seq2SeqLM", "SpeechSeq2Seq", "MaskedLM", "CausalLM", "ImageTextToText", "PreTraining",
@@ -17,7 +17,7 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_exp
 
 
 def sentence(error: BaseException) -> str:
-    from fsdpc._plan import fake  # imports torch
+    from fsdpc.plan.sources import fake  # imports torch
 
     return fake.sentence(error)
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fsdpc._plan.engine import EngineMemory, reshards
-from fsdpc._plan.model import Setup, Unit
+from fsdpc.plan.engine import EngineMemory, reshards
+from fsdpc.plan.model import Setup, Unit
 
 
 @dataclass(frozen=True)

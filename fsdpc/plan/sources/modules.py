@@ -17,9 +17,9 @@ from fsdpc._fsdp1.root import placed_units
 from fsdpc._fsdp1.wrap import apply_policy
 from fsdpc._fsdp2.planned import Call, planning
 from fsdpc._fsdp2.state import members
-from fsdpc._plan.engine import OWN
-from fsdpc._plan.model import Param, Unit
 from fsdpc.api import MixedPrecision
+from fsdpc.plan.engine import OWN
+from fsdpc.plan.model import Param, Unit
 
 
 class _StandIn(nn.Module):

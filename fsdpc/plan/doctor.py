@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from fsdpc._comm.table import spans
-from fsdpc._plan.cards import size
+from fsdpc.plan.cards import size
 
 LEVELS = ("ok", "warning", "error")
 TORCH_TESTED = ((2, 11), (2, 13))

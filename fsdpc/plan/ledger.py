@@ -22,11 +22,11 @@ from fsdpc._engine.state_layout import (
     extent_of_8bit,
     lay_out,
 )
-from fsdpc._plan.cards import counted, size
-from fsdpc._plan.engine import EngineMemory, engine_memory, reshards, specs_of
-from fsdpc._plan.model import ITEM_BYTES, Model, Setup, Unit, check
-from fsdpc._plan.rows import ALWAYS, Key, Point, Row
-from fsdpc._plan.states import Optimizer, optimizer
+from fsdpc.plan.cards import counted, size
+from fsdpc.plan.engine import EngineMemory, engine_memory, reshards, specs_of
+from fsdpc.plan.model import ITEM_BYTES, Model, Setup, Unit, check
+from fsdpc.plan.rows import ALWAYS, Key, Point, Row
+from fsdpc.plan.states import Optimizer, optimizer
 
 Build = Callable[[Setup], Model]
 

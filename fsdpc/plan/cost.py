@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fsdpc._plan.cards import Card
-from fsdpc._plan.ledger import Plan
-from fsdpc._plan.model import ITEM_BYTES, Setup
-from fsdpc._plan.schedule import schedule
+from fsdpc.plan.cards import Card
+from fsdpc.plan.ledger import Plan
+from fsdpc.plan.model import ITEM_BYTES, Setup
+from fsdpc.plan.schedule import schedule
 
 LINK_EFFICIENCY = 0.8
 LATENCY_LINK = 2e-6  # seconds per ring step inside a host

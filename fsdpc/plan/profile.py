@@ -28,11 +28,17 @@ from fsdpc._engine.marks import hosts
 from fsdpc._engine.shortage import TREES, process_bytes
 from fsdpc._engine.tree import ON_TREE
 from fsdpc._engine.writeback import owner_of
-from fsdpc._plan.live import LiveBytes
-from fsdpc._plan.rows import ENGINE, Key
-from fsdpc._tools.held import cache_line, gpu_of, optimizers_of, planned_by_unit, state_tensors
-from fsdpc._tools.profiled import Boundary, Profile, Sample
 from fsdpc._torch import tree_leaves
+from fsdpc.plan.profiled import Boundary, Profile, Sample
+from fsdpc.plan.rows import ENGINE, Key
+from fsdpc.plan.sources.held import (
+    cache_line,
+    gpu_of,
+    optimizers_of,
+    planned_by_unit,
+    state_tensors,
+)
+from fsdpc.plan.sources.live import LiveBytes
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 PROCESS_S = 1.0  # the kernel's sum over all mappings takes milliseconds

@@ -1,8 +1,8 @@
 """Transformers from plain numbers: parameters, and activations by formula.
 
 The formula counts what autograd saves in a pre-norm block with grouped-query attention and a gated
-MLP, tensor by tensor (the source of each term stands beside the term). ``fsdpc/_plan/trace.py``
-is exact for any model, and a test holds the formula against it.
+MLP, tensor by tensor (the source of each term stands beside the term). ``trace.py`` beside this
+file is exact for any model, and a test holds the formula against it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from fsdpc._engine.saved import Away, away, bytes_per_element
-from fsdpc._plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
+from fsdpc.plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
 
 
 @dataclass(frozen=True)

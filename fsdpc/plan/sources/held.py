@@ -18,12 +18,12 @@ from fsdpc import _C
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine.interop import dtype_name
 from fsdpc._engine.tree import _slots
-from fsdpc._plan.engine import EngineMemory, engine_memory
-from fsdpc._plan.model import CPU, Setup, Unit
-from fsdpc._plan.modules import units_of_tree
-from fsdpc._plan.rows import ENGINE, Line
-from fsdpc._plan.show import size
 from fsdpc._torch import tree_leaves
+from fsdpc.plan.cards import size
+from fsdpc.plan.engine import EngineMemory, engine_memory
+from fsdpc.plan.model import CPU, Setup, Unit
+from fsdpc.plan.rows import ENGINE, Line
+from fsdpc.plan.sources.modules import units_of_tree
 
 # --- the engine -----------------------------------------------------------------------------------
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from fsdpc._plan import geometry
-from fsdpc._plan.cards import CARDS, Card, bytes_of, card
-from fsdpc._plan.ledger import Build
-from fsdpc._plan.model import CPU, STRATEGIES, ZERO, Setup, check
-from fsdpc._plan.states import OPTIMIZERS
+from fsdpc.plan.cards import CARDS, Card, bytes_of, card
+from fsdpc.plan.ledger import Build
+from fsdpc.plan.model import CPU, STRATEGIES, ZERO, Setup, check
+from fsdpc.plan.sources import geometry
+from fsdpc.plan.states import OPTIMIZERS
 
 WRAPS = ("blocks", "embeddings", "whole")
 
@@ -269,7 +269,7 @@ class _Traced:
         self._kept: dict[Any, Any] = {}
 
     def __call__(self, setup: Setup) -> Any:
-        from fsdpc._plan.traced import build_traced, load
+        from fsdpc.plan.sources.traced import build_traced, load
 
         key = (setup.compute, setup.reduce, setup.checkpointing, setup.sequence, setup.micro_batch)
         key += (setup.compress, setup.offload_activations, setup.storage, setup.attention)
@@ -283,7 +283,7 @@ def _from_config(options: argparse.Namespace) -> geometry.Geometry | _Traced:
     """A transformers ``config.json``, as the library builds it. By formula, for model types whose
     shapes are known here, where the library is not installed or an option asks for the formula.
     """
-    from fsdpc._plan import configs
+    from fsdpc.plan.sources import configs
 
     values = configs.read(options.model)
     by_formula = bool(options.compress) or options.offload_activations or options.loss == "fused"

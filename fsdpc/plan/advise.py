@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from fsdpc._plan.cards import Card
-from fsdpc._plan.cost import Cost, cost
-from fsdpc._plan.ledger import Build, Plan, plan
-from fsdpc._plan.model import Setup, check
-from fsdpc._plan.states import optimizer
+from fsdpc.plan.cards import Card
+from fsdpc.plan.cost import Cost, cost
+from fsdpc.plan.ledger import Build, Plan, plan
+from fsdpc.plan.model import Setup, check
+from fsdpc.plan.states import optimizer
 
 DISK_BUFFERS = 96 << 20  # bytes
 

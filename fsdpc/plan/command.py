@@ -7,9 +7,9 @@ import json
 import sys
 from dataclasses import replace
 
-from fsdpc._plan import advise, options, show, simulate, snapshot
-from fsdpc._plan.cost import assumed, cost
-from fsdpc._plan.ledger import Plan, plan
+from fsdpc.plan import advise, options, show, simulate, snapshot
+from fsdpc.plan.cost import assumed, cost
+from fsdpc.plan.ledger import Plan, plan
 
 EXAMPLES = """examples:
   fsdpc plan llama-3-8b --gpu h100 --world 16 --sequence 8192   a known model: does a step fit?
@@ -103,7 +103,7 @@ def _as_dict(made: Plan, wanted: options.Wanted, known: object, found: list) -> 
 
 
 def _draw(path: str, made: Plan, wanted: options.Wanted) -> None:
-    from fsdpc._plan.picture import draw
+    from fsdpc.plan.picture import draw
 
     names = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]
     others = [(n, plan(wanted.build, replace(wanted.setup, strategy=n, shard=0))) for n in names]

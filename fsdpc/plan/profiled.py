@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpc._plan.rows import Key, Point, tops, total
-from fsdpc._plan.show import plain_table, size
-from fsdpc._plan.snapshot import snapshot, write
+from fsdpc.plan.rows import Key, Point, tops, total
+from fsdpc.plan.show import plain_table, size
+from fsdpc.plan.snapshot import snapshot, write
 
 LEAST_STEPS = 3  # after the first, whose end has what stays
 LEAST_BYTES = 4096  # a step: less is a list of losses
@@ -175,7 +175,7 @@ class Profile:
         elif kind == ".pickle":
             write(str(path), self.snapshot())
         elif kind in (".png", ".svg", ".pdf"):
-            from fsdpc._plan.picture import draw_profile
+            from fsdpc.plan.picture import draw_profile
 
             draw_profile(
                 str(path),

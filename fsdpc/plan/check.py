@@ -128,8 +128,8 @@ def _compare(training: str, rank: int, world: int, options: Any, folder: str) ->
     import torch
     import torch.distributed as dist
 
-    from fsdpc._plan.traced import load
-    from fsdpc._tools.compare import compare
+    from fsdpc.plan.compare import compare
+    from fsdpc.plan.sources.traced import load
 
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), world)

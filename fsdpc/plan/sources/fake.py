@@ -278,7 +278,7 @@ def sentence(error: BaseException) -> str:
 def _line_of(error: BaseException) -> str:
     """The last line that is neither torch's, Python's nor fsdpc's; else the last of a library."""
     frames = traceback.extract_tb(error.__traceback__)
-    own, python = str(Path(__file__).parents[1]), str(Path(logging.__file__).parents[1])
+    own, python = str(Path(__file__).parents[2]), str(Path(logging.__file__).parents[1])
     packages = str(Path(torch.__file__).parents[1])
     outside = [f for f in frames if not f.filename.startswith((own, python, packages, "<"))]
     library = [

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdpc._engine.inputs import cast_arguments
-from fsdpc._plan.live import LiveBytes
-from fsdpc._plan.model import Moment
 from fsdpc._torch import tree_leaves
+from fsdpc.plan.model import Moment
+from fsdpc.plan.sources.live import LiveBytes
 
 FEW = 3  # modules in a row that are not yet a list of repeated blocks
 

@@ -11,7 +11,7 @@ import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdpc._plan.rows import Key, Point
+from fsdpc.plan.rows import Key, Point
 
 BASE = 1 << 40
 ROOM = 1 << 44  # addresses between roles, more than any role is large

@@ -6,11 +6,11 @@ import shutil
 import textwrap
 from collections.abc import Sequence
 
-from fsdpc._plan.advise import Change, Suggestion
-from fsdpc._plan.cards import counted, size
-from fsdpc._plan.cost import Cost
-from fsdpc._plan.ledger import Plan
-from fsdpc._plan.rows import Line, Row, tops
+from fsdpc.plan.advise import Change, Suggestion
+from fsdpc.plan.cards import counted, size
+from fsdpc.plan.cost import Cost
+from fsdpc.plan.ledger import Plan
+from fsdpc.plan.rows import Line, Row, tops
 
 WIDTH = 100
 

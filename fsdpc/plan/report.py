@@ -13,11 +13,18 @@ from fsdpc import _C
 from fsdpc._comm.nccl import held_bytes
 from fsdpc._engine.marks import hosts
 from fsdpc._engine.shortage import process_bytes
-from fsdpc._plan.ledger import COMM_BYTES, CONTEXT_BYTES
-from fsdpc._plan.rows import ENGINE, SLOTS, Line
-from fsdpc._plan.show import beside, size
-from fsdpc._tools.held import cache_line, engine_lines, gpu_of, nbytes, state_tensors, states_of
 from fsdpc.optim._host import HostStore
+from fsdpc.plan.ledger import COMM_BYTES, CONTEXT_BYTES
+from fsdpc.plan.rows import ENGINE, SLOTS, Line
+from fsdpc.plan.show import beside, size
+from fsdpc.plan.sources.held import (
+    cache_line,
+    engine_lines,
+    gpu_of,
+    nbytes,
+    state_tensors,
+    states_of,
+)
 
 MOMENTS = {"Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adagrad": 1, "RMSprop": 1}
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdpc._plan import options, show
-from fsdpc._plan.cost import assumed, scaling, stops_scaling
-from fsdpc._plan.ledger import plan
+from fsdpc.plan import options, show
+from fsdpc.plan.cost import assumed, scaling, stops_scaling
+from fsdpc.plan.ledger import plan
 
 COMPARED = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 MOST_RANKS = 100_000

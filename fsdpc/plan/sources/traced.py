@@ -20,13 +20,13 @@ from torch import nn
 
 from fsdpc._fsdp1.mixed import FullPrecisionHooks
 from fsdpc._fsdp2.module import fully_shard
-from fsdpc._plan import configs
-from fsdpc._plan import trace as _trace
-from fsdpc._plan.fake import faking, sentence, settle
-from fsdpc._plan.geometry import is_checkpointed
-from fsdpc._plan.model import Model, Moment, Setup, Unit
-from fsdpc._plan.modules import units_of, units_of_calls
 from fsdpc.api import MixedPrecision, MixedPrecisionPolicy
+from fsdpc.plan.model import Model, Moment, Setup, Unit
+from fsdpc.plan.sources import configs
+from fsdpc.plan.sources import trace as _trace
+from fsdpc.plan.sources.fake import faking, sentence, settle
+from fsdpc.plan.sources.geometry import is_checkpointed
+from fsdpc.plan.sources.modules import units_of, units_of_calls
 from fsdpc.wrap import ModuleWrapPolicy
 
 Factory = Callable[[], Any]

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpc import _C
-from fsdpc._plan.model import Param, Setup, Unit
+from fsdpc.plan.model import Param, Setup, Unit
 
 NARROW = ("bfloat16", "float16")
 RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")

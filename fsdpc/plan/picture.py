@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fsdpc._plan.cards import GIB, size
-from fsdpc._plan.ledger import Plan
-from fsdpc._plan.rows import ROLES, Key, Point, total
+from fsdpc.plan.cards import GIB, size
+from fsdpc.plan.ledger import Plan
+from fsdpc.plan.rows import ROLES, Key, Point, total
 
 MOST_BARS = 8
 _PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # where the card's line crosses

@@ -19,14 +19,14 @@ import torch
 
 from fsdpc._engine.shortage import HEAD, TREES, UNITS, process_bytes
 from fsdpc._engine.writeback import owner_of
-from fsdpc._plan.advise import effects
-from fsdpc._plan.cards import bytes_of
-from fsdpc._plan.engine import OWN
-from fsdpc._plan.ledger import Plan, plan
-from fsdpc._plan.model import Model, Moment, Setup, Unit
-from fsdpc._plan.rows import SLOTS, Line, Point
-from fsdpc._plan.show import beside, size
-from fsdpc._tools.held import (
+from fsdpc.plan.advise import effects
+from fsdpc.plan.cards import bytes_of
+from fsdpc.plan.engine import OWN
+from fsdpc.plan.ledger import Plan, plan
+from fsdpc.plan.model import Model, Moment, Setup, Unit
+from fsdpc.plan.rows import SLOTS, Line, Point
+from fsdpc.plan.show import beside, size
+from fsdpc.plan.sources.held import (
     cache_line,
     engine_lines,
     gpu_of,

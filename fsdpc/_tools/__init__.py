@@ -1,1 +1,0 @@
-"""Tools beside training: reports, checks, diagnosis. Nothing here is imported by ``fsdpc``."""

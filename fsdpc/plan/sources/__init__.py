@@ -1,0 +1,1 @@
+"""What a ledger is made from: formulas, traces on fake tensors, and what a run holds."""
