@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from dataclasses import replace
 
 from fsdpc.plan import advise, options, show, simulate, snapshot
@@ -48,18 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0; 1 if ``--suggest`` finds nothing that fits; 2 for options that do not go together."""
-    try:
+
+    def work() -> int:
         wanted = options.wanted(arguments)
         if arguments.suggest:
             return _suggest(arguments, wanted)
         if arguments.simulate:
             return simulate.show_worlds(arguments, wanted, [wanted.setup.strategy])
         return _show(arguments, wanted)
-    except BrokenPipeError:
-        raise
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"fsdpc plan: {error}", file=sys.stderr)
-        return 2
+
+    return options.answer("plan", work)
 
 
 def _show(arguments: argparse.Namespace, wanted: options.Wanted) -> int:

@@ -150,14 +150,15 @@ def cost(plan: Plan, card: Card) -> Cost:
             one = collective_seconds(size["grad_bytes"], setup.replicas, setup, card, n)
             wire += sums * 2 * one
             sent += sums * 2 * size["grad_bytes"] * (setup.replicas - 1) / setup.replicas
-    host = setup.offload and setup.transport == "stream"
     moved = plan.engine.stats["master_bytes"] + plan.engine.stats["grad_bytes"]
     states = plan.row("optimizer states")
-    update = (2 * moved + 2 * states) / (40e9 / setup.ranks_per_host if host else card.bandwidth)
-    if setup.host and not host and setup.transport == "stream":
+    update = (2 * moved + 2 * states) / (
+        40e9 / setup.ranks_per_host if setup.offloads else card.bandwidth
+    )
+    if setup.host and not setup.offloads and setup.transport == "stream":
         away = sum(r.bytes for r in plan.rows if (r.role, r.where) == ("optimizer states", "host"))
         update = max(update, away / card.host)  # each way; both at the same time
-    if host:
+    if setup.offloads:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
     packing = setup.accumulation * 2 * plan.model.packing / card.bandwidth
     first += setup.accumulation * _tensor_seconds(plan, card)

@@ -68,7 +68,6 @@ def _footprint(
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
     """The dictionary of ``_C.footprint`` for one unit; do not change the dictionary."""
-    own = setup.offload if unit.offload is None else unit.offload
     return _footprint(
         specs_of(unit, setup),
         setup.shards,
@@ -76,7 +75,7 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
         setup.range_grain,
         setup.page_bytes,
         setup.replicas > 1,
-        own and setup.transport == "stream",
+        _offloaded(unit, setup),
     )
 
 

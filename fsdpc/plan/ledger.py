@@ -25,7 +25,7 @@ from fsdpc._engine.state_layout import (
 from fsdpc.plan.cards import counted, size
 from fsdpc.plan.engine import EngineMemory, engine_memory, reshards, specs_of
 from fsdpc.plan.model import ITEM_BYTES, Model, Setup, Unit, check
-from fsdpc.plan.rows import ALWAYS, Key, Point, Row
+from fsdpc.plan.rows import ALWAYS, ENGINE, SHARDS, Key, Point, Row
 from fsdpc.plan.states import Optimizer, optimizer
 
 Build = Callable[[Setup], Model]
@@ -39,6 +39,13 @@ WORKSPACE_BYTES = 32 << 20
 WORKSPACE_WHY = "cuBLAS workspace of 32 MiB, torch's default on Hopper"
 SLACK = 0.05
 SLACK_HIGH = 0.10
+_PASSES = ("forward", "backward")
+# Where not always.
+_LIVES = {
+    "no_sync gradients": _PASSES,
+    "recomputed": ("backward",),
+    "unit gradients": ("backward",),
+}
 SLACK_WHY = "torch's cache: 5 % of what torch allocates in a step, 10 % in the upper bound; assumed"
 
 
@@ -117,56 +124,47 @@ def plan(build: Build | Model, setup: Setup) -> Plan:
 
 
 def _engine_rows(model: Model, engine: EngineMemory, setup: Setup) -> list[Row]:
-    stats, where = engine.stats, "host" if _offloads(setup) else "device"
+    def whole(key: str) -> int:
+        return sum(size_of[key] for size_of in engine.by_unit)
+
+    stats, seen, partial = engine.stats, whole("grad_out_bytes"), whole("partial_bytes")
+    slots, buffers = stats["gather_slots"], stats["reduce_slots"]
     of = f"/ {setup.shards} ranks" if setup.shards > 1 else "not sharded"
-    gathered = sum(p["full_bytes"] for p in engine.by_unit)
-    padding = sum(p["padding_bytes"] for p in engine.by_unit)
     kept = sum(not reshards(u, setup) for u in model.units)
     held = f"{counted(kept, 'unit')} stay gathered" if kept else "units share slots in turn"
-    seen = sum(p["grad_out_bytes"] for p in engine.by_unit)
-    partial = sum(p["partial_bytes"] for p in engine.by_unit)
-    largest = max((p["grads_bytes"] for p in engine.by_unit), default=0)
-    local = f"gradients of {len(model.units)} units, whole, in fp32: no_sync is not divided"
     parts = [f"accumulated in fp32, {of}"]
-    if setup.in_backward and 0 < stats["grad_bytes"] < sum(
-        p["grads_bytes"] for p in engine.by_unit
-    ):
-        slots = counted(stats["grad_bytes"] // largest, "slot")
-        parts += [f"{slots} that units take in turn, as each is stepped in backward"]
+    if setup.in_backward and 0 < stats["grad_bytes"] < whole("grads_bytes"):
+        largest = max(size_of["grads_bytes"] for size_of in engine.by_unit)
+        turns = counted(stats["grad_bytes"] // largest, "slot")
+        parts += [f"{turns} that units take in turn, as each is stepped in backward"]
     parts += [f"{size(seen)} of them in the storage dtype for the optimizer"] if seen else []
     parts += [f"{size(partial)} of them sums before replicas"] if partial else []
+    whys = {
+        "shards": f"{model.numel:,} elements in {setup.storage} {of}, padding included",
+        "gradient shards": "; ".join(parts),
+        "gather slots": (
+            f"{counted(slots, 'slot')} for {size(whole('full_bytes'))} of gathered units "
+            f"({held}); the largest {size(stats['gather_slot_bytes'])}; "
+            f"padding {size(whole('padding_bytes'))}"
+        ),
+        "reduce slots": (
+            f"{counted(buffers, 'buffer')} as large as the largest unit's packed gradients"
+        ),
+        "no_sync gradients": (
+            f"gradients of {len(model.units)} units, whole, in fp32: no_sync is not divided"
+        ),
+    }
     return [
         Row(
-            "shards",
-            stats["master_bytes"],
-            ALWAYS,
-            f"{model.numel:,} elements in {setup.storage} {of}, padding included",
+            role,
+            stats[ENGINE[role]],
+            _LIVES.get(role, ALWAYS),
+            why,
             True,
-            where,
-        ),
-        Row("gradient shards", stats["grad_bytes"], ALWAYS, "; ".join(parts), True, where),
-        Row(
-            "gather slots",
-            stats["gather_bytes"],
-            ALWAYS,
-            f"{counted(stats['gather_slots'], 'slot')} for {size(gathered)} of gathered units "
-            f"({held}); the largest {size(stats['gather_slot_bytes'])}; padding {size(padding)}",
-            True,
-        ),
-        Row(
-            "reduce slots",
-            stats["reduce_bytes"],
-            ALWAYS,
-            f"{counted(stats['reduce_slots'], 'buffer')} as large as the largest unit's packed "
-            "gradients",
-            True,
-        ),
-        Row("no_sync gradients", stats["local_bytes"], ("forward", "backward"), local, True),
+            "host" if setup.offloads and role in SHARDS else "device",
+        )
+        for role, why in whys.items()
     ]
-
-
-def _offloads(setup: Setup) -> bool:
-    return setup.offload and setup.transport == "stream"
 
 
 @lru_cache(maxsize=4096)
@@ -193,7 +191,7 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
     if setup.host and setup.transport == "stream" and not setup.offload:
         return _host_rows(model, setup, kind)
     each = {s: kind.state_bytes(ITEM_BYTES[s]) for s in elements}
-    where = "host" if _offloads(setup) else "device"
+    where = "host" if setup.offloads else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
     values = sum(n * ITEM_BYTES[s] for s, n in elements.items())
     temporary = kind.temporaries * (values if setup.foreach else min(values, largest))
@@ -295,7 +293,7 @@ def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     wanted = tuple(e.wanted for each in _extents(model, setup, kind) for e in each)
     chunk_bytes = chunk_bytes_of(setup.disk)
     end, written = _placed(wanted, chunk_bytes, PAGE)
-    where = "host" if _offloads(setup) else "device"
+    where = "host" if setup.offloads else "device"
     return [
         Row(
             "optimizer states",
@@ -319,12 +317,11 @@ def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 def _other_rows(model: Model, setup: Setup) -> list[Row]:
     rows = [
         Row("buffers", model.buffer_bytes, ALWAYS, "whole on every rank"),
-        Row("inputs", model.input_bytes, ("forward", "backward"), "the micro-batch"),
+        Row("inputs", model.input_bytes, _PASSES, "the micro-batch"),
     ]
     if model.away is not None:
         why = f"{size(model.away.copied)} of saved activations, pinned; a step moves them both ways"
-        span = ("forward", "backward")
-        rows.append(Row("activations", model.away.pinned, span, why, where="host"))
+        rows.append(Row("activations", model.away.pinned, _PASSES, why, where="host"))
     if setup.transport == "stream":
         comms = 2 if setup.shards > 1 else 0
         comms += 2 if setup.replicas > 1 else 0
@@ -332,7 +329,7 @@ def _other_rows(model: Model, setup: Setup) -> list[Row]:
         rows += [
             Row("device context", CONTEXT_BYTES, ALWAYS, CONTEXT_WHY),
             Row("communicators", comms // 2 * per, ALWAYS, COMM_WHY),
-            Row("workspace", WORKSPACE_BYTES, ("forward", "backward"), WORKSPACE_WHY),
+            Row("workspace", WORKSPACE_BYTES, _PASSES, WORKSPACE_WHY),
         ]
     return rows
 
@@ -347,7 +344,7 @@ def _timeline(model: Model, rows: list[Row], setup: Setup) -> tuple[Point, ...]:
 
     cached = setup.transport == "stream"
     points = [Point("rest", "", lasting("rest"))]
-    base = {phase: lasting(phase) for phase in ("forward", "backward")}
+    base = {phase: lasting(phase) for phase in _PASSES}
     live = 0
     for moment in model.moments:
         top = live + moment.rise
@@ -377,7 +374,6 @@ _WHY = {
     "logits and loss": "logits, their fp32 copy, log-softmax and gradient",
     "allocator": SLACK_WHY,
 }
-_LIVES = {"recomputed": ("backward",), "unit gradients": ("backward",)}
 
 
 def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
@@ -393,7 +389,7 @@ def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
                 Row(
                     role,
                     at_peak or most,
-                    _LIVES.get(role, ("forward", "backward")),
+                    _LIVES.get(role, _PASSES),
                     text if at_peak else f"{why}; not at the peak",
                 )
             )
@@ -404,7 +400,7 @@ def _notes(setup: Setup) -> tuple[str, ...]:
     notes = []
     if setup.transport != "stream" and setup.strategy != "NO_SHARD":
         notes.append("gather slots on shared memory are paid for once per host, not per rank")
-    if _offloads(setup):
+    if setup.offloads:
         notes.append("offloaded: shards, gradient shards and optimizer states in host memory")
     if setup.host and (setup.offload or setup.transport != "stream"):
         notes.append("host has no effect: parameters and states are in host memory already")

@@ -173,6 +173,11 @@ class Setup:
     foreach: bool = True
 
     @property
+    def offloads(self) -> bool:
+        """Whether shards of GPUs are in host memory."""
+        return self.offload and self.transport == "stream"
+
+    @property
     def shards(self) -> int:
         """Ranks among which one copy of the values is divided."""
         if self.strategy == "NO_SHARD":
@@ -217,17 +222,14 @@ def check(setup: Setup) -> Setup:
         setup = replace(setup, shard=min(setup.ranks_per_host, setup.world))
     if setup.world % setup.shards:
         raise ValueError(f"world {setup.world} is not a multiple of shard {setup.shards}")
-    if not 0 <= setup.checkpointing <= 1:
-        raise ValueError(f"checkpointing must be from 0 to 1, got {setup.checkpointing}")
-    if not 0 <= (setup.recomputed or 0) <= 1:
-        raise ValueError(f"recomputed must be from 0 to 1, got {setup.recomputed}")
+    for name in ("checkpointing", "recomputed", "host"):
+        if not 0 <= (getattr(setup, name) or 0) <= 1:
+            raise ValueError(f"{name} must be from 0 to 1, got {getattr(setup, name)}")
     for name, allowed in _CHOICES.items():
         if getattr(setup, name) not in allowed:
             raise ValueError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(setup, name)!r}"
             )
-    if not 0 <= setup.host <= 1:
-        raise ValueError(f"host must be from 0 to 1, got {setup.host}")
     if setup.host and setup.disk:
         raise ValueError("states are in host memory or on a disk: use one of host and disk")
     if setup.compress and setup.offload_activations:

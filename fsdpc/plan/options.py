@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import re
+import sys
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -173,6 +176,17 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--reduce-slots", type=int, default=0, metavar="N")
 
 
+def answer(command: str, work: Callable[[], int]) -> int:
+    """What the work returns; 2, with one sentence, for options that do not go together."""
+    try:
+        return work()
+    except BrokenPipeError:
+        raise
+    except (ValueError, TypeError, ImportError, OSError) as error:
+        print(f"fsdpc {command}: {error}", file=sys.stderr)
+        return 2
+
+
 def wanted(options: argparse.Namespace) -> Wanted:
     """``ValueError`` in one sentence for whatever does not go together."""
     if options.cpu and (options.suggest or options.simulate or options.gpu):
@@ -224,17 +238,8 @@ def _builds(options: argparse.Namespace) -> dict[str, Build]:
             raise ValueError(_unknown(options.model))
         found = geometry.PRESETS[options.model]
     else:
-        found = geometry.from_numbers(
-            options.params,
-            options.layers,
-            options.hidden,
-            options.heads,
-            options.kv_heads,
-            options.ffn,
-            options.vocab,
-            options.experts,
-            options.top_k,
-        )
+        numbers = inspect.signature(geometry.from_numbers).parameters
+        found = geometry.from_numbers(**{name: getattr(options, name) for name in numbers})
     if options.api == "fully_shard":
         raise ValueError(
             "--api fully_shard cuts parameters between rows, so their shapes are needed: give "

@@ -30,7 +30,7 @@ from fsdpc._engine.tree import ON_TREE
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import tree_leaves
 from fsdpc.plan.profiled import Boundary, Profile, Sample
-from fsdpc.plan.rows import ENGINE, Key
+from fsdpc.plan.rows import ENGINE, SHARDS, Key
 from fsdpc.plan.sources.held import (
     cache_line,
     gpu_of,
@@ -44,7 +44,6 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 PROCESS_S = 1.0  # the kernel's sum over all mappings takes milliseconds
 OTHER: Key = ("other", "")
 UPDATE: Key = ("update's temporaries", "")
-_BY_UNIT = ("shards", "gradient shards")
 
 
 class OwnedBytes(LiveBytes):
@@ -288,7 +287,7 @@ class profile_memory:  # noqa: N801: used like a function
             roles.update(watched.fixed)
             stats = watched.tree.memory_stats()
             for role, stat in ENGINE.items():
-                if stats[stat] and role not in _BY_UNIT:
+                if stats[stat] and role not in SHARDS:
                     roles[(role, "")] = roles.get((role, ""), 0) + stats[stat]
         if self._live is not None:
             for key, count in self._live.by.items():

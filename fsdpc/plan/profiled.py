@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdpc.plan.rows import Key, Point, tops, total
+from fsdpc.plan.rows import SHARDS, Key, Point, tops, total
 from fsdpc.plan.show import plain_table, size
 from fsdpc.plan.snapshot import snapshot, write
 
@@ -206,7 +206,7 @@ class Profile:
 
 
 # Roles of which each unit has its part at all times.
-_EVEN = ("shards", "gradient shards", "optimizer states")
+_EVEN = (*SHARDS, "optimizer states")
 
 
 def _kept(live: dict[Key, int]) -> Growth:

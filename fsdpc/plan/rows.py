@@ -46,6 +46,7 @@ ROLES = {
     "other": Role("#d7bde2"),
 }
 ENGINE = {name: role.stat for name, role in ROLES.items() if role.stat}
+SHARDS = ("shards", "gradient shards")  # each unit has its own
 SLOTS = ("gather slots", "reduce slots", "spare memory")  # beside torch's allocator
 
 

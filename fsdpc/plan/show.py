@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from fsdpc.plan.advise import Change, Suggestion
 from fsdpc.plan.cards import counted, size
 from fsdpc.plan.cost import Cost
 from fsdpc.plan.ledger import Plan
-from fsdpc.plan.rows import Line, Row, tops
+from fsdpc.plan.rows import ALWAYS, Line, Row, tops
 
 WIDTH = 100
 
@@ -73,8 +74,8 @@ def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
     line("")
     table(
         "Memory of each rank",
-        ("what", "bytes", "at peak", "lives", "source"),
-        [_row(row, peak.of(row.role)) for row in plan.rows],
+        list(_COLUMNS),
+        [[cell(row, peak.of(row.role)) for cell in _COLUMNS.values()] for row in plan.rows],
     )
     table(
         "Highest points",
@@ -102,16 +103,14 @@ def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
         line(f"note: {note}")
 
 
-def _row(row: Row, at_peak: int) -> tuple[str, ...]:
-    elsewhere = row.where != "device"
-    lives = " ".join(row.lifetime) if len(row.lifetime) < 4 else "always"
-    return (
-        row.role + (f" [{row.where}]" if elsewhere else ""),
-        size(row.bytes),
-        "" if elsewhere or not at_peak else size(at_peak),
-        lives,
-        "exact" if row.exact else "",
-    )
+# The columns of a plan's table: of a row and its bytes at the peak.
+_COLUMNS: dict[str, Callable[[Row, int], str]] = {
+    "what": lambda row, _: row.role + (f" [{row.where}]" if row.where != "device" else ""),
+    "bytes": lambda row, _: size(row.bytes),
+    "at peak": lambda row, top: size(top) if top and row.where == "device" else "",
+    "lives": lambda row, _: " ".join(row.lifetime) if row.lifetime != ALWAYS else "always",
+    "source": lambda row, _: "exact" if row.exact else "",
+}
 
 
 def show_reasons(plan: Plan) -> None:
@@ -157,31 +156,16 @@ def show_changes(changes: Sequence[Change], timed: bool = True) -> None:
 
 def show_units(plan: Plan) -> None:
     """Bytes of each distinct unit; ``packed``: its gradients as they travel."""
-    rows, seen = [], {}
-    for unit, size_of in zip(plan.model.units, plan.engine.by_unit, strict=True):
-        key = (unit.params, unit.depth)
-        if key in seen:
-            seen[key][1] += 1
-            continue
-        seen[key] = [len(rows), 1]
-        rows.append(
-            [
-                unit.name or "(root)",
-                "1",
-                f"{unit.numel:,}",
-                size(size_of["full_bytes"]),
-                size(size_of["master_bytes"]),
-                size(size_of["reduce_bytes"]),
-                size(size_of["padding_bytes"]),
-            ]
-        )
-    for at, count in seen.values():
-        rows[at][1] = str(count)
-    table(
-        "Units",
-        ("unit", "units", "elements", "gathered", "shard", "packed", "padding"),
-        rows,
-    )
+    alike: dict[Any, list[Any]] = {}
+    for unit, sizes in zip(plan.model.units, plan.engine.by_unit, strict=True):
+        alike.setdefault((unit.params, unit.depth), []).append((unit, sizes))
+    rows = []
+    for members in alike.values():
+        unit, sizes = members[0]
+        bytes_ = [size(sizes[f"{k}_bytes"]) for k in ("full", "master", "reduce", "padding")]
+        rows.append((unit.name or "(root)", str(len(members)), f"{unit.numel:,}", *bytes_))
+    head = ("unit", "units", "elements", "gathered", "shard", "packed", "padding")
+    table("Units", head, rows)
 
 
 def show_suggestions(found: Sequence[Suggestion]) -> None:

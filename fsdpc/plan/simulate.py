@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from fsdpc.plan import options, show
@@ -18,18 +17,19 @@ from fsdpc.plan.ledger import plan
 
 COMPARED = ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "NO_SHARD")
 MOST_RANKS = 100_000
-_HEAD = (
-    "ranks",
-    "peak",
-    "padding",
-    "calls",
-    "sent",
-    "compute",
-    "wire",
-    "step",
-    "tokens/s",
-    "busy",
-)
+Figures = dict[str, float]
+_COLUMNS: dict[str, Callable[[Figures], str]] = {
+    "ranks": lambda row: f"{row['world']:,.0f}",
+    "peak": lambda row: show.size(row["peak_bytes"]),
+    "padding": lambda row: show.size(row["padding_bytes"]),
+    "calls": lambda row: f"{row['collectives']:,.0f}",
+    "sent": lambda row: show.size(row["sent_bytes"]),
+    "compute": lambda row: show.seconds(row["compute_s"]),
+    "wire": lambda row: show.seconds(row["wire_s"]),
+    "step": lambda row: show.seconds(row["step_s"]),
+    "tokens/s": lambda row: f"{row['tokens_per_second']:,.0f}",
+    "busy": lambda row: f"{row['efficiency']:.0%}",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,14 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0; 2 for options that do not go together."""
-    try:
-        wanted = options.wanted(arguments)
-        return show_worlds(arguments, wanted, arguments.strategies.split(","))
-    except BrokenPipeError:
-        raise
-    except (ValueError, TypeError, ImportError, OSError) as error:
-        print(f"fsdpc simulate: {error}", file=sys.stderr)
-        return 2
+
+    def work() -> int:
+        return show_worlds(arguments, options.wanted(arguments), arguments.strategies.split(","))
+
+    return options.answer("simulate", work)
 
 
 def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
@@ -87,14 +84,15 @@ def show_worlds(
         return 0
     model = plan(wanted.build, wanted.setup).model.name
     for name, rows in found.items():
-        show.table(f"{model}, {name}: a step at each world", _HEAD, [_cells(row) for row in rows])
+        cells = [[cell(row) for cell in _COLUMNS.values()] for row in rows]
+        show.table(f"{model}, {name}: a step at each world", list(_COLUMNS), cells)
     for name, rows in found.items():
         show.line(_verdict(name, rows))
     show.line(f"note: {assumed(wanted.card)}")
     return 0
 
 
-def _rows(wanted: options.Wanted, name: str, worlds: Sequence[int]) -> list[dict[str, float]]:
+def _rows(wanted: options.Wanted, name: str, worlds: Sequence[int]) -> list[Figures]:
     setup = wanted.setup
     if name != setup.strategy:
         setup = replace(setup, strategy=name, shard=0)
@@ -102,28 +100,13 @@ def _rows(wanted: options.Wanted, name: str, worlds: Sequence[int]) -> list[dict
     return scaling(plans, wanted.card)
 
 
-def _as_dict(rows: list[dict[str, float]]) -> dict[str, object]:
+def _as_dict(rows: list[Figures]) -> dict[str, object]:
     return {"worlds": rows, "stops_scaling": stops_scaling(rows)}
 
 
-def _verdict(name: str, rows: list[dict[str, float]]) -> str:
+def _verdict(name: str, rows: list[Figures]) -> str:
     end = stops_scaling(rows)
     if end is None:
         last = rows[-1]
         return f"{name}: still {last['efficiency']:.0%} in compute at {last['world']:,.0f} ranks"
     return f"{name}: stops scaling at {end:,.0f} ranks, where less than half of a step is compute"
-
-
-def _cells(row: dict[str, float]) -> tuple[str, ...]:
-    return (
-        f"{row['world']:,.0f}",
-        show.size(row["peak_bytes"]),
-        show.size(row["padding_bytes"]),
-        f"{row['collectives']:,.0f}",
-        show.size(row["sent_bytes"]),
-        show.seconds(row["compute_s"]),
-        show.seconds(row["wire_s"]),
-        show.seconds(row["step_s"]),
-        f"{row['tokens_per_second']:,.0f}",
-        f"{row['efficiency']:.0%}",
-    )
