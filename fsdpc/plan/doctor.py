@@ -21,12 +21,14 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdpc._comm.table import spans
 from fsdpc.plan.cards import size
 
 LEVELS = ("ok", "warning", "error")
-TORCH_TESTED = ((2, 11), (2, 13))
+PYTHON_TESTED = ((3, 11), (3, 13))
+TORCH_TESTED = ((2, 11), (2, 14))
 ROUND_TRIP_BYTES = 64 << 20
 ROUND_TRIP_SECONDS = 60
 SLOW = 0.1  # of the speed of a plain copy
@@ -105,24 +107,27 @@ def versions() -> Iterator[Check]:
     from importlib import metadata
 
     python = platform.python_version()
-    good = (3, 11) <= sys.version_info[:2] <= (3, 12)
-    yield graded("python", good, python, "fsdpc is tested on 3.11 and 3.12")
+    yield _tested("python", python, PYTHON_TESTED, "warning")
     try:
         torch = metadata.version("torch")
     except metadata.PackageNotFoundError:
         yield Check("torch", "error", "not installed", "pip install 'torch>=2.11'")
     else:
-        number = tuple(int(part) for part in torch.split("+")[0].split(".")[:2])
-        low, high = TORCH_TESTED
-        tested = f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}"
-        level = "error" if number < low else "warning"
-        yield graded("torch", low <= number <= high, torch, tested, level)
+        yield _tested("torch", torch, TORCH_TESTED, "error")
     yield Check("numpy", "ok", metadata.version("numpy"))
     try:
         found = metadata.version("matplotlib")
     except metadata.PackageNotFoundError:
         found = "not installed (optional: pip install 'fsdpc[tools]')"
     yield Check("matplotlib", "ok", found)
+
+
+def _tested(name: str, version: str, between: tuple[Any, Any], older: str) -> Check:
+    """``older``: the level of a version below those that are tested."""
+    number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    low, high = between
+    text = f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}"
+    return graded(name, low <= number <= high, version, text, older if number < low else "warning")
 
 
 def kernels() -> Iterator[Check]:
