@@ -15,7 +15,6 @@ from torch.amp.grad_scaler import GradScaler
 from fsdpc import _C
 from fsdpc._comm.bootstrap import comm_for_host
 from fsdpc._engine.device import stand_in
-from fsdpc.optim._base import Check, FusedOptimizer
 
 __all__ = ["ShardedGradScaler"]
 
@@ -78,7 +77,7 @@ class ShardedGradScaler(GradScaler):
             return super().step(optimizer, *args, **kwargs)
         finally:
             self._stepping = None
-            if isinstance(optimizer, FusedOptimizer):
+            if hasattr(optimizer, "leave_check"):
                 optimizer.leave_check(None)
 
     def _unscale_grads_(
@@ -91,9 +90,9 @@ class ShardedGradScaler(GradScaler):
         group = None
         if dist.is_available() and dist.is_initialized():
             group = self.process_group or dist.group.WORLD
-        if self._stepping is optimizer and isinstance(optimizer, FusedOptimizer):
+        if self._stepping is optimizer and hasattr(optimizer, "leave_check"):
             agree = partial(_agree, group, [found_inf], found_inf.device)
-            if optimizer.leave_check(Check(found_inf, agree)):
+            if optimizer.leave_check(found_inf, agree):
                 return {found_inf.device: found_inf}
         found: dict[torch.device, torch.Tensor] = {}
         if not (found_inf.is_cpu and float(inv_scale) == 1.0 and _are_finite(optimizer)):

@@ -127,10 +127,10 @@ class _Order:
         comm.all_gather(turns, what=what)
         for rank in np.flatnonzero(turns != _C.TURN_HOOK):
             raise _C.MismatchError(
-                f"rank {comm.rank} is at {what} while rank {rank} gathers or reduces a unit, or ends "
-                "its backward: the ranks run different units. If a module chooses by data what it "
-                "runs, mark it with fsdpc.mark_data_dependent(module), so that every rank gathers "
-                "all units below it"
+                f"rank {comm.rank} is at {what} while rank {rank} gathers or reduces a unit, or "
+                "ends its backward: the ranks run different units. If a module chooses by data "
+                "what it runs, mark it with fsdpc.mark_data_dependent(module), so that every rank "
+                "gathers all units below it"
             )
 
     def _agree(self, number: int, own: Sequence[int], what: str) -> bytes | None:

@@ -69,7 +69,7 @@ def attach_marked(root: nn.Module) -> list[Any]:
             if units:
                 marked = _Marked(units)
                 handles.append(module.register_forward_pre_hook(marked.before))
-                # Also where a forward raises, as torch's checkpoint does to end a recomputation early.
+                # Also after a forward that raises, as torch's checkpoint ends a recomputation.
                 handles.append(module.register_forward_hook(marked.after, always_call=True))
     return handles
 

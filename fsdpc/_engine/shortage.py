@@ -6,7 +6,7 @@ for the first and the ``step`` of optimizers get a handler when the first unit i
 costs nothing until something is raised. What is raised elsewhere gets its report when the exception
 ends the program.
 
-The report (``fsdpc.plan.shortage``, a later layer) is loaded by name, and only then. A reserve of
+The report (``fsdpc.plan.shortage``, a companion) is loaded by name, and only then. A reserve of
 address space is freed before, so that a report can be made under an exhausted limit.
 """
 

@@ -24,7 +24,6 @@ from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import assigned as _assigned
 from fsdpc._fsdp2 import draws as _draws
-from fsdpc._fsdp2 import planned as _planned
 from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, release, states_below
@@ -33,6 +32,9 @@ from fsdpc._torch import REGISTRY_KEY, STATE_KEY
 M = TypeVar("M", bound=nn.Module)
 _CLASSES: dict[type, type] = {}
 _TORCH_KEY = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
+# The last one is called in place of sharding, with the modules, their parameters,
+# reshard_after_forward and the precision: a planner's.
+PLANNERS: list[Callable[[list[nn.Module], list[Any], Any, MixedPrecisionPolicy], None]] = []
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
 
@@ -342,9 +344,9 @@ def fully_shard(  # type: ignore[misc]
     ignored = {id(param) for param in ignored_params or ()}
     managed = managed_modules(modules)
     what = ", ".join(type(one).__name__ for one in modules)
-    if _planned.is_planning():
+    if PLANNERS:
         infos = collect_infos(managed, ignored, what, None)
-        _planned.note(_planned.Call(modules, infos, reshard_after_forward, mp_policy))
+        PLANNERS[-1](modules, infos, reshard_after_forward, mp_policy)
         return module
     mesh = _args.default_mesh() if mesh is None else mesh
     if dp_mesh_dims is None:

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
+from fsdpc._engine.companions import companion
 from fsdpc._engine.interop import around
-from fsdpc._engine.runs import Runs, steps_in_runs
 from fsdpc._engine.writeback import gathered_of, owner_of
 from fsdpc._torch import INIT_GROUP
 
@@ -66,7 +66,8 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if any(type(param) is DTensor and owner_of(param) is not None for param in params):
-        runs = Runs() if steps_in_runs(optimizer) else None
+        found = companion("_companions.runs")
+        runs = found.runs_of(optimizer) if found else None
         collect = functools.partial(_collect, weakref.ref(optimizer), runs)
         optimizer.__dict__[INIT_GROUP] = collect
 
@@ -99,7 +100,7 @@ def _lay_like(param: Any, state: dict[str, Any]) -> None:
                 value._local_tensor = torch.empty_like(local, dtype=other.dtype).copy_(other)
 
 
-def _collect(optimizer: Any, runs: Runs | None, group: dict[str, Any], *lists: list[Any]) -> Any:
+def _collect(optimizer: Any, runs: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
     """The optimizer's own collection of a group's parameters, gradients and states; then, if the
     parts of all of them lie alike, local tensors in place of DTensors, and runs of small ones.
     """

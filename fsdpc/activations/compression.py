@@ -14,10 +14,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from fsdpc import _C
+from fsdpc._companions.saved import BLOCK
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.marks import hosts
 from fsdpc._engine.released import ReleasedParameter
-from fsdpc._engine.saved import BLOCK
 from fsdpc._engine.shortage import UNITS
 from fsdpc._engine.writeback import owner_of
 

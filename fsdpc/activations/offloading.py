@@ -1,7 +1,7 @@
 """What autograd saves for backward, in host memory.
 
-Forward queues a copy of each saved tensor to pinned memory on a lane (``fsdpc/_engine/lane.py``).
-The tensor itself is held until torch's stream waits for the copy, a few tensors later, so that
+Forward queues a copy of each saved tensor to pinned memory on a lane (``_companions/lane.py``). The
+tensor itself is held until torch's stream waits for the copy, a few tensors later, so that
 copies run beside the forward; then its memory is free for others. In backward a tensor is, as a
 rule, on its way back since those saved after it were needed.
 """
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from fsdpc._engine.lane import Lane, ordinal_of, pinned
-from fsdpc._engine.saved import AHEAD, HELD, MIN_BYTES, pinned_bytes
+from fsdpc._companions.lane import Lane, ordinal_of, pinned
+from fsdpc._companions.saved import AHEAD, HELD, MIN_BYTES, pinned_bytes
 from fsdpc.activations.compression import Kept, has_memory, is_dense, own_ranges
 
 _said: list[str] = []  # the sentence, once a process has read it

@@ -1,6 +1,6 @@
 """A GPU's memory to and from files, through pinned host memory that is kept for the next time.
 
-The copies run on a lane (``fsdpc/_engine/lane.py``), behind the work that torch's current stream
+The copies run on a lane (``_companions/lane.py``), behind the work that torch's current stream
 has so far. A save in the foreground, and a load, use two slots: while the writer writes one, the
 lane fills the other. A save in the background copies everything into one snapshot, and the host
 does not wait: its thread does, and the current stream waits before the next optimizer step. Where
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fsdpc._engine.lane import Lane, call_before_write, ordinal_of, pinned
+from fsdpc._companions.lane import Lane, call_before_write, ordinal_of, pinned
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import (

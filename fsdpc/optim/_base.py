@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
+from fsdpc._companions.state_layout import Extent
 from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
-from fsdpc._engine.state_layout import Extent
 from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
 from fsdpc.optim._chunks import (
     MASTER,
@@ -547,12 +547,15 @@ class FusedOptimizer(Optimizer):
         clip = factor if math.isnan(factor) else min(factor, 1.0)
         return Scaling(scale, clip, keeps_grads=True)
 
-    def leave_check(self, check: Check | None) -> bool:
+    def leave_check(self, found: Tensor | None, agree: Callable[[], None] | None = None) -> bool:
         """For a scaler: True if the next step itself looks for infinities in its gradients and
-        changes nothing if a rank has found one; with None it no longer does. Local.
+        changes nothing if a rank has found one: ``found`` is then 1, else 0, and ``agree`` makes it
+        the ranks' maximum. With None the step no longer does. Local.
         """
         self._check = None
-        if check is None or self._inside is not None or not check.found.is_cpu or stand_in():
+        if found is None or agree is None or self._inside is not None:
+            return False
+        if not found.is_cpu or stand_in():
             return False
         if not _sees_gradients_first(self):
             return False
@@ -560,7 +563,7 @@ class FusedOptimizer(Optimizer):
             params = [p for group in self.param_groups for p in group["params"]]
             if not all(p.is_cpu and (p.grad is None or type(p.grad) is Tensor) for p in params):
                 return False
-        self._check = check
+        self._check = Check(found, agree)
         return True
 
     def _checked(

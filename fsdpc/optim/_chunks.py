@@ -2,8 +2,8 @@
 
 A store (``_disk.py``: a file; ``_host.py``: pinned host memory of a GPU's parameters) holds each
 state of each parameter as one range, and chunks are what one buffer takes at a time
-(``_engine/state_layout.py``). The rules of the optimizers are not written again: a chunk is stepped
-by the class's own step, on slices of parameters whose states are tensors over the buffer.
+(``_companions/state_layout.py``). The rules of the optimizers are not written again: a chunk is
+stepped by the class's own step, on slices of parameters whose states are tensors over the buffer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from fsdpc._companions.state_layout import PAGE, Chunk, Extent, Field, Slice, lay_out
 from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
-from fsdpc._engine.state_layout import PAGE, Chunk, Extent, Field, Slice, lay_out
 from fsdpc.optim._places import Place, Span, local_of
 
 MASTER = "master"

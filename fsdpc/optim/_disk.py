@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdpc import _C
-from fsdpc._engine.state_layout import BUFFERS, PAGE, Chunk, chunk_bytes_of
+from fsdpc._companions.state_layout import BUFFERS, PAGE, Chunk, chunk_bytes_of
 from fsdpc.optim._chunks import Store as Chunked
 from fsdpc.optim._chunks import Wishes
 from fsdpc.optim._device import refuse_disk

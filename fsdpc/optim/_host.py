@@ -18,8 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpc._engine.lane import Lane, pinned
-from fsdpc._engine.state_layout import ALIGN, PAGE, STAGES, Chunk, chosen_for_host, chunk_bytes_of
+from fsdpc._companions.lane import Lane, pinned
+from fsdpc._companions.state_layout import (
+    ALIGN,
+    PAGE,
+    STAGES,
+    Chunk,
+    chosen_for_host,
+    chunk_bytes_of,
+)
 from fsdpc.optim._chunks import Store, Wishes
 from fsdpc.optim._device import gpu_of
 from fsdpc.optim._places import local_of

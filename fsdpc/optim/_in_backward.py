@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdpc._clip import torch_utils
-from fsdpc._engine.lane import before_write
+from fsdpc._companions.lane import before_write
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import FusedOptimizer, Scaling
 

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpc import _C
-from fsdpc._engine.state_layout import (
+from fsdpc._companions.state_layout import (
     ALIGN,
     BUFFERS,
     MIN_8BIT,

@@ -14,7 +14,7 @@ from harness import ranks, run_ranks
 from torch import nn
 
 from fsdpc import FullyShardedDataParallel as FSDP
-from fsdpc._engine.saved import away
+from fsdpc._companions.saved import away
 from fsdpc.activations import checkpoint, offload, offloading
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
@@ -116,7 +116,7 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
     import simgpu
     from watch import Operators
 
-    from fsdpc._engine.lane import Lane
+    from fsdpc._companions.lane import Lane
 
     offloading._pool_of(0)  # starts the driver
     kept: list[Any] = []

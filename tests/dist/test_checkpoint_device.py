@@ -232,7 +232,7 @@ def round_of(run: Run, folder: str, name: str) -> None:
 
 def leave_out_waits_of_lanes() -> None:
     """`_waits["left out"]`: a phase and a name; what is called so then does nothing."""
-    from fsdpc._engine.lane import Lane
+    from fsdpc._companions.lane import Lane
 
     for name in ("begin", "join", "finish"):
         real = getattr(Lane, name)

@@ -19,7 +19,7 @@ from toys import full_parameters, wrap
 
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc import ShardingStrategy, optim
-from fsdpc._engine.saved import bytes_per_element
+from fsdpc._companions.saved import bytes_per_element
 from fsdpc.activations import compress, compression
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))

@@ -296,7 +296,7 @@ def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
 @ranks(2)
 @pytest.mark.parametrize("collectives", ["shm", "c10d"])
 def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives):
-    """torch's checkpoint raises out of the recomputed forward; two backwards go through the graph."""
+    """torch's checkpoint raises out of the recomputed forward; the graph has two backwards."""
     fsdpc.set_collectives(collectives)
     torch.manual_seed(1)
     model = Beside()

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import fsdpc
-from fsdpc._engine import runs as engine_runs
-from fsdpc._engine.runs import Runs
+from fsdpc._companions import runs as engine_runs
+from fsdpc._companions.runs import Runs
 from fsdpc._torch import INIT_GROUP
 
 STEPS = 6

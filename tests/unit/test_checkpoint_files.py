@@ -43,7 +43,7 @@ from torch.optim.optimizer import (
 
 import fsdpc.optim
 from fsdpc import _C, checkpoint
-from fsdpc._engine.lane import call_before_write
+from fsdpc._companions.lane import call_before_write
 from fsdpc.checkpoint import (
     background,
     cli,

@@ -281,19 +281,21 @@ def test_only_the_package_imports_torch() -> None:
         assert not re.search(r'PyImport_Import\w*\s*\(\s*"torch', text), file
 
 
-# The package's folders, lowest first; "" is what users import.
+# The package's folders, lowest first; "" is what users import. Behind "" is a wall: what trains
+# imports no companion (test_wall.py).
 PACKAGE = (
     "ground",
     "_comm",
     "_engine",
     "_clip",
-    "optim",
-    "activations",
     "_fsdp1",
     "_fsdp2",
+    "",
+    "_companions",
+    "optim",
+    "activations",
     "checkpoint",
     "plan",
-    "",
 )
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The methods of the wrapper class and what installs the class know the class's module.

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fsdpc import _C, checkpoint, optim
-from fsdpc._engine.state_layout import ALIGN, PAGE, Wanted, lay_out
+from fsdpc._companions.state_layout import ALIGN, PAGE, Wanted, lay_out
 from fsdpc.optim import _disk
 
 # Wherever pytest's folders are.

@@ -17,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdpc import optim
 from fsdpc.optim import _table
-from fsdpc.optim._base import Check
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -481,7 +480,7 @@ def test_a_step_without_hooks_does_the_scalers_check():
     for name in MAKES:
         params, optimizer = stepped(name)
         torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on the instance
-        check = Check(torch.zeros(()), lambda: None)
-        assert optimizer.leave_check(check)
+        check = (torch.zeros(()), lambda: None)
+        assert optimizer.leave_check(*check)
         optimizer.register_step_pre_hook(lambda *_: None)
-        assert not optimizer.leave_check(check)
+        assert not optimizer.leave_check(*check)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from fsdpc._engine.saved import Away, away, bytes_per_element
+from fsdpc._companions.saved import Away, away, bytes_per_element
 from fsdpc.plan.model import ITEM_BYTES, Model, Moment, Param, Setup, Unit
 
 

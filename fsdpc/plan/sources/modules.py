@@ -15,11 +15,11 @@ from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_mo
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
 from fsdpc._fsdp1.root import placed_units
 from fsdpc._fsdp1.wrap import apply_policy
-from fsdpc._fsdp2.planned import Call, planning
 from fsdpc._fsdp2.state import members
 from fsdpc.api import MixedPrecision
 from fsdpc.plan.engine import OWN
 from fsdpc.plan.model import Param, Unit
+from fsdpc.plan.sources.planned import Call, planning
 
 
 class _StandIn(nn.Module):

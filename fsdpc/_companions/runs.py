@@ -44,13 +44,14 @@ _PATIENCE = 8  # plans in a row that did not hold at the next step, before most 
 _grad_of = attrgetter("grad")
 
 
-def steps_in_runs(optimizer: Any) -> bool:
-    """Whether steps of the optimizer may have runs. Local."""
-    return (
+def runs_of(optimizer: Any) -> Runs | None:
+    """What makes runs of the optimizer's parameters; None: they step one by one. Local."""
+    may = (
         type(optimizer) in _CLASSES
         and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # else places are slow to read
         and _rounds_alike()
     )
+    return Runs() if may else None
 
 
 class Runs:

@@ -1,4 +1,4 @@
-"""Calls of ``fully_shard`` that are planned instead of made: for planners.
+"""Calls of ``fully_shard`` that are planned instead of made.
 
 Inside ``planning()`` a call checks its arguments, notes what it would manage and changes nothing
 but a mark on the modules, which is removed afterwards. No process group is needed.
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdpc._engine.unit import ParamInfo
+from fsdpc._fsdp2.module import PLANNERS
 
 
 @dataclass
@@ -32,30 +33,21 @@ class Call:
         self._unit = self.infos or None
 
 
-_PLANS: list[list[Call]] = []
-
-
-def is_planning() -> bool:
-    """Whether calls are planned now."""
-    return bool(_PLANS)
-
-
-def note(call: Call) -> None:
-    """Mark the modules as those of a call. Inside ``planning()`` only."""
-    _PLANS[-1].append(call)
-    for module in call.modules:
-        module.__dict__["_fsdpc_state"] = call
-
-
 @contextmanager
 def planning() -> Iterator[list[Call]]:
     """The calls that the body makes, in their order; their marks are removed on exit."""
     calls: list[Call] = []
-    _PLANS.append(calls)
+
+    def note(modules: list[nn.Module], *rest: Any) -> None:
+        calls.append(Call(modules, *rest))
+        for module in modules:
+            module.__dict__["_fsdpc_state"] = calls[-1]
+
+    PLANNERS.append(note)
     try:
         yield calls
     finally:
-        _PLANS.pop()
+        PLANNERS.pop()
         for call in calls:
             for module in call.modules:
                 module.__dict__.pop("_fsdpc_state", None)

@@ -1,0 +1,1 @@
+"""What several companions share, and steps of torch's optimizers that gain from it."""
