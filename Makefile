@@ -357,9 +357,9 @@ wheel: $(STAMPS)/tools
 	  $(PY) -m pip wheel --quiet --no-deps --no-build-isolation -w build/wheel . && \
 	  PATH="$(BIN):$$PATH" $(PY) -m auditwheel repair -w dist build/wheel/*.whl
 
-# The reference of public names, from their docstrings.
+# The reference of public names, from their docstrings; the picture of the core, from its includes.
 docs: build
-	@$(PY) tests/api_page.py --write
+	@$(PY) tests/api_page.py --write && $(PY) tests/layers_picture.py --write
 
 size: $(STAMPS)/tools
 	@$(PY) tests/size.py

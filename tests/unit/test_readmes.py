@@ -12,6 +12,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 import api_page
+import layers_picture
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -102,6 +103,10 @@ def test_the_page_of_public_names_is_that_of_the_docstrings():
         [sys.executable, ROOT / "tests/api_page.py"], capture_output=True, text=True, check=True
     )
     assert (ROOT / "docs/api.md").read_text() == made.stdout, "run `make docs`"
+
+
+def test_the_picture_of_the_core_is_that_of_its_includes():
+    assert layers_picture.PICTURE.read_text() == layers_picture.picture(), "run `make docs`"
 
 
 SAYS_FOR_ALL = ("FSDPModule", "Profile", "FusedOptimizer")  # classes that say so of their methods
