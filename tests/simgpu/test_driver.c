@@ -457,13 +457,13 @@ copies_and_fills(void)
     CHECK_INT(seen.memsets, 2);
     CHECK_INT(seen.bytes_read, 32);
     CHECK_INT(seen.bytes_written, 16 + 16 + 8);
-    CHECK_CU(cuMemHostRegister(back, 16, 0), CUDA_SUCCESS);
-    CHECK_CU(cuMemHostRegister(back, 16, 0), CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
-    CHECK_CU(cuMemcpyDtoHAsync(back, xp, 16, side), CUDA_SUCCESS);
+    void *pinned;
+    CHECK_CU(cuMemHostAlloc(&pinned, 16, 0), CUDA_SUCCESS);
+    CHECK_CU(cuMemcpyDtoHAsync(pinned, xp, 16, side), CUDA_SUCCESS);
     CHECK_INT(simgpu_count().pageable, 2);
     CHECK_CU(cuStreamSynchronize(side), CUDA_SUCCESS);
-    CHECK_CU(cuMemHostUnregister(back), CUDA_SUCCESS);
-    CHECK_CU(cuMemHostUnregister(back), CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED);
+    CHECK_CU(cuMemFreeHost(pinned), CUDA_SUCCESS);
+    CHECK_CU(cuMemFreeHost(pinned), CUDA_ERROR_INVALID_VALUE);
 }
 
 /* A graph would copy again when that memory may be gone. */

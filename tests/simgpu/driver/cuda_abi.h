@@ -37,8 +37,6 @@ enum {
     CUDA_ERROR_NOT_READY = 600,
     CUDA_ERROR_ILLEGAL_ADDRESS = 700,
     CUDA_ERROR_LAUNCH_TIMEOUT = 702,
-    CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED = 712,
-    CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED = 713,
     CUDA_ERROR_LAUNCH_FAILED = 719,
     CUDA_ERROR_NOT_SUPPORTED = 801,
     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED = 900,
@@ -119,7 +117,6 @@ typedef struct CUmemAccessDesc {
     X(cuEventDestroy, 4000)                     \
     X(cuEventRecord, 2000)                      \
     X(cuEventQuery, 2000)                       \
-    X(cuEventSynchronize, 2000)                 \
     X(cuMemAddressReserve, 10020)               \
     X(cuMemAddressFree, 10020)                  \
     X(cuMemCreate, 10020)                       \
@@ -131,8 +128,6 @@ typedef struct CUmemAccessDesc {
     X(cuMemAlloc, 3020)                         \
     X(cuMemFree, 3020)                          \
     X(cuMemHostAlloc, 2020)                     \
-    X(cuMemHostRegister, 6050)                  \
-    X(cuMemHostUnregister, 4000)                \
     X(cuMemFreeHost, 2000)                      \
     X(cuMemcpyHtoDAsync, 3020)                  \
     X(cuMemcpyDtoHAsync, 3020)                  \
@@ -162,7 +157,6 @@ enum sim_entry { SIM_ENTRIES(SIM_ENTRY_ID) SIM_ENTRY_COUNT };
 #define cuStreamGetCaptureInfo cuStreamGetCaptureInfo_v2
 #define cuMemAlloc cuMemAlloc_v2
 #define cuMemFree cuMemFree_v2
-#define cuMemHostRegister cuMemHostRegister_v2
 #define cuMemcpyHtoDAsync cuMemcpyHtoDAsync_v2
 #define cuMemcpyDtoHAsync cuMemcpyDtoHAsync_v2
 #define cuMemcpyDtoDAsync cuMemcpyDtoDAsync_v2
@@ -195,7 +189,6 @@ CUresult cuEventCreate(CUevent *event, unsigned flags);
 CUresult cuEventDestroy(CUevent event);
 CUresult cuEventRecord(CUevent event, CUstream stream);
 CUresult cuEventQuery(CUevent event);
-CUresult cuEventSynchronize(CUevent event);
 CUresult cuMemAddressReserve(CUdeviceptr *ptr, size_t bytes, size_t alignment, CUdeviceptr wish,
                              unsigned long long flags);
 CUresult cuMemAddressFree(CUdeviceptr ptr, size_t bytes);
@@ -212,8 +205,6 @@ CUresult cuMemAlloc(CUdeviceptr *ptr, size_t bytes);
 CUresult cuMemFree(CUdeviceptr ptr);
 CUresult cuMemHostAlloc(void **ptr, size_t bytes, unsigned flags);
 CUresult cuMemFreeHost(void *ptr);
-CUresult cuMemHostRegister(void *ptr, size_t bytes, unsigned flags);
-CUresult cuMemHostUnregister(void *ptr);
 CUresult cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream);
 CUresult cuMemcpyDtoHAsync(void *dst, CUdeviceptr src, size_t bytes, CUstream stream);
 CUresult cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream);

@@ -21,9 +21,19 @@ void sim_unlock(void);
 /* Waits for sim_wake_locked() or `ms`, with the lock given back meanwhile. */
 void sim_pause(int ms);
 void sim_wake_locked(void);
-/* Counts the call and plays the planted faults. Not SUCCESS: return sim_leave(it) at once. */
+/* Counts the call and plays the planted faults. Not SUCCESS: sim_leave(it) at once. */
 CUresult sim_enter(enum sim_entry entry, bool needs_context);
 CUresult sim_leave(CUresult result);
+/* Entry points leave at once with what is not SUCCESS; between SIM_ENTER and there the lock is held. */
+#define SIM_TRY(call)                 \
+    do {                              \
+        CUresult tried_ = (call);     \
+        if (tried_) {                 \
+            return sim_leave(tried_); \
+        }                             \
+    } while (0)
+#define SIM_ENTER(entry, needs_context) SIM_TRY(sim_enter(SIM_##entry, needs_context))
+#define SIM_REFUSE(condition, code) SIM_TRY((condition) ? (code) : CUDA_SUCCESS)
 void sim_forget_faults(void);
 bool sim_has_context(void);
 const char *sim_intern(const char *text);
@@ -122,6 +132,8 @@ CUresult sim_demand(int actor, uint64_t time);
 /* One piece of work towards it. */
 void sim_nudge(int actor, uint64_t time);
 CUresult sim_demand_all(void);
+/* The processor asks whether this is done (NOT_READY), or waits for it; then it has seen the clock. */
+CUresult sim_look(sim_dep at, const uint64_t *clock, bool wait);
 /* The processor has seen that this is done. */
 void sim_observe(const uint64_t *clock);
 void sim_streams_reset(void);

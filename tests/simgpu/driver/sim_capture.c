@@ -108,22 +108,16 @@ sim_capture_query(const sim_captured *event)
 SIM_EXPORT CUresult
 cuStreamBeginCapture(CUstream stream, unsigned mode)
 {
-    CUresult result = sim_enter(SIM_cuStreamBeginCapture, true);
+    SIM_ENTER(cuStreamBeginCapture, true);
     int actor = sim_stream_actor(stream);
-    if (!result && (capture.id || actor < 0 || mode > RELAXED)) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    }
-    if (!result && (uintptr_t)stream <= 1) {
-        result = CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED;
-    }
-    if (!result) {
-        memset(&capture, 0, sizeof capture);
-        capture.id = ++captures;
-        capture.origin = actor;
-        capture.mode = mode;
-        capture.members[actor].in = true;
-    }
-    return sim_leave(result);
+    SIM_REFUSE(capture.id || actor < 0 || mode > RELAXED, CUDA_ERROR_INVALID_VALUE);
+    SIM_REFUSE((uintptr_t)stream <= 1, CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+    memset(&capture, 0, sizeof capture);
+    capture.id = ++captures;
+    capture.origin = actor;
+    capture.mode = mode;
+    capture.members[actor].in = true;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 static bool
@@ -142,17 +136,12 @@ all_joined(void)
 SIM_EXPORT CUresult
 cuStreamEndCapture(CUstream stream, CUgraph *graph)
 {
-    CUresult result = sim_enter(SIM_cuStreamEndCapture, true);
-    if (result) {
-        return sim_leave(result);
-    }
+    SIM_ENTER(cuStreamEndCapture, true);
     *graph = NULL;
-    if (!capture.id || sim_stream_actor(stream) != capture.origin) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
-    result = capture.broken  ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
-             : !all_joined() ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED
-                             : CUDA_SUCCESS;
+    SIM_REFUSE(!capture.id || sim_stream_actor(stream) != capture.origin, CUDA_ERROR_INVALID_VALUE);
+    CUresult result = capture.broken  ? CUDA_ERROR_STREAM_CAPTURE_INVALIDATED
+                      : !all_joined() ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED
+                                      : CUDA_SUCCESS;
     capture.id = 0;
     return sim_leave(result);
 }
@@ -162,37 +151,28 @@ SIM_EXPORT CUresult
 cuStreamGetCaptureInfo(CUstream stream, unsigned *status, uint64_t *id, void *graph, void *nodes,
                        void *count)
 {
-    CUresult result = sim_enter(SIM_cuStreamGetCaptureInfo, true);
+    SIM_ENTER(cuStreamGetCaptureInfo, true);
     int actor = sim_stream_actor(stream);
-    if (!result && (actor < 0 || !status || graph || nodes || count)) {
-        result = CUDA_ERROR_INVALID_VALUE;
+    SIM_REFUSE(actor < 0 || !status || graph || nodes || count, CUDA_ERROR_INVALID_VALUE);
+    SIM_REFUSE((uintptr_t)stream <= 1 && capture.id && capture.mode != RELAXED &&
+                   sim_actors[capture.origin].blocking,
+               CUDA_ERROR_STREAM_CAPTURE_IMPLICIT);
+    *status = !sim_captures(actor) ? 0 : capture.broken ? 2 : 1;
+    if (id && *status) {
+        *id = capture.id;
     }
-    if (!result && (uintptr_t)stream <= 1 && capture.id && capture.mode != RELAXED &&
-        sim_actors[capture.origin].blocking) {
-        result = CUDA_ERROR_STREAM_CAPTURE_IMPLICIT;
-    }
-    if (!result) {
-        *status = !sim_captures(actor) ? 0 : capture.broken ? 2 : 1;
-        if (id && *status) {
-            *id = capture.id;
-        }
-    }
-    return sim_leave(result);
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuThreadExchangeStreamCaptureMode(unsigned *mode)
 {
-    CUresult result = sim_enter(SIM_cuThreadExchangeStreamCaptureMode, false);
-    if (!result && *mode > RELAXED) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    }
-    if (!result) {
-        unsigned before = thread_mode;
-        thread_mode = *mode;
-        *mode = before;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuThreadExchangeStreamCaptureMode, false);
+    SIM_REFUSE(*mode > RELAXED, CUDA_ERROR_INVALID_VALUE);
+    unsigned before = thread_mode;
+    thread_mode = *mode;
+    *mode = before;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT int64_t

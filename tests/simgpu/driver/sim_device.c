@@ -33,60 +33,44 @@ is_device(CUdevice device)
 SIM_EXPORT CUresult
 cuInit(unsigned flags)
 {
-    CUresult result = sim_enter(SIM_cuInit, false);
-    if (!result && flags) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    }
-    if (!result && sim_options.devices == 0) {
-        result = CUDA_ERROR_NO_DEVICE;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuInit, false);
+    SIM_REFUSE(flags, CUDA_ERROR_INVALID_VALUE);
+    SIM_REFUSE(sim_options.devices == 0, CUDA_ERROR_NO_DEVICE);
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuDriverGetVersion(int *version)
 {
-    CUresult result = sim_enter(SIM_cuDriverGetVersion, false);
-    if (!result) {
-        *version = sim_options.driver_version;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuDriverGetVersion, false);
+    *version = sim_options.driver_version;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuDeviceGetCount(int *count)
 {
-    CUresult result = sim_enter(SIM_cuDeviceGetCount, false);
-    if (!result) {
-        *count = sim_options.devices;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuDeviceGetCount, false);
+    *count = sim_options.devices;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuDeviceGet(CUdevice *device, int ordinal)
 {
-    CUresult result = sim_enter(SIM_cuDeviceGet, false);
-    if (!result && !is_device(ordinal)) {
-        result = CUDA_ERROR_INVALID_DEVICE;
-    }
-    if (!result) {
-        *device = ordinal;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuDeviceGet, false);
+    SIM_REFUSE(!is_device(ordinal), CUDA_ERROR_INVALID_DEVICE);
+    *device = ordinal;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuDeviceGetName(char *name, int bytes, CUdevice device)
 {
-    CUresult result = sim_enter(SIM_cuDeviceGetName, false);
-    if (!result && (!is_device(device) || bytes < 1)) {
-        result = CUDA_ERROR_INVALID_DEVICE;
-    }
-    if (!result) {
-        snprintf(name, (size_t)bytes, "simulated GPU");
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuDeviceGetName, false);
+    SIM_REFUSE(!is_device(device) || bytes < 1, CUDA_ERROR_INVALID_DEVICE);
+    snprintf(name, (size_t)bytes, "simulated GPU");
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
@@ -99,10 +83,8 @@ cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 9},
         {CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, 0},
     };
-    CUresult result = sim_enter(SIM_cuDeviceGetAttribute, false);
-    if (result || !is_device(device)) {
-        return sim_leave(result ? result : CUDA_ERROR_INVALID_DEVICE);
-    }
+    SIM_ENTER(cuDeviceGetAttribute, false);
+    SIM_REFUSE(!is_device(device), CUDA_ERROR_INVALID_DEVICE);
     *value = 0;
     if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED ||
         attribute == CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED) {
@@ -119,73 +101,56 @@ cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
 SIM_EXPORT CUresult
 cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device)
 {
-    CUresult result = sim_enter(SIM_cuDevicePrimaryCtxRetain, false);
-    if (!result && !is_device(device)) {
-        result = CUDA_ERROR_INVALID_DEVICE;
-    }
-    if (!result) {
-        contexts[device].device = device;
-        retained[device]++;
-        *context = &contexts[device];
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuDevicePrimaryCtxRetain, false);
+    SIM_REFUSE(!is_device(device), CUDA_ERROR_INVALID_DEVICE);
+    contexts[device].device = device;
+    retained[device]++;
+    *context = &contexts[device];
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuDevicePrimaryCtxRelease(CUdevice device)
 {
-    CUresult result = sim_enter(SIM_cuDevicePrimaryCtxRelease, false);
-    if (!result && (!is_device(device) || retained[device] == 0)) {
-        result = CUDA_ERROR_INVALID_CONTEXT;
-    }
-    if (!result) {
-        retained[device]--;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuDevicePrimaryCtxRelease, false);
+    SIM_REFUSE(!is_device(device) || retained[device] == 0, CUDA_ERROR_INVALID_CONTEXT);
+    retained[device]--;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuCtxGetCurrent(CUcontext *context)
 {
-    CUresult result = sim_enter(SIM_cuCtxGetCurrent, false);
-    if (!result) {
-        *context = current;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuCtxGetCurrent, false);
+    *context = current;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuCtxSetCurrent(CUcontext context)
 {
-    CUresult result = sim_enter(SIM_cuCtxSetCurrent, false);
-    if (!result && context && (context < contexts || context >= contexts + DEVICES)) {
-        result = CUDA_ERROR_INVALID_CONTEXT;
-    }
-    if (!result) {
-        current = context;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuCtxSetCurrent, false);
+    SIM_REFUSE(context && (context < contexts || context >= contexts + DEVICES),
+               CUDA_ERROR_INVALID_CONTEXT);
+    current = context;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuCtxGetDevice(CUdevice *device)
 {
-    CUresult result = sim_enter(SIM_cuCtxGetDevice, true);
-    if (!result) {
-        *device = current->device;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuCtxGetDevice, true);
+    *device = current->device;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuCtxGetStreamPriorityRange(int *least, int *greatest)
 {
-    CUresult result = sim_enter(SIM_cuCtxGetStreamPriorityRange, true);
-    if (!result) {
-        *least = 0;
-        *greatest = -5;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuCtxGetStreamPriorityRange, true);
+    *least = 0;
+    *greatest = -5;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 /* --- names ---------------------------------------------------------------------------------------- */
@@ -206,8 +171,6 @@ cuCtxGetStreamPriorityRange(int *least, int *greatest)
     X(CUDA_ERROR_NOT_READY, "device not ready")                               \
     X(CUDA_ERROR_ILLEGAL_ADDRESS, "an illegal memory access was encountered") \
     X(CUDA_ERROR_LAUNCH_TIMEOUT, "the launch timed out and was terminated")   \
-    X(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED, "already registered")        \
-    X(CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED, "not registered")                \
     X(CUDA_ERROR_LAUNCH_FAILED, "unspecified launch failure")                 \
     X(CUDA_ERROR_NOT_SUPPORTED, "operation not supported")                    \
     X(CUDA_ERROR_UNKNOWN, "unknown error")

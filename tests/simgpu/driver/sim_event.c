@@ -28,13 +28,8 @@ is_live(CUevent event)
 SIM_EXPORT CUresult
 cuEventCreate(CUevent *event, unsigned flags)
 {
-    CUresult result = sim_enter(SIM_cuEventCreate, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!event || flags > 7) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_ENTER(cuEventCreate, true);
+    SIM_REFUSE(!event || flags > 7, CUDA_ERROR_INVALID_VALUE);
     *event = sim_alloc(1, sizeof **event);
     (*event)->live = true;
     (*event)->next = events;
@@ -47,13 +42,8 @@ cuEventCreate(CUevent *event, unsigned flags)
 SIM_EXPORT CUresult
 cuEventDestroy(CUevent event)
 {
-    CUresult result = sim_enter(SIM_cuEventDestroy, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!is_live(event)) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
+    SIM_ENTER(cuEventDestroy, true);
+    SIM_REFUSE(!is_live(event), CUDA_ERROR_INVALID_HANDLE);
     event->live = false;
     return sim_leave(CUDA_SUCCESS);
 }
@@ -61,21 +51,16 @@ cuEventDestroy(CUevent event)
 SIM_EXPORT CUresult
 cuEventRecord(CUevent event, CUstream stream)
 {
-    CUresult result = sim_enter(SIM_cuEventRecord, true);
-    if (result) {
-        return sim_leave(result);
-    }
+    SIM_ENTER(cuEventRecord, true);
     int actor = sim_stream_actor(stream);
-    if (!is_live(event) || actor < 0) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
+    SIM_REFUSE(!is_live(event) || actor < 0, CUDA_ERROR_INVALID_HANDLE);
     sim_counters.records++;
     sim_capture_record(actor, &event->captured);
     if (event->captured.id) {
         return sim_leave(CUDA_SUCCESS);
     }
     simgpu_work work = {.name = "record"};
-    result = sim_enqueue_plain(stream, &work, (sim_dep){0}, NULL);
+    CUresult result = sim_enqueue_plain(stream, &work, (sim_dep){0}, NULL);
     event->at = (sim_dep){.actor = actor, .time = sim_actors[actor].enqueued};
     memcpy(event->clock, sim_actors[actor].clock, sizeof event->clock);
     return sim_leave(result);
@@ -84,63 +69,25 @@ cuEventRecord(CUevent event, CUstream stream)
 SIM_EXPORT CUresult
 cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
 {
-    CUresult result = sim_enter(SIM_cuStreamWaitEvent, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!is_live(event) || sim_stream_actor(stream) < 0) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
-    if (flags > 1) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_ENTER(cuStreamWaitEvent, true);
+    SIM_REFUSE(!is_live(event) || sim_stream_actor(stream) < 0, CUDA_ERROR_INVALID_HANDLE);
+    SIM_REFUSE(flags > 1, CUDA_ERROR_INVALID_VALUE);
     sim_counters.waits++;
-    result = sim_capture_wait(sim_stream_actor(stream), &event->captured);
-    if (!result && !event->captured.id && event->at.time) {
+    SIM_TRY(sim_capture_wait(sim_stream_actor(stream), &event->captured));
+    if (!event->captured.id && event->at.time) {
         simgpu_work work = {.name = "wait"};
-        result = sim_enqueue_plain(stream, &work, event->at, event->clock);
+        SIM_TRY(sim_enqueue_plain(stream, &work, event->at, event->clock));
     }
-    return sim_leave(result);
-}
-
-static CUresult
-event_state(enum sim_entry entry, CUevent event, bool wait)
-{
-    CUresult result = sim_enter(entry, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!is_live(event)) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
-    if ((result = sim_capture_query(&event->captured))) {
-        return sim_leave(result);
-    }
-    if (event->at.time == 0) {
-        return sim_leave(CUDA_SUCCESS);
-    }
-    if (wait) {
-        sim_counters.host_syncs++;
-        result = sim_demand(event->at.actor, event->at.time);
-    } else if (sim_actors[event->at.actor].done < event->at.time) {
-        sim_nudge(event->at.actor, event->at.time);
-        sim_counters.not_ready++;
-        return sim_leave(sim_sticky ? sim_sticky : CUDA_ERROR_NOT_READY);
-    }
-    sim_observe(event->clock);
-    return sim_leave(sim_sticky ? sim_sticky : result);
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuEventQuery(CUevent event)
 {
-    return event_state(SIM_cuEventQuery, event, false);
-}
-
-SIM_EXPORT CUresult
-cuEventSynchronize(CUevent event)
-{
-    return event_state(SIM_cuEventSynchronize, event, true);
+    SIM_ENTER(cuEventQuery, true);
+    SIM_REFUSE(!is_live(event), CUDA_ERROR_INVALID_HANDLE);
+    SIM_TRY(sim_capture_query(&event->captured));
+    return sim_leave(event->at.time ? sim_look(event->at, event->clock, false) : CUDA_SUCCESS);
 }
 
 int

@@ -121,43 +121,30 @@ SIM_EXPORT CUresult
 cuLibraryLoadData(CUlibrary *library, const void *code, int *options, void **values, unsigned count,
                   int *library_options, void **library_values, unsigned library_count)
 {
-    CUresult result = sim_enter(SIM_cuLibraryLoadData, false);
+    SIM_ENTER(cuLibraryLoadData, false);
     (void)options, (void)values, (void)library_options, (void)library_values;
-    if (!result && (!library || !code || count || library_count)) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    }
-    if (!result) {
-        *library = sim_alloc(1, sizeof **library);
-        (*library)->live = true;
-        (*library)->next = libraries;
-        libraries = *library;
-    }
-    return sim_leave(result);
+    SIM_REFUSE(!library || !code || count || library_count, CUDA_ERROR_INVALID_VALUE);
+    *library = sim_alloc(1, sizeof **library);
+    (*library)->live = true;
+    (*library)->next = libraries;
+    libraries = *library;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuLibraryUnload(CUlibrary library)
 {
-    CUresult result = sim_enter(SIM_cuLibraryUnload, false);
-    if (!result && !is_library(library)) {
-        result = CUDA_ERROR_INVALID_HANDLE;
-    }
-    if (!result) {
-        library->live = false;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuLibraryUnload, false);
+    SIM_REFUSE(!is_library(library), CUDA_ERROR_INVALID_HANDLE);
+    library->live = false;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuLibraryGetKernel(CUkernel *handle, CUlibrary library, const char *name)
 {
-    CUresult result = sim_enter(SIM_cuLibraryGetKernel, false);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!is_library(library)) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
+    SIM_ENTER(cuLibraryGetKernel, false);
+    SIM_REFUSE(!is_library(library), CUDA_ERROR_INVALID_HANDLE);
     kernel *found = find_kernel(name);
     found = found ? found : load_kernel(name);
     *handle = (CUkernel)found;
@@ -167,27 +154,19 @@ cuLibraryGetKernel(CUkernel *handle, CUlibrary library, const char *name)
 SIM_EXPORT CUresult
 cuKernelGetFunction(CUfunction *function, CUkernel handle)
 {
-    CUresult result = sim_enter(SIM_cuKernelGetFunction, true);
-    if (!result && !is_kernel(handle)) {
-        result = CUDA_ERROR_INVALID_HANDLE;
-    }
-    if (!result) {
-        *function = (CUfunction)handle;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuKernelGetFunction, true);
+    SIM_REFUSE(!is_kernel(handle), CUDA_ERROR_INVALID_HANDLE);
+    *function = (CUfunction)handle;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuFuncLoad(CUfunction function)
 {
-    CUresult result = sim_enter(SIM_cuFuncLoad, true);
-    if (!result && !is_kernel(function)) {
-        result = CUDA_ERROR_INVALID_HANDLE;
-    }
-    if (!result) {
-        ((kernel *)function)->loaded = true;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuFuncLoad, true);
+    SIM_REFUSE(!is_kernel(function), CUDA_ERROR_INVALID_HANDLE);
+    ((kernel *)function)->loaded = true;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 typedef struct launch {
@@ -241,19 +220,13 @@ SIM_EXPORT CUresult
 cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                unsigned bz, unsigned shared_bytes, CUstream stream, void **params, void **extra)
 {
-    CUresult result = sim_enter(SIM_cuLaunchKernel, true);
-    if (result) {
-        return sim_leave(result);
-    }
+    SIM_ENTER(cuLaunchKernel, true);
     simgpu_launch shape = {
         .grid = {gx, gy, gz}, .block = {bx, by, bz}, .shared_bytes = shared_bytes};
-    if (!is_kernel(function)) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
+    SIM_REFUSE(!is_kernel(function), CUDA_ERROR_INVALID_HANDLE);
     const kernel *k = (const kernel *)function;
-    if (extra || !params || !params[0] || !fits(&shape) || k->params_bytes > MAX_PARAMS) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_REFUSE(extra || !params || !params[0] || !fits(&shape) || k->params_bytes > MAX_PARAMS,
+               CUDA_ERROR_INVALID_VALUE);
     launch *made = sim_alloc(1, sizeof *made + k->params_bytes);
     made->kernel = k;
     made->shape = shape;
@@ -261,8 +234,8 @@ cuLaunchKernel(CUfunction function, unsigned gx, unsigned gy, unsigned gz, unsig
     sim_counters.launches++;
     sim_counters.late_loads += !k->loaded;
     simgpu_work work = {.name = k->name, .context = made, .run = run_launch, .drop = free};
-    result = sim_enqueue_counted(stream, &work);
-    return sim_leave(result ? result : sim_sticky);
+    SIM_TRY(sim_enqueue_counted(stream, &work));
+    return sim_leave(sim_sticky);
 }
 
 int

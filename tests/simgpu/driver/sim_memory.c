@@ -1,7 +1,7 @@
 /* Device and pinned memory, as mapped host memory.
  *
  * physical   a piece of memory and its history; from cuMemCreate (a memfd, so that two ranges can
- *            show it), cuMemAlloc, cuMemHostAlloc, or registered host memory
+ *            show it), cuMemAlloc or cuMemHostAlloc
  * range      reserved addresses, unreadable
  * mapping    addresses behind which a physical piece lies, with rights
  *
@@ -313,10 +313,8 @@ static void
 remove_mapping(mapping *gone)
 {
     physical *memory = gone->memory;
-    if (memory->kind != REGISTERED) {
-        mmap((void *)gone->base, gone->bytes, PROT_NONE,
-             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
-    }
+    mmap((void *)gone->base, gone->bytes, PROT_NONE,
+         MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED | MAP_NORESERVE, -1, 0);
     free(gone->last);
     *gone = sim_mappings[--sim_mapping_count];
     if (--memory->mappings == 0 && memory->handle == 0) {
@@ -357,33 +355,23 @@ whole(size_t bytes)
 SIM_EXPORT CUresult
 cuMemGetAllocationGranularity(size_t *granularity, const CUmemAllocationProp *prop, int option)
 {
-    CUresult result = enter_vmm(SIM_cuMemGetAllocationGranularity);
-    if (!result && (!granularity || !prop || option < 0 || option > 1)) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    }
-    if (!result) {
-        *granularity = sim_options.granule;
-    }
-    return sim_leave(result);
+    SIM_TRY(enter_vmm(SIM_cuMemGetAllocationGranularity));
+    SIM_REFUSE(!granularity || !prop || option < 0 || option > 1, CUDA_ERROR_INVALID_VALUE);
+    *granularity = sim_options.granule;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuMemAddressReserve(CUdeviceptr *ptr, size_t bytes, size_t alignment, CUdeviceptr wish,
                     unsigned long long flags)
 {
-    CUresult result = enter_vmm(SIM_cuMemAddressReserve);
+    SIM_TRY(enter_vmm(SIM_cuMemAddressReserve));
     (void)wish;
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!ptr || !whole(bytes) || flags || (alignment & (alignment - 1))) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_REFUSE(!ptr || !whole(bytes) || flags || (alignment & (alignment - 1)),
+               CUDA_ERROR_INVALID_VALUE);
     uintptr_t base =
         reserve_addresses(bytes, alignment > sim_options.granule ? alignment : sim_options.granule);
-    if (!base) {
-        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    }
+    SIM_REFUSE(!base, CUDA_ERROR_OUT_OF_MEMORY);
     add_range(base, bytes, true);
     *ptr = base;
     return sim_leave(CUDA_SUCCESS);
@@ -392,14 +380,9 @@ cuMemAddressReserve(CUdeviceptr *ptr, size_t bytes, size_t alignment, CUdevicept
 SIM_EXPORT CUresult
 cuMemAddressFree(CUdeviceptr ptr, size_t bytes)
 {
-    CUresult result = enter_vmm(SIM_cuMemAddressFree);
-    if (result) {
-        return sim_leave(result);
-    }
+    SIM_TRY(enter_vmm(SIM_cuMemAddressFree));
     range *found = find_range((uintptr_t)ptr, bytes);
-    if (!found || found->base != ptr || found->bytes != bytes) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_REFUSE(!found || found->base != ptr || found->bytes != bytes, CUDA_ERROR_INVALID_VALUE);
     for (int i = 0; i < sim_mapping_count; i++) {
         if (sim_mappings[i].base >= ptr && sim_mappings[i].base - ptr < bytes) {
             sim_say(false, "%s: its addresses are freed while memory is mapped there",
@@ -415,20 +398,14 @@ SIM_EXPORT CUresult
 cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAllocationProp *prop,
             unsigned long long flags)
 {
-    CUresult result = enter_vmm(SIM_cuMemCreate);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!handle || !prop || !whole(bytes) || flags || prop->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
-        prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
-    if (prop->location.id < 0 || prop->location.id >= sim_options.devices) {
-        return sim_leave(CUDA_ERROR_INVALID_DEVICE);
-    }
-    if (!take_device_bytes(bytes)) {
-        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    }
+    SIM_TRY(enter_vmm(SIM_cuMemCreate));
+    SIM_REFUSE(!handle || !prop || !whole(bytes) || flags ||
+                   prop->type != CU_MEM_ALLOCATION_TYPE_PINNED ||
+                   prop->location.type != CU_MEM_LOCATION_TYPE_DEVICE,
+               CUDA_ERROR_INVALID_VALUE);
+    SIM_REFUSE(prop->location.id < 0 || prop->location.id >= sim_options.devices,
+               CUDA_ERROR_INVALID_DEVICE);
+    SIM_REFUSE(!take_device_bytes(bytes), CUDA_ERROR_OUT_OF_MEMORY);
     physical *memory = new_physical(VIRTUAL, bytes);
     memory->fd = memfd_create("simgpu", MFD_CLOEXEC);
     void *window = MAP_FAILED;
@@ -449,37 +426,31 @@ cuMemCreate(CUmemGenericAllocationHandle *handle, size_t bytes, const CUmemAlloc
 SIM_EXPORT CUresult
 cuMemRelease(CUmemGenericAllocationHandle handle)
 {
-    CUresult result = enter_vmm(SIM_cuMemRelease);
-    physical *memory = result ? NULL : find_handle(handle);
-    if (!result && !memory) {
+    SIM_TRY(enter_vmm(SIM_cuMemRelease));
+    physical *memory = find_handle(handle);
+    if (!memory) {
         sim_say(false, "memory handle %llu is released but was not there",
                 (unsigned long long)handle);
-        result = CUDA_ERROR_INVALID_VALUE;
+        return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
-    if (!result) {
-        memory->handle = 0;
-        sim_counters.frees++;
-        if (memory->mappings == 0) {
-            free_physical(memory);
-        }
+    memory->handle = 0;
+    sim_counters.frees++;
+    if (memory->mappings == 0) {
+        free_physical(memory);
     }
-    return sim_leave(result);
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
          unsigned long long flags)
 {
-    CUresult result = enter_vmm(SIM_cuMemMap);
-    if (result) {
-        return sim_leave(result);
-    }
+    SIM_TRY(enter_vmm(SIM_cuMemMap));
     physical *memory = find_handle(handle);
-    if (!memory || !whole(bytes) || offset % sim_options.granule || flags ||
-        offset > memory->bytes || bytes > memory->bytes - offset ||
-        !find_range((uintptr_t)ptr, bytes)) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_REFUSE(!memory || !whole(bytes) || offset % sim_options.granule || flags ||
+                   offset > memory->bytes || bytes > memory->bytes - offset ||
+                   !find_range((uintptr_t)ptr, bytes),
+               CUDA_ERROR_INVALID_VALUE);
     for (int i = 0; i < sim_mapping_count; i++) {
         if (sim_mappings[i].base < ptr + bytes &&
             ptr < sim_mappings[i].base + sim_mappings[i].bytes) {
@@ -490,9 +461,7 @@ cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHan
     }
     void *placed = mmap((void *)(uintptr_t)ptr, bytes, PROT_NONE, MAP_SHARED | MAP_FIXED,
                         memory->fd, (off_t)offset);
-    if (placed == MAP_FAILED) {
-        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    }
+    SIM_REFUSE(placed == MAP_FAILED, CUDA_ERROR_OUT_OF_MEMORY);
     add_mapping((uintptr_t)ptr, bytes, memory, offset, PROT_NONE);
     sim_counters.maps++;
     return sim_leave(CUDA_SUCCESS);
@@ -538,72 +507,56 @@ set_rights(mapping *found, int rights)
 SIM_EXPORT CUresult
 cuMemUnmap(CUdeviceptr ptr, size_t bytes)
 {
-    CUresult result = enter_vmm(SIM_cuMemUnmap);
-    if (!result && (!whole(bytes) || !for_mappings((uintptr_t)ptr, bytes, unmap_one, 0))) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    }
-    return sim_leave(result);
+    SIM_TRY(enter_vmm(SIM_cuMemUnmap));
+    SIM_REFUSE(!whole(bytes) || !for_mappings((uintptr_t)ptr, bytes, unmap_one, 0),
+               CUDA_ERROR_INVALID_VALUE);
+    return sim_leave(CUDA_SUCCESS);
 }
 
 SIM_EXPORT CUresult
 cuMemSetAccess(CUdeviceptr ptr, size_t bytes, const CUmemAccessDesc *desc, size_t count)
 {
-    CUresult result = enter_vmm(SIM_cuMemSetAccess);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!desc || count != 1 || desc->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
-        !whole(bytes) || (desc->flags & ~CU_MEM_ACCESS_FLAGS_PROT_READWRITE) || desc->flags == 2) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_TRY(enter_vmm(SIM_cuMemSetAccess));
+    SIM_REFUSE(!desc || count != 1 || desc->location.type != CU_MEM_LOCATION_TYPE_DEVICE ||
+                   !whole(bytes) || (desc->flags & ~CU_MEM_ACCESS_FLAGS_PROT_READWRITE) ||
+                   desc->flags == 2,
+               CUDA_ERROR_INVALID_VALUE);
     int rights = desc->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE ? PROT_READ | PROT_WRITE
                  : desc->flags                                     ? PROT_READ
                                                                    : PROT_NONE;
-    bool set = for_mappings((uintptr_t)ptr, bytes, set_rights, rights);
-    return sim_leave(set ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE);
+    SIM_REFUSE(!for_mappings((uintptr_t)ptr, bytes, set_rights, rights), CUDA_ERROR_INVALID_VALUE);
+    return sim_leave(CUDA_SUCCESS);
 }
 
 /* --- plain memory ------------------------------------------------------------------------------------- */
 
+/* At an address of its own; takes the memory, frees it and returns 0 where there are no addresses. */
 static uintptr_t
-map_anonymous(size_t bytes, int fill)
+map_anonymous(physical *memory)
 {
-    size_t page = 4096, all = (bytes + page - 1) / page * page;
+    size_t page = 4096, all = (memory->bytes + page - 1) / page * page;
     uintptr_t base = reserve_addresses(all, page);
     if (!base || mprotect((void *)base, all, PROT_READ | PROT_WRITE) != 0) {
+        free_physical(memory);
         return 0;
     }
-    memset((void *)base, fill, bytes);
+    memset((void *)base, 0xff, memory->bytes);
     add_range(base, all, false); /* known as ours for ever, never VMM's */
+    add_mapping(base, memory->bytes, memory, 0, PROT_READ | PROT_WRITE);
     return base;
 }
 
 SIM_EXPORT CUresult
 cuMemAlloc(CUdeviceptr *ptr, size_t bytes)
 {
-    CUresult result = sim_enter(SIM_cuMemAlloc, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!ptr || bytes == 0) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
-    if ((result = sim_capture_unsafe("an allocation"))) {
-        return sim_leave(result);
-    }
+    SIM_ENTER(cuMemAlloc, true);
+    SIM_REFUSE(!ptr || bytes == 0, CUDA_ERROR_INVALID_VALUE);
+    SIM_TRY(sim_capture_unsafe("an allocation"));
     bytes = (bytes + ALIGN - 1) / ALIGN * ALIGN;
-    if (!take_device_bytes(bytes)) {
-        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    }
+    SIM_REFUSE(!take_device_bytes(bytes), CUDA_ERROR_OUT_OF_MEMORY);
     physical *memory = new_physical(PLAIN, bytes);
-    uintptr_t base = map_anonymous(bytes, 0xff);
-    if (!base) {
-        free_physical(memory);
-        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    }
-    add_mapping(base, bytes, memory, 0, PROT_READ | PROT_WRITE);
-    *ptr = base;
-    return sim_leave(CUDA_SUCCESS);
+    *ptr = map_anonymous(memory);
+    return sim_leave(*ptr ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
 }
 
 static mapping *
@@ -617,19 +570,17 @@ find_start(uintptr_t address, kind wanted)
 SIM_EXPORT CUresult
 cuMemFree(CUdeviceptr ptr)
 {
-    CUresult result = sim_enter(SIM_cuMemFree, true);
-    if (result || ptr == 0) {
-        return sim_leave(result);
+    SIM_ENTER(cuMemFree, true);
+    if (ptr == 0) {
+        return sim_leave(CUDA_SUCCESS);
     }
     if (!find_start((uintptr_t)ptr, PLAIN)) {
         sim_say(false, "%s: freed but not allocated", sim_label_of((uintptr_t)ptr));
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
-    if ((result = sim_capture_unsafe("giving memory back"))) {
-        return sim_leave(result);
-    }
+    SIM_TRY(sim_capture_unsafe("giving memory back"));
     sim_counters.host_syncs++;
-    result = sim_demand_all();
+    CUresult result = sim_demand_all();
     mapping *found = find_start((uintptr_t)ptr, PLAIN);
     if (found) {
         remove_mapping(found);
@@ -641,103 +592,51 @@ cuMemFree(CUdeviceptr ptr)
 SIM_EXPORT CUresult
 cuMemHostAlloc(void **ptr, size_t bytes, unsigned flags)
 {
-    CUresult result = sim_enter(SIM_cuMemHostAlloc, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!ptr || bytes == 0 || flags > 7) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
-    if ((result = sim_capture_unsafe("an allocation of pinned memory"))) {
-        return sim_leave(result);
-    }
+    SIM_ENTER(cuMemHostAlloc, true);
+    SIM_REFUSE(!ptr || bytes == 0 || flags > 7, CUDA_ERROR_INVALID_VALUE);
+    SIM_TRY(sim_capture_unsafe("an allocation of pinned memory"));
     physical *memory = new_physical(HOST, bytes);
     sim_counters.host_bytes += (int64_t)bytes;
     sim_counters.host_allocations++;
-    uintptr_t base = map_anonymous(bytes, 0xff);
-    if (!base) {
-        free_physical(memory);
-        return sim_leave(CUDA_ERROR_OUT_OF_MEMORY);
-    }
-    add_mapping(base, bytes, memory, 0, PROT_READ | PROT_WRITE);
-    *ptr = (void *)base;
-    return sim_leave(CUDA_SUCCESS);
-}
-
-static CUresult
-give_back_host(void *ptr, kind wanted, CUresult otherwise)
-{
-    mapping *found = find_start((uintptr_t)ptr, wanted);
-    if (!found) {
-        sim_say(false, "%s: given back but not %s", sim_label_of((uintptr_t)ptr),
-                wanted == HOST ? "allocated" : "registered");
-        return otherwise;
-    }
-    check_unused(found, wanted == HOST ? "freed" : "unregistered");
-    remove_mapping(found);
-    return CUDA_SUCCESS;
+    *ptr = (void *)map_anonymous(memory);
+    return sim_leave(*ptr ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY);
 }
 
 SIM_EXPORT CUresult
 cuMemFreeHost(void *ptr)
 {
-    CUresult result = sim_enter(SIM_cuMemFreeHost, true);
-    return sim_leave(result ? result : give_back_host(ptr, HOST, CUDA_ERROR_INVALID_VALUE));
-}
-
-SIM_EXPORT CUresult
-cuMemHostRegister(void *ptr, size_t bytes, unsigned flags)
-{
-    CUresult result = sim_enter(SIM_cuMemHostRegister, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!ptr || bytes == 0 || flags > 15) {
+    SIM_ENTER(cuMemFreeHost, true);
+    mapping *found = find_start((uintptr_t)ptr, HOST);
+    if (!found) {
+        sim_say(false, "%s: given back but not allocated", sim_label_of((uintptr_t)ptr));
         return sim_leave(CUDA_ERROR_INVALID_VALUE);
     }
-    if (find_mapping((uintptr_t)ptr)) {
-        return sim_leave(CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
-    }
-    add_mapping((uintptr_t)ptr, bytes, new_physical(REGISTERED, bytes), 0, PROT_READ | PROT_WRITE);
+    check_unused(found, "freed");
+    remove_mapping(found);
     return sim_leave(CUDA_SUCCESS);
-}
-
-SIM_EXPORT CUresult
-cuMemHostUnregister(void *ptr)
-{
-    CUresult result = sim_enter(SIM_cuMemHostUnregister, true);
-    return sim_leave(
-        result ? result : give_back_host(ptr, REGISTERED, CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED));
 }
 
 SIM_EXPORT CUresult
 cuMemGetInfo(size_t *free_bytes, size_t *total)
 {
-    CUresult result = sim_enter(SIM_cuMemGetInfo, true);
-    if (!result) {
-        *total = sim_options.memory_bytes;
-        *free_bytes = sim_options.memory_bytes - (size_t)sim_counters.device_bytes -
-                      sim_options.foreign_bytes;
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuMemGetInfo, true);
+    *total = sim_options.memory_bytes;
+    *free_bytes =
+        sim_options.memory_bytes - (size_t)sim_counters.device_bytes - sim_options.foreign_bytes;
+    return sim_leave(CUDA_SUCCESS);
 }
 
 /* Of the processor's own memory the driver knows nothing. */
 SIM_EXPORT CUresult
 cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
 {
-    CUresult result = sim_enter(SIM_cuPointerGetAttribute, true);
-    const mapping *found = result ? NULL : find_mapping((uintptr_t)address);
-    if (!result && (attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE || !found)) {
-        result = CUDA_ERROR_INVALID_VALUE;
-    }
-    if (!result) {
-        const unsigned type = sim_place_of((uintptr_t)address) == SIM_ON_DEVICE
-                                  ? CU_MEMORYTYPE_DEVICE
-                                  : CU_MEMORYTYPE_HOST;
-        memcpy(value, &type, sizeof type);
-    }
-    return sim_leave(result);
+    SIM_ENTER(cuPointerGetAttribute, true);
+    const mapping *found = find_mapping((uintptr_t)address);
+    SIM_REFUSE(attribute != CU_POINTER_ATTRIBUTE_MEMORY_TYPE || !found, CUDA_ERROR_INVALID_VALUE);
+    const unsigned type = sim_place_of((uintptr_t)address) == SIM_ON_DEVICE ? CU_MEMORYTYPE_DEVICE
+                                                                            : CU_MEMORYTYPE_HOST;
+    memcpy(value, &type, sizeof type);
+    return sim_leave(CUDA_SUCCESS);
 }
 
 /* --- the end --------------------------------------------------------------------------------------------- */
@@ -746,8 +645,7 @@ int
 sim_memory_leaks(char *text, size_t bytes)
 {
     int count = 0;
-    static const char *const kinds[] = {"mapping", "device memory", "host memory",
-                                        "registered memory"};
+    static const char *const kinds[] = {"mapping", "device memory", "host memory"};
     for (int i = 0; i < sim_mapping_count; i++) {
         count =
             sim_list(text, bytes, count, "%s: %s, %zu bytes\n", kinds[sim_mappings[i].memory->kind],

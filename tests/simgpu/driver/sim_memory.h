@@ -4,7 +4,7 @@
 
 #include "sim.h"
 
-typedef enum kind { VIRTUAL, PLAIN, HOST, REGISTERED } kind;
+typedef enum kind { VIRTUAL, PLAIN, HOST } kind;
 
 typedef struct physical {
     struct physical *next;

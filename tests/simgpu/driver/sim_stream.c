@@ -708,14 +708,9 @@ simgpu_host_operator(const void *ptr, size_t bytes, bool write, const char *what
 SIM_EXPORT CUresult
 cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority)
 {
-    CUresult result = sim_enter(SIM_cuStreamCreateWithPriority, true);
+    SIM_ENTER(cuStreamCreateWithPriority, true);
     (void)priority;
-    if (result) {
-        return sim_leave(result);
-    }
-    if (!stream || flags > CU_STREAM_NON_BLOCKING) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_REFUSE(!stream || flags > CU_STREAM_NON_BLOCKING, CUDA_ERROR_INVALID_VALUE);
     char name[40];
     struct CUstream_st *handle = sim_alloc(1, sizeof *handle);
     (void)sim_processor(); /* comes before the first stream */
@@ -735,45 +730,40 @@ cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority)
 SIM_EXPORT CUresult
 cuStreamDestroy(CUstream stream)
 {
-    CUresult result = sim_enter(SIM_cuStreamDestroy, true);
-    if (result) {
-        return sim_leave(result);
-    }
+    SIM_ENTER(cuStreamDestroy, true);
     int actor = (uintptr_t)stream <= 1 ? -1 : sim_stream_actor(stream);
-    if (actor < 0) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
+    SIM_REFUSE(actor < 0, CUDA_ERROR_INVALID_HANDLE);
     stream->live = false;
     sim_actors[actor].live = false;
     return sim_leave(CUDA_SUCCESS);
 }
 
+CUresult
+sim_look(sim_dep at, const uint64_t *clock, bool wait)
+{
+    CUresult result = CUDA_SUCCESS;
+    if (wait) {
+        sim_counters.host_syncs++;
+        result = sim_demand(at.actor, at.time);
+    } else if (sim_actors[at.actor].done < at.time) {
+        sim_nudge(at.actor, at.time);
+        sim_counters.not_ready++;
+        return sim_sticky ? sim_sticky : CUDA_ERROR_NOT_READY;
+    }
+    sim_observe(clock);
+    return sim_sticky ? sim_sticky : result;
+}
+
 static CUresult
 stream_state(enum sim_entry entry, CUstream stream, bool wait)
 {
-    CUresult result = sim_enter(entry, true);
-    if (result) {
-        return sim_leave(result);
-    }
+    SIM_TRY(sim_enter(entry, true));
     int index = sim_stream_actor(stream);
-    if (index < 0) {
-        return sim_leave(CUDA_ERROR_INVALID_HANDLE);
-    }
-    if ((result = sim_capture_unsafe(wait ? "waiting for a stream" : "asking for a stream"))) {
-        return sim_leave(result);
-    }
+    SIM_REFUSE(index < 0, CUDA_ERROR_INVALID_HANDLE);
+    SIM_TRY(sim_capture_unsafe(wait ? "waiting for a stream" : "asking for a stream"));
     push_legacy_order(index);
-    sim_actor *actor = &sim_actors[index];
-    if (wait) {
-        sim_counters.host_syncs++;
-        result = sim_demand(index, actor->enqueued);
-    } else if (actor->done < actor->enqueued) {
-        sim_nudge(index, actor->enqueued);
-        sim_counters.not_ready++;
-        return sim_leave(sim_sticky ? sim_sticky : CUDA_ERROR_NOT_READY);
-    }
-    sim_observe(actor->clock);
-    return sim_leave(sim_sticky ? sim_sticky : result);
+    const sim_dep all = {.actor = index, .time = sim_actors[index].enqueued};
+    return sim_leave(sim_look(all, sim_actors[index].clock, wait));
 }
 
 SIM_EXPORT CUresult
@@ -791,15 +781,10 @@ cuStreamSynchronize(CUstream stream)
 SIM_EXPORT CUresult
 cuCtxSynchronize(void)
 {
-    CUresult result = sim_enter(SIM_cuCtxSynchronize, true);
-    if (result) {
-        return sim_leave(result);
-    }
-    if ((result = sim_capture_unsafe("waiting for the device"))) {
-        return sim_leave(result);
-    }
+    SIM_ENTER(cuCtxSynchronize, true);
+    SIM_TRY(sim_capture_unsafe("waiting for the device"));
     sim_counters.host_syncs++;
-    result = sim_demand_all();
+    CUresult result = sim_demand_all();
     for (int i = 1; i < SIM_ACTORS; i++) {
         if (sim_actors[i].used && !sim_actors[i].processor) {
             sim_observe(sim_actors[i].clock);

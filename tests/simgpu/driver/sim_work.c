@@ -53,35 +53,33 @@ put(CUstream stream, const char *name, move from)
 SIM_EXPORT CUresult
 cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream stream)
 {
-    CUresult result = sim_enter(SIM_cuMemcpyDtoDAsync, true);
-    if (!result && bytes) {
-        sim_counters.copies++;
-        result = put(stream, "copy",
-                     (move){.dst = (uintptr_t)dst,
-                            .src = (uintptr_t)src,
-                            .bytes = bytes,
-                            .dst_tracked = true,
-                            .src_tracked = true});
+    SIM_ENTER(cuMemcpyDtoDAsync, true);
+    if (bytes == 0) {
+        return sim_leave(CUDA_SUCCESS);
     }
-    return sim_leave(result);
+    sim_counters.copies++;
+    return sim_leave(put(stream, "copy",
+                         (move){.dst = (uintptr_t)dst,
+                                .src = (uintptr_t)src,
+                                .bytes = bytes,
+                                .dst_tracked = true,
+                                .src_tracked = true}));
 }
 
 /* From memory that is not pinned the driver first takes a copy of its own. */
 SIM_EXPORT CUresult
 cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream)
 {
-    CUresult result = sim_enter(SIM_cuMemcpyHtoDAsync, true);
-    if (result || bytes == 0) {
-        return sim_leave(result);
+    SIM_ENTER(cuMemcpyHtoDAsync, true);
+    if (bytes == 0) {
+        return sim_leave(CUDA_SUCCESS);
     }
     move made = {.dst = (uintptr_t)dst,
                  .src = (uintptr_t)src,
                  .bytes = bytes,
                  .dst_tracked = true,
                  .src_tracked = sim_is_pinned((uintptr_t)src, bytes)};
-    if ((result = sim_capture_copy(sim_stream_actor(stream), made.src_tracked))) {
-        return sim_leave(result);
-    }
+    SIM_TRY(sim_capture_copy(sim_stream_actor(stream), made.src_tracked));
     if (!made.src_tracked) {
         made.staged = sim_alloc(1, bytes);
         memcpy(made.staged, src, bytes);
@@ -95,20 +93,18 @@ cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream strea
 SIM_EXPORT CUresult
 cuMemcpyDtoHAsync(void *dst, CUdeviceptr src, size_t bytes, CUstream stream)
 {
-    CUresult result = sim_enter(SIM_cuMemcpyDtoHAsync, true);
-    if (result || bytes == 0) {
-        return sim_leave(result);
+    SIM_ENTER(cuMemcpyDtoHAsync, true);
+    if (bytes == 0) {
+        return sim_leave(CUDA_SUCCESS);
     }
     move made = {.dst = (uintptr_t)dst,
                  .src = (uintptr_t)src,
                  .bytes = bytes,
                  .src_tracked = true,
                  .dst_tracked = sim_is_pinned((uintptr_t)dst, bytes)};
-    if ((result = sim_capture_copy(sim_stream_actor(stream), made.dst_tracked))) {
-        return sim_leave(result);
-    }
+    SIM_TRY(sim_capture_copy(sim_stream_actor(stream), made.dst_tracked));
     sim_counters.copies++;
-    result = put(stream, "copy to the host", made);
+    CUresult result = put(stream, "copy to the host", made);
     int actor = sim_stream_actor(stream);
     if (!result && !made.dst_tracked) {
         sim_counters.pageable++;
@@ -123,13 +119,11 @@ static CUresult
 fill(enum sim_entry entry, CUdeviceptr dst, unsigned value, size_t count, int fill_bytes,
      CUstream stream)
 {
-    CUresult result = sim_enter(entry, true);
-    if (result || count == 0) {
-        return sim_leave(result);
+    SIM_TRY(sim_enter(entry, true));
+    if (count == 0) {
+        return sim_leave(CUDA_SUCCESS);
     }
-    if (dst % (unsigned)fill_bytes) {
-        return sim_leave(CUDA_ERROR_INVALID_VALUE);
-    }
+    SIM_REFUSE(dst % (unsigned)fill_bytes, CUDA_ERROR_INVALID_VALUE);
     sim_counters.memsets++;
     return sim_leave(put(stream, "fill",
                          (move){.dst = (uintptr_t)dst,

@@ -66,13 +66,7 @@ sleep_ms(int ms)
 
 /* --- the test's side ------------------------------------------------------------------------------- */
 
-NCCL_EXPORT bool simnccl_plant(enum simnccl_fault fault, int rank, int k, int value);
-NCCL_EXPORT simnccl_options *simnccl_get_options(void);
-NCCL_EXPORT simnccl_counters simnccl_count(void);
-NCCL_EXPORT void simnccl_reset(void);
-NCCL_EXPORT void simnccl_drop_graphs(void);
-
-bool
+NCCL_EXPORT bool
 simnccl_plant(enum simnccl_fault fault, int rank, int k, int value)
 {
     api_lock();
@@ -93,13 +87,13 @@ read_environment(void)
     nccl_options.window_error = window ? atoi(window) : 0;
 }
 
-simnccl_options *
+NCCL_EXPORT simnccl_options *
 simnccl_get_options(void)
 {
     return &nccl_options;
 }
 
-simnccl_counters
+NCCL_EXPORT simnccl_counters
 simnccl_count(void)
 {
     api_lock();
@@ -108,7 +102,7 @@ simnccl_count(void)
     return copy;
 }
 
-void
+NCCL_EXPORT void
 simnccl_reset(void)
 {
     api_lock();
@@ -120,7 +114,7 @@ simnccl_reset(void)
     api_unlock();
 }
 
-void
+NCCL_EXPORT void
 simnccl_drop_graphs(void)
 {
     api_lock();
@@ -272,23 +266,7 @@ wait_joined(struct ncclComm *comm)
     return FSDPC_NCCL_SUCCESS;
 }
 
-NCCL_EXPORT fsdpc_nccl_result ncclGetVersion(int *version);
-NCCL_EXPORT fsdpc_nccl_result ncclGetUniqueId(fsdpc_nccl_id *id);
-NCCL_EXPORT fsdpc_nccl_result ncclCommInitRankConfig(fsdpc_nccl_comm *out, int world,
-                                                     fsdpc_nccl_id id, int rank,
-                                                     fsdpc_nccl_config *config);
-NCCL_EXPORT fsdpc_nccl_result ncclCommInitRank(fsdpc_nccl_comm *out, int world, fsdpc_nccl_id id,
-                                               int rank);
-NCCL_EXPORT fsdpc_nccl_result ncclCommSplit(fsdpc_nccl_comm parent, int color, int key,
-                                            fsdpc_nccl_comm *out, fsdpc_nccl_config *config);
-NCCL_EXPORT fsdpc_nccl_result ncclCommFinalize(fsdpc_nccl_comm comm);
-NCCL_EXPORT fsdpc_nccl_result ncclCommDestroy(fsdpc_nccl_comm comm);
-NCCL_EXPORT fsdpc_nccl_result ncclCommAbort(fsdpc_nccl_comm comm);
-NCCL_EXPORT fsdpc_nccl_result ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result *error);
-NCCL_EXPORT const char *ncclGetErrorString(fsdpc_nccl_result result);
-NCCL_EXPORT const char *ncclGetLastError(fsdpc_nccl_comm comm);
-
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclGetVersion(int *version)
 {
     *version = nccl_options.version;
@@ -296,7 +274,7 @@ ncclGetVersion(int *version)
 }
 
 /* The descriptor stays open as long as this process: an id may be used at any time. */
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclGetUniqueId(fsdpc_nccl_id *id)
 {
     unique made = {.magic = "simnccl", .process = (int)getpid()};
@@ -309,7 +287,7 @@ ncclGetUniqueId(fsdpc_nccl_id *id)
     return FSDPC_NCCL_SUCCESS;
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommInitRankConfig(fsdpc_nccl_comm *out, int world, fsdpc_nccl_id id, int rank,
                        fsdpc_nccl_config *config)
 {
@@ -339,12 +317,6 @@ ncclCommInitRankConfig(fsdpc_nccl_comm *out, int world, fsdpc_nccl_id id, int ra
     return blocking ? nccl_await(comm) : FSDPC_NCCL_IN_PROGRESS;
 }
 
-fsdpc_nccl_result
-ncclCommInitRank(fsdpc_nccl_comm *out, int world, fsdpc_nccl_id id, int rank)
-{
-    return ncclCommInitRankConfig(out, world, id, rank, NULL);
-}
-
 /* --- splitting ---------------------------------------------------------------------------------------- */
 
 /* Ranks of a color, ordered by (key, rank); the place of this one. */
@@ -367,7 +339,7 @@ group_of(const struct ncclComm *parent, int color, int *members)
     return count;
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommSplit(fsdpc_nccl_comm parent, int color, int key, fsdpc_nccl_comm *out,
               fsdpc_nccl_config *config)
 {
@@ -503,7 +475,7 @@ nccl_await(struct ncclComm *comm)
     }
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result *error)
 {
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
@@ -533,7 +505,7 @@ demand_all(struct ncclComm *comm, const char *call)
 }
 
 /* In a real library it ends only when all graphs with collectives of the communicator are gone. */
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommFinalize(fsdpc_nccl_comm comm)
 {
     fsdpc_nccl_result result = demand_all(comm, "the end");
@@ -563,7 +535,7 @@ leave(struct ncclComm *comm)
     nccl_unuse(comm);
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommDestroy(fsdpc_nccl_comm comm)
 {
     fsdpc_nccl_result result = demand_all(comm, "the destruction");
@@ -591,7 +563,7 @@ await_graphs(const struct ncclComm *comm)
     }
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommAbort(fsdpc_nccl_comm comm)
 {
     api_lock();
@@ -618,7 +590,7 @@ ncclCommAbort(fsdpc_nccl_comm comm)
     return FSDPC_NCCL_SUCCESS;
 }
 
-const char *
+NCCL_EXPORT const char *
 ncclGetErrorString(fsdpc_nccl_result result)
 {
     static const char *const texts[] = {"no error",
@@ -633,7 +605,7 @@ ncclGetErrorString(fsdpc_nccl_result result)
     return known ? texts[result] : "unknown result code";
 }
 
-const char *
+NCCL_EXPORT const char *
 ncclGetLastError(fsdpc_nccl_comm comm)
 {
     return comm ? comm->text : "";

@@ -155,22 +155,7 @@ begin(nccl_call made)
     return result;
 }
 
-NCCL_EXPORT fsdpc_nccl_result ncclGroupStart(void);
-NCCL_EXPORT fsdpc_nccl_result ncclGroupEnd(void);
-NCCL_EXPORT fsdpc_nccl_result ncclAllGather(const void *send, void *recv, size_t count,
-                                            fsdpc_nccl_type type, fsdpc_nccl_comm comm,
-                                            fsdpc_cu_stream stream);
-NCCL_EXPORT fsdpc_nccl_result ncclReduceScatter(const void *send, void *recv, size_t count,
-                                                fsdpc_nccl_type type, fsdpc_nccl_op op,
-                                                fsdpc_nccl_comm comm, fsdpc_cu_stream stream);
-NCCL_EXPORT fsdpc_nccl_result ncclAllReduce(const void *send, void *recv, size_t count,
-                                            fsdpc_nccl_type type, fsdpc_nccl_op op,
-                                            fsdpc_nccl_comm comm, fsdpc_cu_stream stream);
-NCCL_EXPORT fsdpc_nccl_result ncclBroadcast(const void *send, void *recv, size_t count,
-                                            fsdpc_nccl_type type, int root, fsdpc_nccl_comm comm,
-                                            fsdpc_cu_stream stream);
-
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclGroupStart(void)
 {
     if (group_depth++ == 0) {
@@ -180,7 +165,7 @@ ncclGroupStart(void)
     return FSDPC_NCCL_SUCCESS;
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclGroupEnd(void)
 {
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
@@ -204,7 +189,7 @@ ncclGroupEnd(void)
     return result;
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclAllGather(const void *send, void *recv, size_t count, fsdpc_nccl_type type,
               fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {
@@ -215,7 +200,7 @@ ncclAllGather(const void *send, void *recv, size_t count, fsdpc_nccl_type type,
                              .stream = stream});
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclReduceScatter(const void *send, void *recv, size_t count, fsdpc_nccl_type type,
                   fsdpc_nccl_op op, fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {
@@ -227,7 +212,7 @@ ncclReduceScatter(const void *send, void *recv, size_t count, fsdpc_nccl_type ty
                     .stream = stream});
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclAllReduce(const void *send, void *recv, size_t count, fsdpc_nccl_type type, fsdpc_nccl_op op,
               fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {
@@ -239,7 +224,7 @@ ncclAllReduce(const void *send, void *recv, size_t count, fsdpc_nccl_type type, 
                     .stream = stream});
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclBroadcast(const void *send, void *recv, size_t count, fsdpc_nccl_type type, int root,
               fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {

@@ -25,17 +25,6 @@ nccl_window_look(struct ncclComm *comm)
 #else
 enum { WINDOWS_ON_DEVICE = 22800, WINDOWS_ONLY_SHARED = 22900 };
 
-NCCL_EXPORT fsdpc_nccl_result ncclCommRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes,
-                                               void **handle);
-NCCL_EXPORT fsdpc_nccl_result ncclCommDeregister(fsdpc_nccl_comm comm, void *handle);
-NCCL_EXPORT fsdpc_nccl_result ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer,
-                                                     size_t bytes, fsdpc_nccl_window *window,
-                                                     int flags);
-NCCL_EXPORT fsdpc_nccl_result ncclCommWindowDeregister(fsdpc_nccl_comm comm,
-                                                       fsdpc_nccl_window window);
-NCCL_EXPORT fsdpc_nccl_result ncclMemAlloc(void **block, size_t bytes);
-NCCL_EXPORT fsdpc_nccl_result ncclMemFree(void *block);
-
 /* What cuMemAlloc gives is refused, as a real library does by default. Lock held. */
 static fsdpc_nccl_result
 register_buffer(fsdpc_nccl_comm comm, void *buffer, size_t bytes, bool window, void **handle)
@@ -90,7 +79,7 @@ deregister_buffer(fsdpc_nccl_comm comm, void *handle)
     return result;
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, void **handle)
 {
     api_lock();
@@ -101,7 +90,7 @@ ncclCommRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, void **handle
     return result;
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommDeregister(fsdpc_nccl_comm comm, void *handle)
 {
     return deregister_buffer(comm, handle);
@@ -162,7 +151,7 @@ nccl_window_look(struct ncclComm *comm)
 
 /* As the real one does from 2.28 on, it says that all is well while a thread of its own has only begun;
  * what comes of it is the communicator's state, and the window is written then. */
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, fsdpc_nccl_window *window,
                        int flags)
 {
@@ -193,7 +182,7 @@ ncclCommWindowRegister(fsdpc_nccl_comm comm, void *buffer, size_t bytes, fsdpc_n
                                                       : FSDPC_NCCL_SUCCESS;
 }
 
-fsdpc_nccl_result
+NCCL_EXPORT fsdpc_nccl_result
 ncclCommWindowDeregister(fsdpc_nccl_comm comm, fsdpc_nccl_window window)
 {
     void *handle;
@@ -201,19 +190,4 @@ ncclCommWindowDeregister(fsdpc_nccl_comm comm, fsdpc_nccl_window window)
     return deregister_buffer(comm, handle);
 }
 
-fsdpc_nccl_result
-ncclMemAlloc(void **block, size_t bytes)
-{
-    CUdeviceptr made = 0;
-    CUresult result = cuMemAlloc(&made, bytes);
-    *block = (void *)(uintptr_t)made;
-    return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
-}
-
-fsdpc_nccl_result
-ncclMemFree(void *block)
-{
-    return cuMemFree((CUdeviceptr)(uintptr_t)block) ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR
-                                                    : FSDPC_NCCL_SUCCESS;
-}
 #endif
