@@ -10,6 +10,7 @@
 
 #include <errno.h>
 
+#include "carrier.h"
 #include "items.h"
 #include "ranks.h"
 #include "tree/tree.h"
@@ -290,122 +291,24 @@ engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, 
 
 /* --- communicators --------------------------------------------------------------------------- */
 
-/* A "c10d" communicator whose callbacks use one over a shared segment. */
-static int
-engine_all_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
-{
-    return fsdpc_comm_all_gather(context, buffer, piece_bytes, what);
-}
-
-static int
-engine_reduce_scatter(void *context, void *buffer, int64_t piece, fsdpc_dtype dtype,
-                      const char *what)
-{
-    return fsdpc_comm_reduce_scatter(context, buffer, piece, dtype, what);
-}
-
-static int
-engine_all_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
-                  const char *what)
-{
-    return fsdpc_comm_all_reduce(context, buffer, numel, dtype, op, what);
-}
-
-static int
-engine_broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
-{
-    return fsdpc_comm_broadcast(context, buffer, bytes, root, what);
-}
-
-static int
-engine_barrier(void *context, const char *what)
-{
-    return fsdpc_comm_barrier(context, what);
-}
-
-static void
-engine_release(void *context)
-{
-    fsdpc_comm_free(context);
-}
-
 /* The group of a run: a shared segment, or (`wire`) a carrier that hides it. */
 __attribute__((unused)) static fsdpc_comm *
 engine_join(int rank, ranks_run *run, bool wire)
 {
-    fsdpc_comm *comm, *outer;
+    fsdpc_comm *comm;
     if (run->world == 1) {
         REQUIRE_OK(fsdpc_comm_self(engine_device, &comm));
         return comm;
     }
     REQUIRE_OK(fsdpc_comm_shm(engine_device, rank, run->world, run->name, run->timeout_s, &comm));
-    if (!wire) {
-        return comm;
-    }
-    fsdpc_comm_callbacks callbacks = {
-        .context = comm,
-        .all_gather = engine_all_gather,
-        .reduce_scatter = engine_reduce_scatter,
-        .all_reduce = engine_all_reduce,
-        .broadcast = engine_broadcast,
-        .barrier = engine_barrier,
-        .release = engine_release,
-    };
-    REQUIRE_OK(fsdpc_comm_c10d(engine_device, rank, run->world, &callbacks, &outer));
-    return outer;
-}
-
-static int
-engine_silent_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
-{
-    (void)context, (void)buffer, (void)piece_bytes, (void)what;
-    return FSDPC_OK;
-}
-
-static int
-engine_silent_scatter(void *context, void *buffer, int64_t piece, fsdpc_dtype dtype,
-                      const char *what)
-{
-    (void)context, (void)buffer, (void)piece, (void)dtype, (void)what;
-    return FSDPC_OK;
-}
-
-static int
-engine_silent_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype,
-                     enum fsdpc_op op, const char *what)
-{
-    (void)context, (void)buffer, (void)numel, (void)dtype, (void)op, (void)what;
-    return FSDPC_OK;
-}
-
-static int
-engine_silent_broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
-{
-    (void)context, (void)buffer, (void)bytes, (void)root, (void)what;
-    return FSDPC_OK;
-}
-
-static int
-engine_silent_barrier(void *context, const char *what)
-{
-    (void)context, (void)what;
-    return FSDPC_OK;
+    return wire ? carrier_over(engine_device, rank, run->world, comm) : comm;
 }
 
 /* One rank of a group that is not there: for what a rank does alone. */
 __attribute__((unused)) static fsdpc_comm *
 engine_pretend(int rank, int world)
 {
-    fsdpc_comm *comm;
-    fsdpc_comm_callbacks callbacks = {
-        .all_gather = engine_silent_gather,
-        .reduce_scatter = engine_silent_scatter,
-        .all_reduce = engine_silent_reduce,
-        .broadcast = engine_silent_broadcast,
-        .barrier = engine_silent_barrier,
-    };
-    REQUIRE_OK(fsdpc_comm_c10d(engine_device, rank, world, &callbacks, &comm));
-    return comm;
+    return carrier_over(engine_device, rank, world, NULL);
 }
 
 #endif

@@ -1,7 +1,7 @@
 /* Runs a function as several ranks, each a forked process or a thread, with a deadline.
  *
- * A rank function gets the run, which lies in memory that all ranks and the parent share: group
- * name, and one result per rank. Processes show death and descriptors as in real use; threads show
+ * A rank function gets the run, which lies in memory that all ranks share: group name, and one
+ * result per rank. Processes show death and descriptors as in real use; threads show
  * their memory accesses to the thread sanitizer, for which their mappings of the segment are made
  * one (a segment mapped twice has two addresses). Processes must be forked before any thread.
  */
@@ -30,38 +30,20 @@ typedef struct rank_result {
 } rank_result;
 
 typedef struct ranks_run {
+    const char *what; /* what is tested; NULL: the function's name says so */
     int world;
     bool threads;
-    int killed; /* the rank that is expected to die of SIGKILL, or -1 */
-    char name[64];
-    double timeout_s;
-    int option; /* for the function's own use */
+    bool kills; /* the rank `killed` is expected to die of SIGKILL */
+    int killed;
+    int option;       /* for the function's own use */
+    double timeout_s; /* 0: longer than the deadline */
+    char name[64];    /* of the group */
     _Atomic uint32_t flags[RANKS_MAX];
     _Atomic uint64_t counter;
     rank_result results[RANKS_MAX];
 } ranks_run;
 
 typedef void (*rank_function)(int rank, ranks_run *run);
-
-__attribute__((unused)) static ranks_run *
-ranks_new(int world)
-{
-    static int made;
-    ranks_run *run =
-        mmap(NULL, sizeof *run, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    REQUIRE(run != MAP_FAILED);
-    run->world = world;
-    run->killed = -1;
-    run->timeout_s = RANKS_DEADLINE_S * 2; /* a wait that ends by its deadline fails the test */
-    snprintf(run->name, sizeof run->name, "test-%d-%d", (int)getpid(), made++);
-    return run;
-}
-
-__attribute__((unused)) static void
-ranks_free(ranks_run *run)
-{
-    munmap(run, sizeof *run);
-}
 
 /* Keeps a status and the error text that goes with it. */
 __attribute__((unused)) static int
@@ -71,6 +53,16 @@ rank_keep(ranks_run *run, int rank, int status)
     snprintf(run->results[rank].text, sizeof run->results[rank].text, "%s",
              status == FSDPC_OK ? "" : fsdpc_error_text());
     return status;
+}
+
+/* What a rank kept. */
+__attribute__((unused)) static void
+check_result(const ranks_run *run, int rank, int status, const char *part)
+{
+    CHECK_INT(run->results[rank].status, status);
+    if (strstr(run->results[rank].text, part) == NULL) {
+        TEST_FAIL("rank %d: error text '%s' lacks '%s'", rank, run->results[rank].text, part);
+    }
 }
 
 __attribute__((unused)) static void
@@ -110,7 +102,7 @@ ranks_reap(ranks_run *run, const pid_t *pids)
             left--;
             bool killed = WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL;
             bool passed = WIFEXITED(status) && WEXITSTATUS(status) == 0;
-            if (i == run->killed ? !killed : !passed) {
+            if (run->kills && i == run->killed ? !killed : !passed) {
                 TEST_FAIL("rank %d of %d ended with wait status 0x%x", i, run->world, status);
             }
         }
@@ -257,15 +249,30 @@ ranks_start_threads(ranks_run *run, rank_function function)
     alarm(0);
 }
 
-__attribute__((unused)) static void
-ranks_start(ranks_run *run, rank_function function)
+__attribute__((unused)) static ranks_run
+ranks_do_as(const char *what, rank_function function, ranks_run plan)
 {
-    if (run->threads) {
-        ranks_start_threads(run, function);
-    } else {
-        ranks_fork(run, function);
+    static int made;
+    int before = test_failures;
+    ranks_run *run =
+        mmap(NULL, sizeof *run, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    REQUIRE(run != MAP_FAILED);
+    plan.what = plan.what ? plan.what : what;
+    plan.timeout_s = plan.timeout_s > 0 ? plan.timeout_s : RANKS_DEADLINE_S * 2;
+    snprintf(plan.name, sizeof plan.name, "test-%d-%d", (int)getpid(), made++);
+    *run = plan;
+    (run->threads ? ranks_start_threads : ranks_fork)(run, function);
+    if (test_failures > before) {
+        fprintf(stderr, "  in %s, %d ranks%s, option %d\n", run->what, run->world,
+                run->threads ? " as threads" : "", run->option);
     }
+    plan = *run;
+    munmap(run, sizeof *run);
+    return plan;
 }
+
+/* Runs a function as several ranks, and returns the run as they leave it: ranks_do(meet, .world = 3). */
+#define ranks_do(function, ...) ranks_do_as(#function, function, (ranks_run){__VA_ARGS__})
 
 /* --- what is left behind --------------------------------------------------------------------- */
 

@@ -332,9 +332,7 @@ show_each_other(int rank, ranks_run *run)
 static void
 ranks_see_the_same_slots(void)
 {
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, show_each_other);
-    ranks_free(run);
+    ranks_do(show_each_other, .world = 2);
 }
 
 static void

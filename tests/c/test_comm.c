@@ -1,7 +1,7 @@
 /* The communicators: every collective against plain loops, failures, callbacks. */
 #include <math.h>
 
-#include "comm/comm.h"
+#include "carrier.h"
 #include "items.h"
 #include "ranks.h"
 
@@ -170,17 +170,14 @@ static void
 collectives_equal_plain_loops(bool threads)
 {
     for (int world = threads ? 2 : 1; world <= (threads ? 3 : 4); world++) {
-        ranks_run *run = ranks_new(world);
-        run->threads = threads;
-        ranks_start(run, shm_rank);
-        ranks_free(run);
+        ranks_do(shm_rank, .world = world, .threads = threads);
     }
 }
 
 /* --- extremes with NaN ------------------------------------------------------------------------- */
 
 static void
-reduce_nans(int rank, ranks_run *run)
+nan_wins_over_numbers(int rank, ranks_run *run)
 {
     fsdpc_comm *comm;
     REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
@@ -197,14 +194,6 @@ reduce_nans(int rank, ranks_run *run)
         }
     }
     fsdpc_comm_free(comm);
-}
-
-static void
-nan_wins_over_numbers(void)
-{
-    ranks_run *run = ranks_new(3);
-    ranks_start(run, reduce_nans);
-    ranks_free(run);
 }
 
 /* --- arguments, self ----------------------------------------------------------------------------- */
@@ -292,20 +281,16 @@ static void
 survivors_name_the_dead(void)
 {
     for (int option = 0; option < 5; option++) {
-        ranks_run *run = ranks_new(3);
-        run->killed = option % 3;
-        run->option = option;
-        ranks_start(run, die_in_a_collective);
+        ranks_run run = ranks_do(die_in_a_collective, .world = 3, .kills = true,
+                                 .killed = option % 3, .option = option);
         for (int rank = 0; rank < 3; rank++) {
             char part[32];
-            snprintf(part, sizeof part, "rank %d (pid", run->killed);
-            if (rank != run->killed) {
-                CHECK_INT(run->results[rank].status, FSDPC_E_PEER);
-                CHECK(strstr(run->results[rank].text, part) != NULL);
-                CHECK(strstr(run->results[rank].text, " of ") != NULL);
+            snprintf(part, sizeof part, "rank %d (pid", run.killed);
+            if (rank != run.killed) {
+                check_result(&run, rank, FSDPC_E_PEER, part);
+                check_result(&run, rank, FSDPC_E_PEER, " of ");
             }
         }
-        ranks_free(run);
     }
 }
 
@@ -325,15 +310,11 @@ static void
 different_collectives_are_noticed(bool threads)
 {
     for (int option = 1; option < 5; option++) {
-        ranks_run *run = ranks_new(2);
-        run->threads = threads;
-        run->option = option;
-        ranks_start(run, call_something_else);
+        ranks_run run =
+            ranks_do(call_something_else, .world = 2, .threads = threads, .option = option);
         for (int rank = 0; rank < 2; rank++) {
-            CHECK_INT(run->results[rank].status, FSDPC_E_MISMATCH);
-            CHECK(strstr(run->results[rank].text, "rank 0 all_gather(1048576 bytes)") != NULL);
+            check_result(&run, rank, FSDPC_E_MISMATCH, "rank 0 all_gather(1048576 bytes)");
         }
-        ranks_free(run);
     }
 }
 
@@ -358,12 +339,8 @@ stay_away(int rank, ranks_run *run)
 static void
 the_deadline_names_the_missing(void)
 {
-    ranks_run *run = ranks_new(2);
-    run->timeout_s = 0.4;
-    ranks_start(run, stay_away);
-    CHECK_INT(run->results[0].status, FSDPC_E_TIMEOUT);
-    CHECK(strstr(run->results[0].text, "for rank 1") != NULL);
-    ranks_free(run);
+    ranks_run run = ranks_do(stay_away, .world = 2, .timeout_s = 0.4);
+    check_result(&run, 0, FSDPC_E_TIMEOUT, "for rank 1");
 }
 
 static void
@@ -385,12 +362,8 @@ give_up(int rank, ranks_run *run)
 static void
 an_abort_reaches_the_others(bool threads)
 {
-    ranks_run *run = ranks_new(2);
-    run->threads = threads;
-    ranks_start(run, give_up);
-    CHECK_INT(run->results[0].status, FSDPC_E_PEER);
-    CHECK(strstr(run->results[0].text, "loss is NaN") != NULL);
-    ranks_free(run);
+    ranks_run run = ranks_do(give_up, .world = 2, .threads = threads);
+    check_result(&run, 0, FSDPC_E_PEER, "loss is NaN");
 }
 
 static void
@@ -406,98 +379,20 @@ disagree(int rank, ranks_run *run)
 static void
 disagreement_breaks_nothing(void)
 {
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, disagree);
+    ranks_run run = ranks_do(disagree, .world = 2);
     for (int rank = 0; rank < 2; rank++) {
-        CHECK_INT(run->results[rank].status, FSDPC_E_MISMATCH);
-        CHECK(strstr(run->results[rank].text,
-                     "the options: rank 0 has \"lr 1\", rank 1 has \"lr 2\"") != NULL);
+        check_result(&run, rank, FSDPC_E_MISMATCH,
+                     "the options: rank 0 has \"lr 1\", rank 1 has \"lr 2\"");
     }
-    ranks_free(run);
 }
 
 /* --- callbacks --------------------------------------------------------------------------------------- */
 
-typedef struct carrier {
-    fsdpc_comm *inner;
-    int calls, released, fail_at, fail_status;
-} carrier;
-
-static int
-count_call(carrier *self)
-{
-    if (++self->calls == self->fail_at) {
-        return self->fail_status < 0 ? fsdpc_error(self->fail_status, "the wire broke")
-                                     : self->fail_status;
-    }
-    return FSDPC_OK;
-}
-
-static int
-carry_all_gather(void *context, void *buffer, size_t piece_bytes, const char *what)
-{
-    carrier *self = context;
-    FSDPC_TRY(count_call(self));
-    return fsdpc_comm_all_gather(self->inner, buffer, piece_bytes, what);
-}
-
-static int
-carry_reduce_scatter(void *context, void *buffer, int64_t piece_numel, fsdpc_dtype dtype,
-                     const char *what)
-{
-    carrier *self = context;
-    FSDPC_TRY(count_call(self));
-    return fsdpc_comm_reduce_scatter(self->inner, buffer, piece_numel, dtype, what);
-}
-
-static int
-carry_all_reduce(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
-                 const char *what)
-{
-    carrier *self = context;
-    FSDPC_TRY(count_call(self));
-    return fsdpc_comm_all_reduce(self->inner, buffer, numel, dtype, op, what);
-}
-
-static int
-carry_broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
-{
-    carrier *self = context;
-    FSDPC_TRY(count_call(self));
-    return fsdpc_comm_broadcast(self->inner, buffer, bytes, root, what);
-}
-
-static int
-carry_barrier(void *context, const char *what)
-{
-    carrier *self = context;
-    FSDPC_TRY(count_call(self));
-    return fsdpc_comm_barrier(self->inner, what);
-}
-
 static void
-carry_release(void *context)
-{
-    ((carrier *)context)->released++;
-}
-
-static fsdpc_comm_callbacks
-callbacks_of(carrier *self)
-{
-    return (fsdpc_comm_callbacks){.context = self,
-                                  .all_gather = carry_all_gather,
-                                  .reduce_scatter = carry_reduce_scatter,
-                                  .all_reduce = carry_all_reduce,
-                                  .broadcast = carry_broadcast,
-                                  .barrier = carry_barrier,
-                                  .release = carry_release};
-}
-
-static void
-c10d_rank(int rank, ranks_run *run)
+callbacks_carry_everything(int rank, ranks_run *run)
 {
     carrier self = {0};
-    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    fsdpc_comm_callbacks calls = carrier_callbacks(&self);
     fsdpc_comm *comm;
     size_t room = (size_t)run->world * LARGEST * 8;
     void *buffer = malloc(room);
@@ -562,11 +457,11 @@ count_wrong_parts(const fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gat
 
 /* Calls of the carrier: 200001 elements go alone, and on 3 ranks 60000 as well. */
 static void
-parts_rank(int rank, ranks_run *run)
+small_parts_go_together(int rank, ranks_run *run)
 {
     static const int gathers[] = {3, 3, 6}, scatters[] = {6, 6, 8};
     carrier self = {0};
-    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    fsdpc_comm_callbacks calls = carrier_callbacks(&self);
     fsdpc_comm_part parts[PARTS];
     fsdpc_comm *comm;
     REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &self.inner));
@@ -588,32 +483,12 @@ parts_rank(int rank, ranks_run *run)
 }
 
 static void
-small_parts_go_together(void)
-{
-    for (int world = 1; world <= 3; world++) {
-        ranks_run *run = ranks_new(world);
-        ranks_start(run, parts_rank);
-        ranks_free(run);
-    }
-}
-
-static void
-callbacks_carry_everything(void)
-{
-    for (int world = 1; world <= 2; world++) {
-        ranks_run *run = ranks_new(world);
-        ranks_start(run, c10d_rank);
-        ranks_free(run);
-    }
-}
-
-static void
 a_failed_callback_breaks_the_communicator(void)
 {
     const int statuses[] = {FSDPC_E_TIMEOUT, 5};
     for (int i = 0; i < 2; i++) {
         carrier self = {.fail_at = 2, .fail_status = statuses[i]};
-        fsdpc_comm_callbacks calls = callbacks_of(&self);
+        fsdpc_comm_callbacks calls = carrier_callbacks(&self);
         fsdpc_comm *comm;
         float x[2] = {0};
         REQUIRE_OK(fsdpc_comm_self(device, &self.inner));
@@ -630,7 +505,7 @@ a_failed_callback_breaks_the_communicator(void)
     }
     fsdpc_comm *comm;
     carrier self = {0};
-    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    fsdpc_comm_callbacks calls = carrier_callbacks(&self);
     CHECK_ERROR(fsdpc_comm_c10d(device, 2, 2, &calls, &comm), FSDPC_E_INVAL, "rank 2");
     calls.broadcast = NULL;
     CHECK_ERROR(fsdpc_comm_c10d(device, 0, 2, &calls, &comm), FSDPC_E_INVAL, "callbacks");
@@ -644,7 +519,7 @@ make_local_ones(void *argument)
 {
     (void)argument;
     carrier self = {0};
-    fsdpc_comm_callbacks calls = callbacks_of(&self);
+    fsdpc_comm_callbacks calls = carrier_callbacks(&self);
     fsdpc_comm *alone = NULL, *called = NULL, *shared = NULL;
     int status = FSDPC_OK;
     FSDPC_GOTO(fsdpc_comm_self(device, &alone), end);
@@ -666,14 +541,16 @@ main(void)
     one_rank_has_nothing_to_do();
     test_alloc_sweep(make_local_ones, NULL);
     collectives_equal_plain_loops(false);
-    nan_wins_over_numbers();
+    ranks_do(nan_wins_over_numbers, .world = 3);
     survivors_name_the_dead();
     different_collectives_are_noticed(false);
     the_deadline_names_the_missing();
     an_abort_reaches_the_others(false);
     disagreement_breaks_nothing();
-    callbacks_carry_everything();
-    small_parts_go_together();
+    for (int world = 1; world <= 3; world++) {
+        ranks_do(callbacks_carry_everything, .world = world);
+        ranks_do(small_parts_go_together, .world = world);
+    }
     a_failed_callback_breaks_the_communicator();
     /* Threads last: forking after them is not safe. */
     collectives_equal_plain_loops(true);

@@ -6,7 +6,7 @@
  */
 #include "engine.h"
 
-enum { UNITS = 6, MAX_EVENTS = 64 };
+enum { UNITS = 6, MAX_EVENTS = 64, TIMEOUT_S = 20 };
 
 static const int kinds[UNITS] = {0, 1, 2, 5, 4, 0};
 static const char *const names[UNITS] = {"u0", "u1", "u2", "u3", "u4", "u5"};
@@ -21,11 +21,13 @@ static struct setup {
     bool prefetch;
     bool nest;       /* two units live at once */
     int most_rounds; /* reductions of one unit in one backward */
-    int slow_rank;   /* sleeps now and then, or -1 */
+    bool large;      /* one unit, of several chunks */
+    int slow;        /* this rank, counted from 1, sleeps now and then; 0: none */
 } setup;
 
 typedef struct group {
     int rank, world, step, forwards;
+    int unit_count;
     uint64_t state, naps; /* of the schedule, of sleeps */
     fsdpc_comm *comm;
     fsdpc_unit *units[UNITS];
@@ -39,7 +41,7 @@ typedef struct group {
 static void
 change_masters(group *g)
 {
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < g->unit_count; u++) {
         engine_set_masters(g->units[u], u, g->step);
         g->units[u]->grads.add = false;
         memset(g->units[u]->grads.used, 0, (size_t)g->units[u]->layout->param_count);
@@ -52,11 +54,11 @@ open_group(group *g, int rank, ranks_run *run)
     static const int ids[UNITS] = {0, 1, 2, 3, 4, 5};
     int slot_of[UNITS];
     size_t slot_bytes[UNITS] = {0};
-    *g = (group){.rank = rank, .world = run->world};
+    *g = (group){.rank = rank, .world = run->world, .unit_count = setup.large ? 1 : UNITS};
     g->state = setup.seed + (setup.own_order ? (uint64_t)rank * 7919 : 0);
     g->comm = engine_join(rank, run, setup.wire);
-    for (int u = 0; u < UNITS; u++) {
-        g->units[u] = engine_unit(g->comm, kinds[u], names[u], true);
+    for (int u = 0; u < g->unit_count; u++) {
+        g->units[u] = engine_unit(g->comm, setup.large ? 3 : kinds[u], names[u], true);
         bool direct = fsdpc_unit_is_direct(g->units[u]);
         slot_of[u] = direct ? -1 : u % setup.slots;
         size_t bytes = direct ? 0 : g->units[u]->range.bytes;
@@ -68,7 +70,7 @@ open_group(group *g, int rank, ranks_run *run)
         .comm = g->comm,
         .units = g->units,
         .unit_ids = ids,
-        .unit_count = UNITS,
+        .unit_count = g->unit_count,
         .slot_of = slot_of,
         .slot_bytes = slot_bytes,
         .slot_count = setup.slots,
@@ -84,7 +86,7 @@ static void
 close_group(group *g)
 {
     fsdpc_exchange_free(g->x);
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < g->unit_count; u++) {
         fsdpc_unit_free(g->units[u]);
     }
     fsdpc_trace_free(g->trace);
@@ -100,7 +102,7 @@ draw(group *g, int below)
 static void
 dawdle(group *g)
 {
-    if (g->rank == setup.slow_rank && engine_random(&g->naps) % 4 == 0) {
+    if (g->rank + 1 == setup.slow && engine_random(&g->naps) % 4 == 0) {
         rank_sleep_ms(3);
     }
 }
@@ -213,7 +215,7 @@ random_backward(group *g)
 static void
 check_sums(group *g)
 {
-    for (int u = 0; u < UNITS; u++) {
+    for (int u = 0; u < g->unit_count; u++) {
         fsdpc_unit *unit = g->units[u];
         int rounds[RANKS_MAX] = {0}, most = 0;
         for (int r = 0; r < g->world; r++) {
@@ -272,15 +274,11 @@ run_random_steps(int rank, ranks_run *run)
 }
 
 static uint64_t
-digest_of_run(int world, bool threads)
+digest_of_run(const char *what, int world, bool threads)
 {
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    run->threads = threads;
-    ranks_start(run, run_random_steps);
-    uint64_t digest = run->counter;
-    ranks_free(run);
-    return digest;
+    return ranks_do(run_random_steps, .what = what, .world = world, .threads = threads,
+                    .timeout_s = TIMEOUT_S)
+        .counter;
 }
 
 /* One schedule on all ranks, each rank its own, ranks that skip units and forwards. */
@@ -296,15 +294,15 @@ values_and_sums_are_exact(int world, uint64_t seeds, bool threads)
                                .prefetch = seed % 2 == 0,
                                .nest = true,
                                .most_rounds = 1,
-                               .slow_rank = (int)seed % (world + 1) - 1};
-        digest_of_run(world, threads);
+                               .slow = (int)seed % (world + 1)};
+        digest_of_run("one schedule on all ranks", world, threads);
         setup.own_order = true;
-        digest_of_run(world, threads);
+        digest_of_run("each rank its own schedule", world, threads);
         setup.own_choice = true;
         setup.most_rounds = 1 + (int)seed % 3;
-        uint64_t first = digest_of_run(world, threads);
-        setup.slow_rank = -1;
-        CHECK(digest_of_run(world, threads) == first);
+        uint64_t first = digest_of_run("skipped units and forwards", world, threads);
+        setup.slow = 0;
+        CHECK(digest_of_run("the same, no rank slow", world, threads) == first);
     }
 }
 
@@ -368,24 +366,6 @@ run_plain_steps(int rank, ranks_run *run)
     close_group(&g);
 }
 
-static void
-one_order_needs_no_spare_memory(int world, bool wire, bool threads)
-{
-    for (int slow = -1; slow < (world > 1 ? 2 : 0); slow++) {
-        ranks_run *run = ranks_new(world);
-        run->timeout_s = 20;
-        run->threads = threads;
-        setup = (struct setup){.seed = 5,
-                               .slots = 2,
-                               .reduce_slots = 2,
-                               .wire = wire,
-                               .most_rounds = 1,
-                               .slow_rank = slow};
-        ranks_start(run, run_plain_steps);
-        ranks_free(run);
-    }
-}
-
 /* A prefetched unit that turns out not to come next gives its slot up. */
 static void
 run_wrong_guess(int rank, ranks_run *run)
@@ -404,16 +384,6 @@ run_wrong_guess(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_exchange_drop(g.x));
     REQUIRE_OK(fsdpc_exchange_end(g.x));
     close_group(&g);
-}
-
-static void
-a_wrong_guess_costs_no_spare_memory(void)
-{
-    ranks_run *run = ranks_new(2);
-    run->timeout_s = 20;
-    setup = (struct setup){.slots = 2, .reduce_slots = 2, .slow_rank = -1};
-    ranks_start(run, run_wrong_guess);
-    ranks_free(run);
 }
 
 /* --- chosen schedules ------------------------------------------------------------------------ */
@@ -447,16 +417,6 @@ run_two_live(int rank, ranks_run *run)
     CHECK_INT(count_trace(&g, 1, FSDPC_TRACE_SPARE), 3);
     CHECK_INT(count_trace(&g, 1, FSDPC_TRACE_JOIN), 3);
     close_group(&g);
-}
-
-static void
-two_live_units_of_one_slot(int world, bool wire)
-{
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    setup = (struct setup){.slots = 1, .reduce_slots = 1, .wire = wire, .slow_rank = -1};
-    ranks_start(run, run_two_live);
-    ranks_free(run);
 }
 
 static void
@@ -495,17 +455,6 @@ run_poison(int rank, ranks_run *run)
     close_group(&g);
 }
 
-static void
-released_values_are_poisoned(int world, bool wire)
-{
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    setup = (struct setup){
-        .slots = 2, .reduce_slots = 1, .poison = true, .wire = wire, .slow_rank = -1};
-    ranks_start(run, run_poison);
-    ranks_free(run);
-}
-
 /* Rank 0 runs a unit many times in one backward, the others once or not at all. */
 static void
 run_lone_rounds(int rank, ranks_run *run)
@@ -526,17 +475,6 @@ run_lone_rounds(int rank, ranks_run *run)
         change_masters(&g);
     }
     close_group(&g);
-}
-
-static void
-a_unit_may_run_many_rounds(int world, int rounds)
-{
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    run->option = rounds;
-    setup = (struct setup){.slots = 2, .reduce_slots = 1, .slow_rank = -1};
-    ranks_start(run, run_lone_rounds);
-    ranks_free(run);
 }
 
 /* Rank 0 posts everything before rank 1 begins; rank 1 then goes the other way round. */
@@ -560,16 +498,6 @@ run_far_ahead(int rank, ranks_run *run)
     close_group(&g);
 }
 
-static void
-more_reductions_in_flight_than_slots(int world)
-{
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    setup = (struct setup){.slots = 2, .reduce_slots = 1, .most_rounds = 1, .slow_rank = -1};
-    ranks_start(run, run_far_ahead);
-    ranks_free(run);
-}
-
 /* Ranks run different numbers of forwards; those that are done wait outside of the exchange. */
 static void
 run_uneven_forwards(int rank, ranks_run *run)
@@ -587,68 +515,25 @@ run_uneven_forwards(int rank, ranks_run *run)
     close_group(&g);
 }
 
-static void
-who_evaluates_longer_need_not_wait(int world)
-{
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    setup = (struct setup){
-        .slots = 2, .reduce_slots = 1, .nest = true, .most_rounds = 1, .slow_rank = -1};
-    ranks_start(run, run_uneven_forwards);
-    ranks_free(run);
-}
-
 /* Several chunks of a piece, filled by whoever comes first. */
 static void
 run_large(int rank, ranks_run *run)
 {
-    group g = {.rank = rank, .world = run->world};
-    static const int ids[] = {0};
-    int slot = 0;
-    g.comm = engine_join(rank, run, setup.wire);
-    g.units[0] = engine_unit(g.comm, 3, "large", true);
-    size_t bytes = g.units[0]->range.bytes;
-    REQUIRE_OK(fsdpc_trace_new(64, &g.trace));
-    fsdpc_exchange_plan plan = {.comm = g.comm,
-                                .units = g.units,
-                                .unit_ids = ids,
-                                .unit_count = 1,
-                                .slot_of = &slot,
-                                .slot_bytes = &bytes,
-                                .slot_count = 1,
-                                .reduce_slots = 1,
-                                .trace = g.trace};
-    REQUIRE_OK(fsdpc_exchange_new(&plan, &g.x));
-    const int rounds[RANKS_MAX] = {1, 1, 1, 1};
-    for (; g.step < 3; g.step++) {
-        engine_set_masters(g.units[0], 0, g.step);
-        g.units[0]->grads.add = false;
-        memset(g.units[0]->grads.used, 0, 2);
+    group g;
+    open_group(&g, rank, run);
+    for (int step = 0; step < 3; step++) {
         REQUIRE_OK(begin_pass(&g));
-        if (rank == g.step) {
+        if (rank == step) {
             rank_sleep_ms(20);
         }
         REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[0]));
-        CHECK_INT(engine_count_wrong(g.units[0], 0, g.step), 0);
+        check_values(&g, 0);
         REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[0]));
         REQUIRE_OK(reduce_one(&g, 0, 0));
         REQUIRE_OK(fsdpc_exchange_end(g.x));
-        CHECK_INT(engine_count_wrong_grads(g.units[0], rounds, 0, g.step, setup.wire), 0);
+        next_step(&g);
     }
-    fsdpc_exchange_free(g.x);
-    fsdpc_unit_free(g.units[0]);
-    fsdpc_trace_free(g.trace);
-    fsdpc_comm_free(g.comm);
-}
-
-static void
-large_units_are_filled_together(int world, bool wire)
-{
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    setup = (struct setup){.wire = wire, .slow_rank = -1};
-    ranks_start(run, run_large);
-    ranks_free(run);
+    close_group(&g);
 }
 
 /* --- the wire -------------------------------------------------------------------------------- */
@@ -676,17 +561,6 @@ run_mismatch(int rank, ranks_run *run)
 }
 
 static void
-ranks_at_different_units_are_told(int option)
-{
-    ranks_run *run = ranks_new(2);
-    run->timeout_s = 20;
-    run->option = option;
-    setup = (struct setup){.slots = 2, .reduce_slots = 1, .wire = true, .slow_rank = -1};
-    ranks_start(run, run_mismatch);
-    ranks_free(run);
-}
-
-static void
 the_wire_is_exact_too(int world, uint64_t seeds)
 {
     for (uint64_t seed = 1; seed <= seeds; seed++) {
@@ -699,9 +573,9 @@ the_wire_is_exact_too(int world, uint64_t seeds)
                                .nest = true,
                                .wire = true,
                                .most_rounds = 1,
-                               .slow_rank = world - 1};
-        uint64_t first = digest_of_run(world, false);
-        CHECK(digest_of_run(world, false) == first);
+                               .slow = world};
+        uint64_t first = digest_of_run("random steps over a wire", world, false);
+        CHECK(digest_of_run("the same again", world, false) == first);
     }
 }
 
@@ -743,11 +617,9 @@ static void
 death_ends_all_others(int world, uint64_t seeds)
 {
     for (uint64_t seed = 1; seed <= seeds; seed++) {
-        ranks_run *run = ranks_new(world);
         uint64_t state = seed * 977;
-        run->timeout_s = 20;
-        run->killed = (int)(engine_random(&state) % (uint64_t)world);
-        run->option = 500 + (int)(engine_random(&state) % 60000);
+        int killed = (int)(engine_random(&state) % (uint64_t)world);
+        int after_us = 500 + (int)(engine_random(&state) % 60000);
         setup = (struct setup){.seed = seed,
                                .slots = 2,
                                .reduce_slots = 1,
@@ -755,29 +627,96 @@ death_ends_all_others(int world, uint64_t seeds)
                                .own_choice = seed % 2 == 0,
                                .prefetch = true,
                                .nest = true,
-                               .most_rounds = 1,
-                               .slow_rank = -1};
-        ranks_start(run, run_until_death);
-        ranks_free(run);
+                               .most_rounds = 1};
+        ranks_do(run_until_death, .world = world, .kills = true, .killed = killed,
+                 .option = after_us, .timeout_s = TIMEOUT_S);
     }
 }
 
 /* --- main ------------------------------------------------------------------------------------ */
 
+/* Each runs on 2 and on 3 ranks; `wired`: then on 2 over a wire, too. */
+static const struct chosen {
+    const char *what;
+    rank_function ranks;
+    bool wired;
+    int option;
+    struct setup setup;
+} chosen[] = {
+    {"one order needs no spare memory",
+     run_plain_steps,
+     true,
+     0,
+     {.seed = 5, .slots = 2, .reduce_slots = 2, .most_rounds = 1}},
+    {"one order, rank 0 slow",
+     run_plain_steps,
+     true,
+     0,
+     {.seed = 5, .slots = 2, .reduce_slots = 2, .most_rounds = 1, .slow = 1}},
+    {"one order, rank 1 slow",
+     run_plain_steps,
+     true,
+     0,
+     {.seed = 5, .slots = 2, .reduce_slots = 2, .most_rounds = 1, .slow = 2}},
+    {"a wrong guess costs no spare memory",
+     run_wrong_guess,
+     false,
+     0,
+     {.slots = 2, .reduce_slots = 2}},
+    {"two live units of one slot", run_two_live, true, 0, {.slots = 1, .reduce_slots = 1}},
+    {"released values are poisoned",
+     run_poison,
+     true,
+     0,
+     {.slots = 2, .reduce_slots = 1, .poison = true}},
+    {"more reductions in flight than slots",
+     run_far_ahead,
+     false,
+     0,
+     {.slots = 2, .reduce_slots = 1, .most_rounds = 1}},
+    {"a unit runs a few rounds", run_lone_rounds, false, 3, {.slots = 2, .reduce_slots = 1}},
+    {"a unit runs many rounds", run_lone_rounds, false, 300, {.slots = 2, .reduce_slots = 1}},
+    {"large units are filled together",
+     run_large,
+     true,
+     0,
+     {.slots = 1, .reduce_slots = 1, .most_rounds = 1, .large = true}},
+    {"who evaluates longer need not wait",
+     run_uneven_forwards,
+     false,
+     0,
+     {.slots = 2, .reduce_slots = 1, .nest = true, .most_rounds = 1}},
+};
+
+static void
+run_chosen(const struct chosen *c, int world, bool wire, bool threads)
+{
+    setup = c->setup;
+    setup.wire = wire;
+    ranks_do(c->ranks, .what = c->what, .world = world, .threads = threads, .option = c->option,
+             .timeout_s = TIMEOUT_S);
+}
+
 static void
 chosen_schedules_work(void)
 {
-    for (int world = 2; world <= 3; world++) {
-        one_order_needs_no_spare_memory(world, false, false);
-        two_live_units_of_one_slot(world, false);
-        released_values_are_poisoned(world, false);
-        more_reductions_in_flight_than_slots(world);
-        a_unit_may_run_many_rounds(world, 3);
-        large_units_are_filled_together(world, false);
-        who_evaluates_longer_need_not_wait(world);
+    for (size_t i = 0; i < sizeof chosen / sizeof *chosen; i++) {
+        run_chosen(&chosen[i], 2, false, false);
+        run_chosen(&chosen[i], 3, false, false);
+        if (chosen[i].wired) {
+            run_chosen(&chosen[i], 2, true, false);
+        }
     }
-    a_wrong_guess_costs_no_spare_memory();
-    a_unit_may_run_many_rounds(2, 300);
+    run_chosen(&chosen[0], 1, false, false);
+}
+
+static void
+ranks_at_different_units_are_told(void)
+{
+    setup = (struct setup){.slots = 2, .reduce_slots = 1, .wire = true};
+    for (int reduces = 0; reduces < 2; reduces++) {
+        ranks_do(run_mismatch, .world = 2, .option = reduces, .timeout_s = TIMEOUT_S);
+    }
 }
 
 int
@@ -787,20 +726,16 @@ main(void)
     for (int world = 2; world <= 4; world++) {
         values_and_sums_are_exact(world, 3, false);
     }
-    one_order_needs_no_spare_memory(1, false, false);
-    one_order_needs_no_spare_memory(2, true, false);
-    two_live_units_of_one_slot(2, true);
-    released_values_are_poisoned(2, true);
-    large_units_are_filled_together(2, true);
-    ranks_at_different_units_are_told(0);
-    ranks_at_different_units_are_told(1);
+    ranks_at_different_units_are_told();
     the_wire_is_exact_too(1, 2);
     the_wire_is_exact_too(3, 3);
     death_ends_all_others(2, 4);
     death_ends_all_others(4, 4);
     /* Threads last: forking after them is not safe. */
     ranks_keep_addresses = true;
-    one_order_needs_no_spare_memory(2, false, true);
+    for (int i = 0; i < 3; i++) {
+        run_chosen(&chosen[i], 2, false, true);
+    }
     values_and_sums_are_exact(3, 2, true);
     return test_result();
 }

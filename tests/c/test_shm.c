@@ -15,15 +15,6 @@ join_group(int rank, ranks_run *run, fsdpc_shm **out)
     return rank_keep(run, rank, fsdpc_shm_create(rank, run->world, run->name, run->timeout_s, out));
 }
 
-static void
-check_result(const ranks_run *run, int rank, int status, const char *part)
-{
-    CHECK_INT(run->results[rank].status, status);
-    if (strstr(run->results[rank].text, part) == NULL) {
-        TEST_FAIL("rank %d: error text '%s' lacks '%s'", rank, run->results[rank].text, part);
-    }
-}
-
 static uint32_t
 blocked_seq(const fsdpc_shm *shm, int rank)
 {
@@ -158,16 +149,12 @@ static void
 ranks_meet_and_keep_step(bool threads)
 {
     for (int world = 1; world <= 4; world++) {
-        ranks_run *run = ranks_new(world);
-        run->threads = threads;
-        run->option = world % 3;
-        ranks_start(run, count_in_step);
-        ranks_free(run);
+        ranks_do(count_in_step, .world = world, .threads = threads, .option = world % 3);
     }
 }
 
 static void
-sleep_on_a_word(int rank, ranks_run *run)
+a_sleeper_is_seen_and_woken(int rank, ranks_run *run)
 {
     fsdpc_shm *shm;
     uint64_t offset;
@@ -194,15 +181,6 @@ sleep_on_a_word(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
     fsdpc_shm_unmap(map, page);
     fsdpc_shm_free(shm);
-}
-
-static void
-a_sleeper_is_seen_and_woken(bool threads)
-{
-    ranks_run *run = ranks_new(2);
-    run->threads = threads;
-    ranks_start(run, sleep_on_a_word);
-    ranks_free(run);
 }
 
 static void
@@ -234,14 +212,11 @@ disagreement_is_quoted_everywhere(bool threads)
                  {10000, FSDPC_E_MISMATCH, "after the first 4095 bytes"},
                  {80000, FSDPC_OK, ""}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        ranks_run *run = ranks_new(3);
-        run->threads = threads;
-        run->option = cases[i].option;
-        ranks_start(run, say_something);
+        ranks_run run =
+            ranks_do(say_something, .world = 3, .threads = threads, .option = cases[i].option);
         for (int rank = 0; rank < 3; rank++) {
-            check_result(run, rank, cases[i].status, cases[i].part);
+            check_result(&run, rank, cases[i].status, cases[i].part);
         }
-        ranks_free(run);
     }
 }
 
@@ -262,14 +237,11 @@ a_missing_rank_is_named(void)
 {
     for (int missing = 0; missing < 3; missing += 2) {
         char part[64];
-        ranks_run *run = ranks_new(3);
-        run->timeout_s = 0.4;
-        run->option = missing;
-        ranks_start(run, come_unless_option);
+        ranks_run run =
+            ranks_do(come_unless_option, .world = 3, .timeout_s = 0.4, .option = missing);
         snprintf(part, sizeof part, "\" for rank %d (FSDPC_TIMEOUT sets", missing);
-        check_result(run, 1, FSDPC_E_TIMEOUT, part);
-        check_result(run, missing == 0 ? 2 : 0, FSDPC_E_TIMEOUT, part);
-        ranks_free(run);
+        check_result(&run, 1, FSDPC_E_TIMEOUT, part);
+        check_result(&run, missing == 0 ? 2 : 0, FSDPC_E_TIMEOUT, part);
     }
 }
 
@@ -294,17 +266,13 @@ come_twice_as_one(int rank, ranks_run *run)
 static void
 wrong_company_is_refused_by_all(void)
 {
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, come_with_another_world);
-    check_result(run, 0, FSDPC_E_MISMATCH, "joined as rank 1 of 5");
-    check_result(run, 1, FSDPC_E_MISMATCH, "group has 3 ranks");
-    ranks_free(run);
-    run = ranks_new(3);
-    ranks_start(run, come_twice_as_one);
+    ranks_run run = ranks_do(come_with_another_world, .world = 2);
+    check_result(&run, 0, FSDPC_E_MISMATCH, "joined as rank 1 of 5");
+    check_result(&run, 1, FSDPC_E_MISMATCH, "group has 3 ranks");
+    run = ranks_do(come_twice_as_one, .world = 3);
     for (int rank = 0; rank < 3; rank++) {
-        check_result(run, rank, FSDPC_E_MISMATCH, "two processes joined as rank 1");
+        check_result(&run, rank, FSDPC_E_MISMATCH, "two processes joined as rank 1");
     }
-    ranks_free(run);
 }
 
 static void
@@ -325,29 +293,38 @@ second_host(int rank, ranks_run *run)
 static void
 a_taken_name_is_said(void)
 {
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, second_host);
-    bool first = run->results[0].status == FSDPC_E_MISMATCH;
-    check_result(run, first ? 0 : 1, FSDPC_E_MISMATCH, "another process already is rank 0");
-    check_result(run, first ? 1 : 0, FSDPC_E_TIMEOUT, " s in the rendezvous of group");
-    ranks_free(run);
+    ranks_run run = ranks_do(second_host, .world = 2);
+    bool first = run.results[0].status == FSDPC_E_MISMATCH;
+    check_result(&run, first ? 0 : 1, FSDPC_E_MISMATCH, "another process already is rank 0");
+    check_result(&run, first ? 1 : 0, FSDPC_E_TIMEOUT, " s in the rendezvous of group");
+}
+
+/* A socket at the group's address, or connected to it once rank 0 listens there. */
+static int
+group_socket(const ranks_run *run, bool listens)
+{
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    int used = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fsdpc.%s", run->name);
+    socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+    int own = socket(AF_UNIX, SOCK_SEQPACKET, 0);
+    if (listens) {
+        REQUIRE(bind(own, (struct sockaddr *)&address, bytes) == 0 && listen(own, 1) == 0);
+        return own;
+    }
+    for (int i = 0; connect(own, (struct sockaddr *)&address, bytes) != 0; i++) {
+        REQUIRE(i < 5000);
+        rank_sleep_ms(2);
+    }
+    return own;
 }
 
 /* Connects and says nonsense, as often as it gets the chance, then comes as a rank. */
 static void
-come_after_nonsense(int rank, ranks_run *run)
+a_stranger_is_sent_away(int rank, ranks_run *run)
 {
     fsdpc_shm *shm;
     if (rank == 1) {
-        struct sockaddr_un address = {.sun_family = AF_UNIX};
-        int used =
-            snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fsdpc.%s", run->name);
-        socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
-        int stranger = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-        for (int i = 0; connect(stranger, (struct sockaddr *)&address, bytes) != 0; i++) {
-            REQUIRE(i < 5000);
-            rank_sleep_ms(2);
-        }
+        int stranger = group_socket(run, false);
         char answer[4096];
         REQUIRE(send(stranger, "GET / HTTP/1.1", 14, 0) == 14);
         REQUIRE(recv(stranger, answer, sizeof answer, 0) > 0);
@@ -357,14 +334,6 @@ come_after_nonsense(int rank, ranks_run *run)
     REQUIRE_OK(join_group(rank, run, &shm));
     CHECK_INT(fsdpc_shm_barrier(shm, &WAIT), FSDPC_OK);
     fsdpc_shm_free(shm);
-}
-
-static void
-a_stranger_is_sent_away(void)
-{
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, come_after_nonsense);
-    ranks_free(run);
 }
 
 /* Listens in rank 0's place and answers with `option`: 0 nonsense, 1 the end of the connection. */
@@ -377,11 +346,7 @@ pose_as_host(int rank, ranks_run *run)
         join_group(rank, run, &shm);
         return;
     }
-    struct sockaddr_un address = {.sun_family = AF_UNIX};
-    int used = snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fsdpc.%s", run->name);
-    socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-    REQUIRE(bind(listener, (struct sockaddr *)&address, bytes) == 0 && listen(listener, 1) == 0);
+    int listener = group_socket(run, true);
     atomic_store(&run->flags[0], 1);
     int guest = accept(listener, NULL, NULL);
     char hello[4096];
@@ -400,11 +365,8 @@ what_ended_the_rendezvous_is_named(void)
     const char *const parts[] = {"rank 0 sent bytes that are no message of fsdpc",
                                  "rank 0 closed the connection"};
     for (int option = 0; option < 2; option++) {
-        ranks_run *run = ranks_new(2);
-        run->option = option;
-        ranks_start(run, pose_as_host);
-        check_result(run, 1, option == 0 ? FSDPC_E_MISMATCH : FSDPC_E_PEER, parts[option]);
-        ranks_free(run);
+        ranks_run run = ranks_do(pose_as_host, .world = 2, .option = option);
+        check_result(&run, 1, option == 0 ? FSDPC_E_MISMATCH : FSDPC_E_PEER, parts[option]);
     }
     CHECK_ERROR(fsdpc_shm_connection_error(ENOBUFS, "rank 3"), FSDPC_E_IO,
                 "the connection to rank 3 failed: No buffer space available");
@@ -418,16 +380,8 @@ come_behind_a_crowd(int rank, ranks_run *run)
     fsdpc_shm *shm;
     int crowd[CROWD];
     if (rank == 2) {
-        struct sockaddr_un address = {.sun_family = AF_UNIX};
-        int used =
-            snprintf(address.sun_path + 1, sizeof address.sun_path - 1, "fsdpc.%s", run->name);
-        socklen_t bytes = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
         for (int i = 0; i < CROWD; i++) {
-            crowd[i] = socket(AF_UNIX, SOCK_SEQPACKET, 0);
-            for (int k = 0; connect(crowd[i], (struct sockaddr *)&address, bytes) != 0; k++) {
-                REQUIRE(k < 5000);
-                rank_sleep_ms(2);
-            }
+            crowd[i] = group_socket(run, false);
         }
         atomic_store(&run->flags[0], 1);
         CHECK(rank_await(&run->flags[1], 2));
@@ -447,12 +401,9 @@ come_behind_a_crowd(int rank, ranks_run *run)
 static void
 silent_connections_keep_nobody_out(void)
 {
-    ranks_run *run = ranks_new(3);
-    run->timeout_s = 20;
-    ranks_start(run, come_behind_a_crowd);
-    check_result(run, 0, FSDPC_OK, "");
-    check_result(run, 1, FSDPC_OK, "");
-    ranks_free(run);
+    ranks_run run = ranks_do(come_behind_a_crowd, .world = 3, .timeout_s = 20);
+    check_result(&run, 0, FSDPC_OK, "");
+    check_result(&run, 1, FSDPC_OK, "");
 }
 
 /* Late enough for the others to have come. */
@@ -484,20 +435,17 @@ static void
 death_in_the_meeting_ends_it(void)
 {
     for (int killed = 0; killed < 3; killed += 2) {
-        ranks_run *run = ranks_new(4);
-        run->killed = killed;
         /* A rank that connects after rank 0's death waits for another one: not for long. */
-        run->timeout_s = 4;
-        ranks_start(run, die_in_the_meeting);
+        ranks_run run = ranks_do(die_in_the_meeting, .world = 4, .kills = true, .killed = killed,
+                                 .timeout_s = 4);
         if (killed == 2) {
-            check_result(run, 0, FSDPC_E_PEER, "rank 2");
-            check_result(run, 1, FSDPC_E_PEER, "rank 2");
+            check_result(&run, 0, FSDPC_E_PEER, "rank 2");
+            check_result(&run, 1, FSDPC_E_PEER, "rank 2");
         } else {
-            CHECK(run->results[1].status == FSDPC_E_PEER ||
-                  run->results[1].status == FSDPC_E_TIMEOUT);
-            CHECK(strstr(run->results[1].text, "rank 0") != NULL);
+            CHECK(run.results[1].status == FSDPC_E_PEER ||
+                  run.results[1].status == FSDPC_E_TIMEOUT);
+            CHECK(strstr(run.results[1].text, "rank 0") != NULL);
         }
-        ranks_free(run);
     }
 }
 
@@ -553,20 +501,17 @@ death_is_named_by_the_survivors(void)
     for (int option = IN_BARRIER; option <= ON_WORD; option++) {
         for (int killed = 0; killed < 3; killed++) {
             char part[64];
-            ranks_run *run = ranks_new(3);
-            run->killed = killed;
-            run->option = option;
-            ranks_start(run, wait_for_the_killed);
+            ranks_run run = ranks_do(wait_for_the_killed, .world = 3, .kills = true,
+                                     .killed = killed, .option = option);
             for (int rank = 0; rank < 3; rank++) {
                 if (rank != killed) {
                     snprintf(part, sizeof part, "rank %d (pid ", killed);
-                    check_result(run, rank, FSDPC_E_PEER, part);
+                    check_result(&run, rank, FSDPC_E_PEER, part);
                     snprintf(part, sizeof part, "this rank (%d) waited in gather of unit layers.3",
                              rank);
-                    check_result(run, rank, FSDPC_E_PEER, part);
+                    check_result(&run, rank, FSDPC_E_PEER, part);
                 }
             }
-            ranks_free(run);
         }
     }
 }
@@ -586,7 +531,7 @@ leave_early(int rank, ranks_run *run)
     /* Nobody died: only who waits for the one that left is told. */
     CHECK_INT(fsdpc_shm_check(shm, &WAIT), FSDPC_OK);
     CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier collective");
-    REQUIRE(rank_await(&run->flags[2 - rank], 1) || rank == 0);
+    REQUIRE(rank == 0 || rank_await(&run->flags[0], 1));
     atomic_store(&run->flags[rank], 1);
     fsdpc_shm_free(shm);
 }
@@ -594,13 +539,9 @@ leave_early(int rank, ranks_run *run)
 static void
 departure_is_not_death(bool threads)
 {
-    ranks_run *run = ranks_new(3);
-    run->threads = threads;
-    atomic_store(&run->flags[2], 1);
-    ranks_start(run, leave_early);
-    check_result(run, 0, FSDPC_E_PEER, "rank 1 has left");
-    check_result(run, 2, FSDPC_E_PEER, "rank 1 has left");
-    ranks_free(run);
+    ranks_run run = ranks_do(leave_early, .world = 3, .threads = threads);
+    check_result(&run, 0, FSDPC_E_PEER, "rank 1 has left");
+    check_result(&run, 2, FSDPC_E_PEER, "rank 1 has left");
 }
 
 static void
@@ -623,15 +564,12 @@ stay_away_from_the_barrier(int rank, ranks_run *run)
 static void
 the_deadline_names_who_is_missing(bool threads)
 {
-    ranks_run *run = ranks_new(3);
-    run->threads = threads;
-    run->timeout_s = 0.5;
-    ranks_start(run, stay_away_from_the_barrier);
+    ranks_run run =
+        ranks_do(stay_away_from_the_barrier, .world = 3, .threads = threads, .timeout_s = 0.5);
     for (int rank = 0; rank < 3; rank += 2) {
-        check_result(run, rank, FSDPC_E_TIMEOUT, "0.5 s in gather of unit layers.3 for rank 1");
-        check_result(run, rank, FSDPC_E_TIMEOUT, "rank 1 (pid ");
+        check_result(&run, rank, FSDPC_E_TIMEOUT, "0.5 s in gather of unit layers.3 for rank 1");
+        check_result(&run, rank, FSDPC_E_TIMEOUT, "rank 1 (pid ");
     }
-    ranks_free(run);
 }
 
 static void
@@ -662,13 +600,10 @@ stop_and_go_on(int rank, ranks_run *run)
 static void
 a_stopped_rank_is_late_not_dead(void)
 {
-    ranks_run *run = ranks_new(2);
-    run->timeout_s = 0.5;
-    ranks_start(run, stop_and_go_on);
-    check_result(run, 0, FSDPC_E_TIMEOUT, "for rank 1");
+    ranks_run run = ranks_do(stop_and_go_on, .world = 2, .timeout_s = 0.5);
+    check_result(&run, 0, FSDPC_E_TIMEOUT, "for rank 1");
     /* It came when rank 0 was gone: it completes the barrier that rank 0 had entered. */
-    CHECK_INT(run->results[1].status, FSDPC_OK);
-    ranks_free(run);
+    CHECK_INT(run.results[1].status, FSDPC_OK);
 }
 
 static void
@@ -697,12 +632,8 @@ static void
 an_abort_ends_all_waits(bool threads)
 {
     for (int option = IN_BARRIER; option <= ON_WORD; option++) {
-        ranks_run *run = ranks_new(2);
-        run->threads = threads;
-        run->option = option;
-        ranks_start(run, give_up);
-        check_result(run, 0, FSDPC_E_PEER, "a tensor had the wrong shape");
-        ranks_free(run);
+        ranks_run run = ranks_do(give_up, .world = 2, .threads = threads, .option = option);
+        check_result(&run, 0, FSDPC_E_PEER, "a tensor had the wrong shape");
     }
 }
 
@@ -737,14 +668,12 @@ be_interrupted(int rank, ranks_run *run)
 static void
 an_interrupt_ends_a_wait(void)
 {
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, be_interrupted);
-    check_result(run, 0, FSDPC_E_INTERRUPT, "gather of unit layers.3");
-    ranks_free(run);
+    ranks_run run = ranks_do(be_interrupted, .world = 2);
+    check_result(&run, 0, FSDPC_E_INTERRUPT, "gather of unit layers.3");
 }
 
 static void
-fork_in_between(int rank, ranks_run *run)
+a_forked_child_is_not_the_rank(int rank, ranks_run *run)
 {
     fsdpc_shm *shm;
     int status;
@@ -765,14 +694,6 @@ fork_in_between(int rank, ranks_run *run)
     CHECK(!fsdpc_shm_left(shm, 1 - rank));
     REQUIRE_OK(fsdpc_shm_barrier(shm, &WAIT));
     fsdpc_shm_free(shm);
-}
-
-static void
-a_forked_child_is_not_the_rank(void)
-{
-    ranks_run *run = ranks_new(2);
-    ranks_start(run, fork_in_between);
-    ranks_free(run);
 }
 
 /* --- nothing left behind ---------------------------------------------------------------------- */
@@ -851,18 +772,15 @@ count_names(const char *directory, const char *part)
 static void
 nothing_is_left_behind(void)
 {
-    ranks_run *run = ranks_new(3);
-    ranks_start(run, come_and_go);
-    CHECK_INT(count_traces("/proc/net/unix", run->name), 0);
-    CHECK_INT(count_names("/dev/shm", "fsdpc"), 0);
-    ranks_free(run);
-    /* Nor after deaths, which clean up nothing. */
-    run = ranks_new(2);
-    run->killed = 1;
-    ranks_start(run, wait_for_the_killed);
-    CHECK_INT(count_traces("/proc/net/unix", run->name), 0);
-    CHECK_INT(count_names("/dev/shm", "fsdpc"), 0);
-    ranks_free(run);
+    /* Deaths clean up nothing. */
+    const ranks_run runs[] = {
+        ranks_do(come_and_go, .world = 3),
+        ranks_do(wait_for_the_killed, .world = 2, .kills = true, .killed = 1),
+    };
+    for (int i = 0; i < 2; i++) {
+        CHECK_INT(count_traces("/proc/net/unix", runs[i].name), 0);
+        CHECK_INT(count_names("/dev/shm", "fsdpc"), 0);
+    }
 }
 
 static void
@@ -880,7 +798,7 @@ static void
 groups_of_processes_work(void)
 {
     ranks_meet_and_keep_step(false);
-    a_sleeper_is_seen_and_woken(false);
+    ranks_do(a_sleeper_is_seen_and_woken, .world = 2);
     an_abort_ends_all_waits(false);
 }
 
@@ -896,7 +814,7 @@ main(void)
     a_missing_rank_is_named();
     wrong_company_is_refused_by_all();
     a_taken_name_is_said();
-    a_stranger_is_sent_away();
+    ranks_do(a_stranger_is_sent_away, .world = 2);
     silent_connections_keep_nobody_out();
     what_ended_the_rendezvous_is_named();
     death_in_the_meeting_ends_it();
@@ -905,11 +823,11 @@ main(void)
     the_deadline_names_who_is_missing(false);
     a_stopped_rank_is_late_not_dead();
     an_interrupt_ends_a_wait();
-    a_forked_child_is_not_the_rank();
+    ranks_do(a_forked_child_is_not_the_rank, .world = 2);
     nothing_is_left_behind();
     /* Threads last: forking after them is not safe. */
     ranks_meet_and_keep_step(true);
-    a_sleeper_is_seen_and_woken(true);
+    ranks_do(a_sleeper_is_seen_and_woken, .world = 2, .threads = true);
     disagreement_is_quoted_everywhere(true);
     an_abort_ends_all_waits(true);
     departure_is_not_death(true);

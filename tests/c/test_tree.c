@@ -179,15 +179,6 @@ count_trace(const model *m, int u, enum fsdpc_trace_op op)
     return count;
 }
 
-static void
-start(int world, rank_function function)
-{
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    ranks_start(run, function);
-    ranks_free(run);
-}
-
 /* --- the usual step -------------------------------------------------------------------------- */
 
 static void
@@ -227,10 +218,10 @@ steps_are_exact_whatever_is_prefetched(int world, bool wire)
                                            .gather_slots = kind,
                                            .poison = kind == FSDPC_PREFETCH_PRE},
                                .wire = wire};
-        start(world, run_steps);
+        ranks_do(run_steps, .world = world, .timeout_s = 20);
         if (!wire && world > 1) {
             setup.own_order = true;
-            start(world, run_steps);
+            ranks_do(run_steps, .world = world, .timeout_s = 20);
         }
     }
 }
@@ -315,7 +306,7 @@ static void
 unusual_steps_work(int world)
 {
     setup = (struct setup){.options = {.backward_prefetch = FSDPC_PREFETCH_PRE}};
-    start(world, run_unusual_steps);
+    ranks_do(run_unusual_steps, .world = world, .timeout_s = 20);
 }
 
 /* Where ranks keep one order, a unit is over when the backward comes to one that ran before it. */
@@ -355,7 +346,7 @@ static void
 units_are_passed(bool wire)
 {
     setup = (struct setup){.wire = wire};
-    start(2, run_passed);
+    ranks_do(run_passed, .world = 2, .timeout_s = 20);
 }
 
 /* A unit's gradients may become complete several times in one backward; on some ranks only. */
@@ -393,7 +384,7 @@ static void
 a_unit_may_be_complete_twice(int world, bool wire)
 {
     setup = (struct setup){.wire = wire};
-    start(world, run_two_rounds);
+    ranks_do(run_two_rounds, .world = world, .timeout_s = 20);
 }
 
 /* It is freed now, or only detached; a detached tree is freed while the next one runs. */
@@ -470,7 +461,7 @@ units_outlive_their_tree(int world)
 {
     for (int detach = 0; detach < 2; detach++) {
         setup = (struct setup){.options = {.gather_slots = 1}, .detach = detach};
-        start(world, run_second_tree);
+        ranks_do(run_second_tree, .world = world, .timeout_s = 20);
     }
 }
 
@@ -538,7 +529,7 @@ static void
 replicas_are_summed(void)
 {
     setup = (struct setup){0};
-    start(4, run_replicas);
+    ranks_do(run_replicas, .world = 4, .timeout_s = 20);
 }
 
 /* --- failures -------------------------------------------------------------------------------- */

@@ -94,11 +94,7 @@ run_round_trips(int rank, ranks_run *run)
 static void
 whole_parameters_make_the_round_trip(int world, bool wire)
 {
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 20;
-    run->option = wire;
-    ranks_start(run, run_round_trips);
-    ranks_free(run);
+    ranks_do(run_round_trips, .world = world, .option = wire, .timeout_s = 20);
 }
 
 /* --- blocks ---------------------------------------------------------------------------------- */
@@ -246,11 +242,7 @@ run_blocks(int rank, ranks_run *run)
 static void
 blocks_make_the_round_trip(int world, bool wire)
 {
-    ranks_run *run = ranks_new(world);
-    run->timeout_s = 30;
-    run->option = wire;
-    ranks_start(run, run_blocks);
-    ranks_free(run);
+    ranks_do(run_blocks, .world = world, .option = wire, .timeout_s = 30);
 }
 
 /* --- packing --------------------------------------------------------------------------------- */

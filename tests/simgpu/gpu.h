@@ -2,6 +2,7 @@
 #ifndef SIMGPU_GPU_H
 #define SIMGPU_GPU_H
 
+#include "device/device.h"
 #include "driver/simgpu.h"
 #include "test.h"
 
@@ -120,6 +121,17 @@ gpu_floats(size_t count, const char *name)
     return (float *)(uintptr_t)block;
 }
 
+/* Waits for all that is queued on the current stream. */
+__attribute__((unused)) static void
+gpu_finish(fsdpc_device *device)
+{
+    fsdpc_event *event;
+    REQUIRE_OK(fsdpc_device_event_new(device, &event));
+    REQUIRE_OK(fsdpc_device_record(device, event));
+    REQUIRE_OK(fsdpc_device_finish(device, event, 60, "the test"));
+    fsdpc_device_event_free(device, event);
+}
+
 static const CUmemAllocationProp gpu_prop = {.type = CU_MEM_ALLOCATION_TYPE_PINNED,
                                              .location = {.type = CU_MEM_LOCATION_TYPE_DEVICE}};
 static const CUmemAccessDesc gpu_access = {.location = {.type = CU_MEM_LOCATION_TYPE_DEVICE},
@@ -147,6 +159,29 @@ gpu_map(CUdeviceptr range, CUmemGenericAllocationHandle handle)
 {
     REQUIRE_CU(cuMemMap(range, simgpu_get_options()->granule, 0, handle, 0));
     REQUIRE_CU(cuMemSetAccess(range, simgpu_get_options()->granule, &gpu_access, 1));
+}
+
+__attribute__((unused)) static void
+expect_no_reports(void)
+{
+    CHECK_INT(simgpu_count().races, 0);
+    CHECK_INT(simgpu_count().faults, 0);
+    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
+        fprintf(stderr, "  %s\n", simgpu_report(i));
+    }
+}
+
+/* Since `before` nothing was made and the host waited for nothing. */
+__attribute__((unused)) static void
+expect_nothing_made(const simgpu_counters *before)
+{
+    const simgpu_counters now = simgpu_count();
+    CHECK_INT(now.host_syncs - before->host_syncs, 0);
+    CHECK_INT(now.allocations - before->allocations, 0);
+    CHECK_INT(now.host_allocations - before->host_allocations, 0);
+    CHECK_INT(now.maps - before->maps, 0);
+    CHECK_INT(now.events_created - before->events_created, 0);
+    CHECK_INT(now.streams_created - before->streams_created, 0);
 }
 
 __attribute__((unused)) static bool

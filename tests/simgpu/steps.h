@@ -27,13 +27,15 @@ typedef struct model {
     bool quiet;    /* differences are counted, not failed: a fault is planted */
     bool all_used; /* every parameter gets a gradient */
     bool strided;  /* every second element of memory is one of the gradient */
-    bool trust_order, no_prefetch, poison;
+    bool trust_order, no_prefetch, poison, offload;
     int unwanted;      /* a unit whose values no backward uses; 0: none */
     int micro_batches; /* without communication before each synchronised one */
     bool twice;        /* a second gradient for unit 1 in each backward */
     int replicas, replica;
     fsdpc_comm *replicate;
     const int *kinds;
+    ranks_run *run;
+    int rank_of_run; /* `rank` is that among the shards */
 } model;
 
 /* --- a model on one rank ------------------------------------------------------------------------- */
@@ -60,7 +62,8 @@ open_unit(const model *m, int u)
                                         .shard = m->comm,
                                         .replicate = m->replicate,
                                         .divide = m->world * m->replicas,
-                                        .reshard = u != ROOT};
+                                        .reshard = u != ROOT,
+                                        .offload = m->offload};
     REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[kind], engine_spec_counts[kind], &unit));
     return unit;
 }
@@ -310,6 +313,47 @@ train(model *m, int steps)
         read_grads(m, step);
     }
     return FSDPC_OK;
+}
+
+/* --- ranks with a model --------------------------------------------------------------------------- */
+
+typedef void (*model_opener)(model *m, int rank, const ranks_run *run);
+typedef void (*model_case)(model *m);
+
+static struct {
+    model_opener open;
+    model_case with;
+} this_case;
+
+__attribute__((unused)) static void
+run_model(int rank, ranks_run *run)
+{
+    model m;
+    start_rank(rank, run);
+    this_case.open(&m, rank, run);
+    m.run = run;
+    m.rank_of_run = rank;
+    this_case.with(&m);
+    close_model(&m);
+}
+
+__attribute__((unused)) static void
+with_models_as(const char *what, int world, int option, model_opener open, model_case with)
+{
+    this_case.open = open;
+    this_case.with = with;
+    with_ranks_as(what, world, option, run_model);
+}
+
+#define with_models(world, option, open, with) with_models_as(#with, world, option, open, with)
+
+/* Of the second step, under the policy that is late with all that nothing demands. */
+__attribute__((unused)) static wait_counts
+leave_waits_out(int world, model_opener open, model_case with, const char *what)
+{
+    this_case.open = open;
+    this_case.with = with;
+    return leave_each_wait_out(world, LAZY, run_model, what);
 }
 
 __attribute__((unused)) static void

@@ -62,22 +62,6 @@ set(cache *c)
 }
 
 static void
-start(const char *policy)
-{
-    REQUIRE(simgpu_policy(policy));
-}
-
-static void
-nothing_is_wrong(void)
-{
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
-        fprintf(stderr, "  %s\n", simgpu_report(i));
-    }
-}
-
-static void
 blocks_are_zero_on_every_stream(void)
 {
     cache c = {.bytes = 4096};
@@ -105,7 +89,7 @@ blocks_are_zero_on_every_stream(void)
     set(NULL);
     fsdpc_device_host_free(gpu, host, 4096);
     fsdpc_device_stream_free(gpu, stream);
-    nothing_is_wrong();
+    expect_no_reports();
 }
 
 /* All of a unit but its range comes from the allocator, and nothing in a step. */
@@ -135,7 +119,7 @@ units_use_it(void)
     cache_trim(&c);
     set(NULL);
     fsdpc_comm_free(comm);
-    nothing_is_wrong();
+    expect_no_reports();
 }
 
 /* What the cache keeps is missing to the driver: a slot gets it all the same. */
@@ -159,7 +143,7 @@ slots_find_what_the_cache_keeps(void)
     CHECK_INT(c.trims, 2);
     set(NULL);
     simgpu_get_options()->memory_bytes = before;
-    nothing_is_wrong();
+    expect_no_reports();
 }
 
 int
@@ -169,7 +153,7 @@ main(void)
     gpu_start();
     REQUIRE_OK(fsdpc_device_cuda(0, &gpu));
     for (int i = 0; i < 4; i++) {
-        start(policies[i]);
+        REQUIRE(simgpu_policy(policies[i]));
         blocks_are_zero_on_every_stream();
         units_use_it();
         slots_find_what_the_cache_keeps();

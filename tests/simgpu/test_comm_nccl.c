@@ -64,14 +64,13 @@ open_comm(setup *s, double timeout_s, const fsdpc_comm_nccl_options *more)
 }
 
 static void
-run_ranks_of(int world, int option, rank_function function)
+run_ranks_as(const char *what, int world, int option, rank_function function)
 {
-    ranks_run *run = ranks_new(world);
-    run->option = option;
     REQUIRE_OK(fsdpc_comm_nccl_id(id));
-    ranks_start(run, function);
-    ranks_free(run);
+    ranks_do_as(what, function, (ranks_run){.world = world, .option = option});
 }
+
+#define run_ranks_of(world, option, function) run_ranks_as(#function, world, option, function)
 
 /* Frees, and looks for what is left behind. */
 static void

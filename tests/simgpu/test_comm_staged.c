@@ -97,11 +97,7 @@ end(other *o, fsdpc_comm *inner, fsdpc_comm *comm)
     fsdpc_comm_free(comm);
     CHECK_INT(o->gone, 1);
     fsdpc_comm_free(inner);
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
-        fprintf(stderr, "  %s\n", simgpu_report(i));
-    }
+    expect_no_reports();
 }
 
 /* The number that all of so many values have; -12345 where they differ. */
@@ -110,14 +106,10 @@ value_of(const float *values, int count)
 {
     float *host, found;
     void *block;
-    fsdpc_event *copied;
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, N * sizeof(float), &block));
     host = block;
-    REQUIRE_OK(fsdpc_device_event_new(gpu, &copied));
     REQUIRE_OK(fsdpc_device_copy_out(gpu, host, values, (size_t)count * sizeof(float)));
-    REQUIRE_OK(fsdpc_device_record(gpu, copied));
-    REQUIRE_OK(fsdpc_device_finish(gpu, copied, 30, "values"));
-    fsdpc_device_event_free(gpu, copied);
+    gpu_finish(gpu);
     found = host[0];
     for (int i = 0; i < count; i++) {
         found = host[i] == host[0] ? found : -12345;

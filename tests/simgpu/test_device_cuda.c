@@ -477,23 +477,13 @@ new_both(int64_t n, fsdpc_dtype type)
     return both;
 }
 
-static void
-sync_host(void)
-{
-    fsdpc_event *event;
-    REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
-    REQUIRE_OK(fsdpc_device_record(gpu, event));
-    REQUIRE_OK(fsdpc_device_finish(gpu, event, 30, "the test"));
-    fsdpc_device_event_free(gpu, event);
-}
-
 static bool
 equal(const struct both *both)
 {
     void *seen;
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, both->bytes, &seen));
     REQUIRE_OK(fsdpc_device_copy_out(gpu, seen, both->gpu, both->bytes));
-    sync_host();
+    gpu_finish(gpu);
     const bool result = memcmp(seen, both->cpu, both->bytes) == 0;
     fsdpc_device_host_free(gpu, seen, both->bytes);
     return result;
@@ -511,7 +501,7 @@ free_both(struct both *both)
     do {                                       \
         fsdpc_device *device = cpu;            \
         void *a = first.cpu, *b = second.cpu;  \
-        sync_host();                           \
+        gpu_finish(gpu);                       \
         (void)a, (void)b;                      \
         REQUIRE_OK(call(device, __VA_ARGS__)); \
         device = gpu, a = first.gpu;           \
@@ -598,7 +588,7 @@ clipping_needs_no_look_by_the_host(void)
         sums[u] = new_both(N, FSDPC_F32);
         sources[u] = new_both(N, FSDPC_BF16);
     }
-    sync_host();
+    gpu_finish(gpu);
     const simgpu_counters before = simgpu_count();
     const int64_t waits = fsdpc_device_waits(gpu);
     for (int u = 0; u < UNITS; u++) {
@@ -626,7 +616,7 @@ clipping_needs_no_look_by_the_host(void)
     REQUIRE_OK(fsdpc_device_host_alloc(gpu, 16, &block));
     host = block;
     REQUIRE_OK(fsdpc_device_copy_out(gpu, host, clip, 16));
-    sync_host();
+    gpu_finish(gpu);
     CHECK_INT(fsdpc_device_waits(gpu), waits + 1);
     CHECK_INT(fsdpc_device_waits(cpu), 0);
     for (int u = 0; u < UNITS; u++) {
@@ -706,7 +696,7 @@ pack_unit(int count, bool strided)
     REQUIRE_OK(fsdpc_device_pack_plan(gpu, unit->targets, count, unit->bytes, &on_gpu));
     for (int round = 0; round < 3; round++) {
         const double scale = round ? 0.125 : 1;
-        sync_host();
+        gpu_finish(gpu);
         const simgpu_counters before = simgpu_count();
         REQUIRE_OK(fsdpc_device_pack_all(cpu, on_cpu, buffer.cpu, unit->sources[0], scale));
         REQUIRE_OK(fsdpc_device_pack_all(gpu, on_gpu, buffer.gpu, unit->sources[1], scale));

@@ -8,43 +8,35 @@
 /* --- the right schedule ---------------------------------------------------------------------------- */
 
 static void
-steps_are_right(int rank, ranks_run *run)
+steps_are_right(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_model(&m, rank, run);
-    CHECK_STR(fsdpc_tree_kind(m.tree), "stream");
-    CHECK_INT(train(&m, STEPS), FSDPC_OK);
-    expect_no_mismatches(&m);
-    close_model(&m);
+    CHECK_STR(fsdpc_tree_kind(m->tree), "stream");
+    CHECK_INT(train(m, STEPS), FSDPC_OK);
+    expect_no_mismatches(m);
 }
 
 /* Two live units of one slot: the second gets spare memory, for as long as it is used. */
 static void
-two_users_of_a_slot(int rank, ranks_run *run)
+two_users_of_a_slot(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_model(&m, rank, run);
-    CHECK_INT(train(&m, 1), FSDPC_OK);
+    CHECK_INT(train(m, 1), FSDPC_OK);
     for (int step = 1; step < 3; step++) {
-        set_masters(&m, step);
-        CHECK_INT(fsdpc_tree_begin_forward(m.tree, true), FSDPC_OK);
-        CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
-        CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_OK);
-        use(&m, 1, step);
-        use(&m, 3, step);
-        CHECK_INT(fsdpc_tree_forward_leave(m.tree, 3, false), FSDPC_OK);
-        use(&m, 1, step);
-        CHECK_INT(fsdpc_tree_forward_leave(m.tree, 1, false), FSDPC_OK);
-        CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
+        set_masters(m, step);
+        CHECK_INT(fsdpc_tree_begin_forward(m->tree, true), FSDPC_OK);
+        CHECK_INT(fsdpc_tree_forward_enter(m->tree, 1), FSDPC_OK);
+        CHECK_INT(fsdpc_tree_forward_enter(m->tree, 3), FSDPC_OK);
+        use(m, 1, step);
+        use(m, 3, step);
+        CHECK_INT(fsdpc_tree_forward_leave(m->tree, 3, false), FSDPC_OK);
+        use(m, 1, step);
+        CHECK_INT(fsdpc_tree_forward_leave(m->tree, 1, false), FSDPC_OK);
+        CHECK_INT(fsdpc_tree_end_forward(m->tree), FSDPC_OK);
     }
     fsdpc_tree_memory memory;
-    fsdpc_tree_get_memory(m.tree, &memory);
+    fsdpc_tree_get_memory(m->tree, &memory);
     CHECK_INT(memory.spare_count, 2);
     CHECK_INT(memory.spare_bytes, 0);
-    expect_no_mismatches(&m);
-    close_model(&m);
+    expect_no_mismatches(m);
 }
 
 static int
@@ -56,27 +48,23 @@ ctrl_c(void)
 /* Rank 1 does not come to the end of backward, for which rank 0 waits because it left parameters out: as
  * long as the communicator's deadline allows, or until its user has enough. */
 static void
-a_wait_for_used_bits_is_interrupted(int rank, ranks_run *run)
+a_wait_for_used_bits_is_interrupted(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_model(&m, rank, run);
-    CHECK_INT(train(&m, 1), FSDPC_OK); /* the order of units is known then */
-    set_masters(&m, 1);
-    CHECK_INT(forward(&m, 1), FSDPC_OK);
-    CHECK_INT(backward_without_end(&m, 1), FSDPC_OK);
-    if (rank == 0) {
+    CHECK_INT(train(m, 1), FSDPC_OK); /* the order of units is known then */
+    set_masters(m, 1);
+    CHECK_INT(forward(m, 1), FSDPC_OK);
+    CHECK_INT(backward_without_end(m, 1), FSDPC_OK);
+    if (m->rank == 0) {
         fsdpc_shm_interrupt_check = ctrl_c;
-        CHECK_ERROR(fsdpc_tree_end_backward(m.tree, true), FSDPC_E_INTERRUPT,
+        CHECK_ERROR(fsdpc_tree_end_backward(m->tree, true), FSDPC_E_INTERRUPT,
                     "used bits at the end of backward: interrupted");
         fsdpc_shm_interrupt_check = NULL;
-        CHECK_ERROR(fsdpc_comm_check(m.comm), FSDPC_E_COMM, "gave up: interrupted");
-        run->flags[0] = 1;
+        CHECK_ERROR(fsdpc_comm_check(m->comm), FSDPC_E_COMM, "gave up: interrupted");
+        m->run->flags[0] = 1;
     }
-    while (!run->flags[0]) {
+    while (!m->run->flags[0]) {
         rank_sleep_ms(5);
     }
-    close_model(&m);
 }
 
 /* The model ran on a stream of its user's; whoever ends it, later, has another. */
@@ -122,42 +110,32 @@ count_segments(const model *m, int *reduced)
 
 /* One unit has two dtypes and bytes beside: more segments to gather, but as many launches. */
 static void
-a_step_costs_no_more_than_this(int rank, ranks_run *run)
+a_step_costs_no_more_than_this(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_model(&m, rank, run);
-    m.all_used = true;
-    CHECK_INT(train(&m, 1), FSDPC_OK);
+    m->all_used = true;
+    CHECK_INT(train(m, 1), FSDPC_OK);
     const simgpu_counters before = simgpu_count();
     int64_t gathers = simnccl_count().all_gathers, reduces = simnccl_count().reduce_scatters;
     int64_t windowed = simnccl_count().windowed;
-    set_masters(&m, 1);
-    CHECK_INT(forward(&m, 1), FSDPC_OK);
-    CHECK_INT(backward(&m, 1), FSDPC_OK);
-    const simgpu_counters after = simgpu_count();
-    CHECK_INT(after.host_syncs - before.host_syncs, 0);
-    CHECK_INT(after.allocations - before.allocations, 0);
-    CHECK_INT(after.host_allocations - before.host_allocations, 0);
-    CHECK_INT(after.maps - before.maps, 0);
-    CHECK_INT(after.events_created - before.events_created, 0);
-    CHECK_INT(after.streams_created - before.streams_created, 0);
+    set_masters(m, 1);
+    CHECK_INT(forward(m, 1), FSDPC_OK);
+    CHECK_INT(backward(m, 1), FSDPC_OK);
+    expect_nothing_made(&before);
     CHECK(simgpu_drain());
     int64_t launches = simgpu_count().launches - before.launches;
     gathers = simnccl_count().all_gathers - gathers;
     reduces = simnccl_count().reduce_scatters - reduces;
     CHECK_INT(simnccl_count().windowed - windowed, gathers + reduces);
-    if (rank == 0) {
+    if (m->rank == 0) {
         printf(
             "%d ranks, a step of %d units: %d launches, %d gathers of segments, %d reductions, no "
             "allocation, no wait of the host\n",
-            run->world, UNITS, (int)launches, (int)gathers, (int)reduces);
+            m->world, UNITS, (int)launches, (int)gathers, (int)reduces);
     }
-    int reduced, gathered = count_segments(&m, &reduced);
+    int reduced, gathered = count_segments(m, &reduced);
     /* root and the last unit stay in their slots for backward. */
     CHECK(gathers < 2 * gathered && launches <= 4 * UNITS);
-    CHECK_INT(reduces, run->world > 1 ? reduced : 0);
-    close_model(&m);
+    CHECK_INT(reduces, m->world > 1 ? reduced : 0);
 }
 
 /* --- a step in a graph ------------------------------------------------------------------------------ */
@@ -196,118 +174,101 @@ pass(model *m, int step)
 
 /* On a GPU the graph would run; here nothing is run, and what was captured is counted. */
 static void
-a_step_is_captured(int rank, ranks_run *run)
+a_step_is_captured(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_model(&m, rank, run);
-    m.all_used = true;
-    CHECK_INT(train(&m, 1), FSDPC_OK);
+    m->all_used = true;
+    CHECK_INT(train(m, 1), FSDPC_OK);
     int64_t before = work_done();
-    CHECK_INT(train(&m, 1), FSDPC_OK);
+    CHECK_INT(train(m, 1), FSDPC_OK);
     CHECK(simgpu_drain());
     int64_t work = work_done() - before;
-    CHECK_INT(m.wrong, 0);
-    m.quiet = true; /* nothing is gathered while it is captured */
+    CHECK_INT(m->wrong, 0);
+    m->quiet = true; /* nothing is gathered while it is captured */
     for (int round = 0; round < 2; round++) {
-        CUstream stream = begin_capture(&m);
-        CHECK_INT(pass(&m, 0), FSDPC_OK);
-        CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+        CUstream stream = begin_capture(m);
+        CHECK_INT(pass(m, 0), FSDPC_OK);
+        CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
         /* But for the order of units, which the host would look at. */
-        CHECK_INT(simgpu_captured(), work - (run->world > 1));
+        CHECK_INT(simgpu_captured(), work - (m->world > 1));
     }
-    m.all_used = m.quiet = false;
-    m.wrong = 0;
-    CHECK_INT(train(&m, 2), FSDPC_OK); /* and what follows is as if there had been none */
-    CHECK_INT(m.wrong, 0);
+    m->all_used = m->quiet = false;
+    m->wrong = 0;
+    CHECK_INT(train(m, 2), FSDPC_OK); /* and what follows is as if there had been none */
+    CHECK_INT(m->wrong, 0);
     CHECK_INT(simgpu_reports(), 0);
     expect_no_reports();
-    close_model(&m);
 }
 
 /* What needs the host is refused by name, and the capture can be left. */
 static void
-the_host_is_refused_in_a_capture(int rank, ranks_run *run)
+the_host_is_refused_in_a_capture(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_model(&m, rank, run);
-    m.quiet = true; /* nothing is gathered while it is captured */
-    CHECK_INT(train(&m, 1), FSDPC_OK);
-    CHECK_INT(m.wrong, 0);
-    set_masters(&m, 1);
-    CUstream stream = begin_capture(&m);
-    int status = pass(&m, 1); /* some parameters get no gradient */
-    CHECK_INT(status, run->world > 1 ? FSDPC_E_STATE : FSDPC_OK);
+    m->quiet = true; /* nothing is gathered while it is captured */
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    CHECK_INT(m->wrong, 0);
+    set_masters(m, 1);
+    CUstream stream = begin_capture(m);
+    int status = pass(m, 1); /* some parameters get no gradient */
+    CHECK_INT(status, m->world > 1 ? FSDPC_E_STATE : FSDPC_OK);
     CHECK(status == FSDPC_OK || strstr(fsdpc_error_text(), "cannot be captured"));
-    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
-    stream = begin_capture(&m);
-    CHECK_INT(fsdpc_tree_begin_forward(m.tree, true), FSDPC_OK);
-    CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
-    if (run->world > 1) { /* alone it shows its own values, without a slot */
-        CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_E_STATE);
+    CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
+    stream = begin_capture(m);
+    CHECK_INT(fsdpc_tree_begin_forward(m->tree, true), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_forward_enter(m->tree, 1), FSDPC_OK);
+    if (m->world > 1) { /* alone it shows its own values, without a slot */
+        CHECK_INT(fsdpc_tree_forward_enter(m->tree, 3), FSDPC_E_STATE);
         CHECK(strstr(fsdpc_error_text(), "spare") != NULL);
     }
-    CHECK_INT(fsdpc_tree_forward_leave(m.tree, 1, false), FSDPC_OK);
-    CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
-    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+    CHECK_INT(fsdpc_tree_forward_leave(m->tree, 1, false), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_end_forward(m->tree), FSDPC_OK);
+    CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
     static const fsdpc_tree_options options = {0};
     fsdpc_tree *second;
-    stream = begin_capture(&m);
-    CHECK_INT(fsdpc_tree_new(m.units, depths, UNITS, &options, &second), FSDPC_E_STATE);
-    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
+    stream = begin_capture(m);
+    CHECK_INT(fsdpc_tree_new(m->units, depths, UNITS, &options, &second), FSDPC_E_STATE);
+    CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
     CHECK_INT(simgpu_reports(), 0);
     expect_no_reports();
-    close_model(&m);
 }
 
 /* The last two waits lead the own streams back: without one of them the capture cannot end. */
 static void
-streams_must_lead_back(int rank, ranks_run *run)
+streams_must_lead_back(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_model(&m, rank, run);
-    m.all_used = m.quiet = true;
-    CHECK_INT(train(&m, 1), FSDPC_OK);
-    CUstream stream = begin_capture(&m);
+    m->all_used = m->quiet = true;
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    CUstream stream = begin_capture(m);
     int64_t before = simgpu_calls("cuStreamWaitEvent");
-    CHECK_INT(pass(&m, 1), FSDPC_OK);
+    CHECK_INT(pass(m, 1), FSDPC_OK);
     int waits = (int)(simgpu_calls("cuStreamWaitEvent") - before);
-    CHECK_CU(end_capture(&m, stream), CUDA_SUCCESS);
-    stream = begin_capture(&m);
+    CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
+    stream = begin_capture(m);
     REQUIRE(simgpu_skip_wait(waits));
-    CHECK_INT(pass(&m, 1), FSDPC_OK);
-    CHECK_CU(end_capture(&m, stream),
-             run->world > 1 ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED : CUDA_SUCCESS);
-    close_model(&m);
+    CHECK_INT(pass(m, 1), FSDPC_OK);
+    CHECK_CU(end_capture(m, stream),
+             m->world > 1 ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED : CUDA_SUCCESS);
 }
 
 /* --- planted faults --------------------------------------------------------------------------------- */
 
 /* Two ranks; one of them leaves out a wait of its second step. */
 static void
-with_a_fault(int rank, ranks_run *run)
+with_a_fault(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    REQUIRE(simgpu_policy("lazy")); /* what nothing demands is late */
-    open_model(&m, rank, run);
-    m.quiet = m.all_used = true; /* a rank that looks at the used bits waits, which orders much */
-    CHECK_INT(train(&m, 1), FSDPC_OK);
-    CHECK_INT(m.wrong, 0);
-    set_masters(&m, 1);
-    leave_out(rank);
-    int status = pass(&m, 1);
-    read_grads(&m, 1);
-    judge(rank, run, status, m.wrong > 0);
-    close_model(&m);
+    m->quiet = m->all_used = true; /* a rank that looks at the used bits waits, which orders much */
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    CHECK_INT(m->wrong, 0);
+    set_masters(m, 1);
+    leave_out(m->rank_of_run);
+    int status = pass(m, 1);
+    read_grads(m, 1);
+    judge(m->rank_of_run, m->run, status, m->wrong > 0);
 }
 
 static void
 missing_waits_are_found(void)
 {
-    wait_counts w = leave_each_wait_out(2, 0, with_a_fault, "a step");
+    wait_counts w = leave_waits_out(2, open_model, with_a_fault, "a step");
     CHECK(w.calls > 12);
     printf("%d waits in a step of 2 ranks, each left out once: %d found by clocks, %d of them by "
            "values too\n",
@@ -317,22 +278,22 @@ missing_waits_are_found(void)
 int
 main(void)
 {
-    static const rank_function captures[] = {a_step_is_captured, the_host_is_refused_in_a_capture,
-                                             streams_must_lead_back};
+    static const model_case captures[] = {a_step_is_captured, the_host_is_refused_in_a_capture,
+                                          streams_must_lead_back};
     for (int world = 1; world <= 3; world++) {
         for (int option = 0; option < 8; option++) {
-            with_ranks(world, option, steps_are_right, NULL);
+            with_models(world, option, open_model, steps_are_right);
         }
-        with_ranks(world, 8, a_step_costs_no_more_than_this, NULL);
+        with_models(world, 8, open_model, a_step_costs_no_more_than_this);
     }
     for (int option = 0; option < 8; option++) {
-        with_ranks(2, option, two_users_of_a_slot, NULL);
+        with_models(2, option, open_model, two_users_of_a_slot);
     }
     for (int i = 0; i < 6; i++) {
-        with_ranks(1 + i / 3, 0, captures[i % 3], NULL);
+        with_models(1 + i / 3, 0, open_model, captures[i % 3]);
     }
-    with_ranks(2, 0, a_wait_for_used_bits_is_interrupted, NULL);
-    with_ranks(2, 1, slots_outlive_readers_of_other_streams, NULL);
+    with_models(2, 0, open_model, a_wait_for_used_bits_is_interrupted);
+    with_ranks(2, 1, slots_outlive_readers_of_other_streams);
     missing_waits_are_found();
     return test_result();
 }

@@ -56,21 +56,20 @@ cu(CUstream stream)
 }
 
 static void
-run_ranks_of(int world, bool threads, int option, rank_function function)
+run_ranks_as(const char *what, int world, bool threads, int option, rank_function function)
 {
     gpu_start();
     if (threads) {
         simgpu_policy_random((uint64_t)option);
     }
-    ranks_run *run = ranks_new(world);
-    run->threads = threads;
-    run->option = option;
     CHECK_NCCL(nccl->get_unique_id(&unique_ids[0]), FSDPC_NCCL_SUCCESS);
     CHECK_NCCL(nccl->get_unique_id(&unique_ids[1]), FSDPC_NCCL_SUCCESS);
-    ranks_start(run, function);
-    ranks_free(run);
+    ranks_do_as(what, function, (ranks_run){.world = world, .threads = threads, .option = option});
     CHECK_INT(simnccl_count().communicators, 0);
 }
+
+#define run_ranks_of(world, threads, option, function) \
+    run_ranks_as(#function, world, threads, option, function)
 
 /* --- values -------------------------------------------------------------------------------------------- */
 

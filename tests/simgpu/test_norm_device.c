@@ -168,12 +168,8 @@ clip(model *m, double p, double max_norm, bool scale, int64_t extra)
 static void
 fetch(model *m)
 {
-    fsdpc_event *event;
     REQUIRE_OK(fsdpc_device_copy_out(m->device, m->host, m->out, 16));
-    REQUIRE_OK(fsdpc_device_event_new(m->device, &event));
-    REQUIRE_OK(fsdpc_device_record(m->device, event));
-    REQUIRE_OK(fsdpc_device_finish(m->device, event, 60, "the norm"));
-    fsdpc_device_event_free(m->device, event);
+    gpu_finish(m->device);
     simgpu_cpu_read(m->host, 16, "norm.item()");
 }
 
@@ -434,19 +430,18 @@ missing_waits_are_found(void)
 int
 main(void)
 {
-    uint32_t bits[3];
     for (int world = 1; world <= 3; world++) {
         for (int option = 0; option < 7; option++) {
-            with_ranks(world, option, norms_are_those_of_all_ranks, NULL);
+            with_ranks(world, option, norms_are_those_of_all_ranks);
         }
-        with_ranks(world, 5, what_is_not_finite_reaches_all, NULL);
-        with_ranks(world, 6, other_gradients_count, NULL);
-        with_ranks(world, 1, the_second_call_allocates_nothing, NULL);
+        with_ranks(world, 5, what_is_not_finite_reaches_all);
+        with_ranks(world, 6, other_gradients_count);
+        with_ranks(world, 1, the_second_call_allocates_nothing);
     }
-    with_ranks(3, 7, all_ranks_have_the_same_bits, bits);
-    CHECK(bits[0] == bits[1] && bits[1] == bits[2] && bits[0] != 0);
+    ranks_run same = with_ranks(3, 7, all_ranks_have_the_same_bits);
+    CHECK(same.flags[0] == same.flags[1] && same.flags[1] == same.flags[2] && same.flags[0] != 0);
     missing_waits_are_found();
-    with_ranks(1, 0, host_memory_is_refused, NULL);
-    with_ranks(1, 0, a_unit_is_one_launch, NULL);
+    with_ranks(1, 0, host_memory_is_refused);
+    with_ranks(1, 0, a_unit_is_one_launch);
     return test_result();
 }

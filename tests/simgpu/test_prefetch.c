@@ -15,9 +15,8 @@ enum { FIRST = 1, SECOND, THIRD, POISONED = 8 };
 enum { NO_BACKWARD, PASSED_BY, BROKE_OFF, EVALUATED, ENDS };
 
 static void
-open_unwanted(model *m, int rank, ranks_run *run)
+open_unwanted(model *m, int rank, const ranks_run *run)
 {
-    start_rank(rank, run);
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = gathered};
     m->poison = run->option >= POISONED;
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
@@ -26,25 +25,22 @@ open_unwanted(model *m, int rank, ranks_run *run)
 }
 
 static void
-close_clean(model *m)
+expect_clean(const model *m)
 {
     CHECK_INT(simgpu_reports(), 0);
     expect_no_mismatches(m);
-    close_model(m);
 }
 
 /* --- no wait is missing ---------------------------------------------------------------------------- */
 
 /* Unit 1 is prefetched when unit 2 begins its backward. */
 static void
-a_backward_passes_a_unit_by(int rank, ranks_run *run)
+a_backward_passes_a_unit_by(model *m)
 {
-    model m;
-    open_unwanted(&m, rank, run);
-    m.unwanted = FIRST;
-    CHECK_INT(train(&m, STEPS), FSDPC_OK);
-    set_masters(&m, STEPS);
-    close_clean(&m);
+    m->unwanted = FIRST;
+    CHECK_INT(train(m, STEPS), FSDPC_OK);
+    set_masters(m, STEPS);
+    expect_clean(m);
 }
 
 /* Unit 2 is prefetched when unit 1 begins its forward, and nothing comes to it. */
@@ -73,34 +69,30 @@ short_forward(model *m, int step, int end)
 }
 
 static void
-a_forward_ends_before_a_unit(int rank, ranks_run *run)
+a_forward_ends_before_a_unit(model *m)
 {
-    model m;
-    open_unwanted(&m, rank, run);
-    CHECK_INT(train(&m, 1), FSDPC_OK);
+    CHECK_INT(train(m, 1), FSDPC_OK);
     for (int end = 0; end < ENDS; end++) {
-        set_masters(&m, 1 + end);
-        CHECK_INT(short_forward(&m, 1 + end, end), FSDPC_OK);
+        set_masters(m, 1 + end);
+        CHECK_INT(short_forward(m, 1 + end, end), FSDPC_OK);
     }
-    CHECK_INT(train(&m, 1), FSDPC_OK);
-    close_clean(&m);
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    expect_clean(m);
 }
 
 /* A backward may follow after all: it finds what was prefetched. */
 static void
-a_late_user_finds_its_values(int rank, ranks_run *run)
+a_late_user_finds_its_values(model *m)
 {
-    model m;
-    open_unwanted(&m, rank, run);
-    CHECK_INT(train(&m, 1), FSDPC_OK);
-    set_masters(&m, 1);
-    CHECK_INT(short_forward(&m, 1, NO_BACKWARD), FSDPC_OK);
-    CHECK_INT(fsdpc_tree_forward_enter(m.tree, SECOND), FSDPC_OK);
-    use(&m, SECOND, 1);
-    CHECK_INT(fsdpc_tree_forward_leave(m.tree, SECOND, false), FSDPC_OK);
-    CHECK_INT(fsdpc_tree_end_forward(m.tree), FSDPC_OK);
-    set_masters(&m, 2);
-    close_clean(&m);
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    set_masters(m, 1);
+    CHECK_INT(short_forward(m, 1, NO_BACKWARD), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_forward_enter(m->tree, SECOND), FSDPC_OK);
+    use(m, SECOND, 1);
+    CHECK_INT(fsdpc_tree_forward_leave(m->tree, SECOND, false), FSDPC_OK);
+    CHECK_INT(fsdpc_tree_end_forward(m->tree), FSDPC_OK);
+    set_masters(m, 2);
+    expect_clean(m);
 }
 
 /* --- poison ---------------------------------------------------------------------------------------- */
@@ -119,17 +111,15 @@ count_readable(const model *m, int u)
 }
 
 static void
-what_nobody_wanted_is_poisoned_too(int rank, ranks_run *run)
+what_nobody_wanted_is_poisoned_too(model *m)
 {
-    model m;
-    open_unwanted(&m, rank, run);
-    m.unwanted = FIRST;
+    m->unwanted = FIRST;
     for (int i = 0; i < 2; i++) {
-        CHECK_INT(train(&m, 1), FSDPC_OK);
+        CHECK_INT(train(m, 1), FSDPC_OK);
         CHECK_CU(cuCtxSynchronize(), CUDA_SUCCESS);
-        CHECK_INT(count_readable(&m, FIRST), 0);
+        CHECK_INT(count_readable(m, FIRST), 0);
     }
-    close_clean(&m);
+    expect_clean(m);
 }
 
 /* --- captures -------------------------------------------------------------------------------------- */
@@ -157,25 +147,23 @@ end_capture(model *m, CUstream stream)
 
 /* What was prefetched outside of a capture is put away inside, and the other way round. */
 static void
-captures_leave_it_behind(int rank, ranks_run *run)
+captures_leave_it_behind(model *m)
 {
-    model m;
-    open_unwanted(&m, rank, run);
-    m.all_used = true;
-    m.unwanted = FIRST;
-    CHECK_INT(train(&m, 1), FSDPC_OK);
-    set_masters(&m, 1);
-    CHECK_INT(short_forward(&m, 1, NO_BACKWARD), FSDPC_OK);
-    CUstream stream = begin_capture(&m);
-    CHECK_INT(forward(&m, 1), FSDPC_OK);
-    CHECK_INT(backward(&m, 1), FSDPC_OK);
-    end_capture(&m, stream);
-    set_masters(&m, 2);
-    stream = begin_capture(&m);
-    CHECK_INT(short_forward(&m, 2, NO_BACKWARD), FSDPC_OK);
-    end_capture(&m, stream);
-    CHECK_INT(train(&m, 2), FSDPC_OK);
-    close_clean(&m);
+    m->all_used = true;
+    m->unwanted = FIRST;
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    set_masters(m, 1);
+    CHECK_INT(short_forward(m, 1, NO_BACKWARD), FSDPC_OK);
+    CUstream stream = begin_capture(m);
+    CHECK_INT(forward(m, 1), FSDPC_OK);
+    CHECK_INT(backward(m, 1), FSDPC_OK);
+    end_capture(m, stream);
+    set_masters(m, 2);
+    stream = begin_capture(m);
+    CHECK_INT(short_forward(m, 2, NO_BACKWARD), FSDPC_OK);
+    end_capture(m, stream);
+    CHECK_INT(train(m, 2), FSDPC_OK);
+    expect_clean(m);
 }
 
 /* --- planted faults -------------------------------------------------------------------------------- */
@@ -193,28 +181,24 @@ pass(model *m, int step)
 }
 
 static void
-with_a_fault(int rank, ranks_run *run)
+with_a_fault(model *m)
 {
-    model m;
-    open_unwanted(&m, rank, run);
-    REQUIRE(simgpu_policy("lazy")); /* what nothing demands is late */
-    m.quiet = m.all_used = true;
-    m.unwanted = planted_end < 0 ? FIRST : 0;
-    CHECK_INT(train(&m, 1), FSDPC_OK);
-    set_masters(&m, 1);
-    leave_out(rank);
-    int status = pass(&m, 1);
-    read_grads(&m, 1);
-    set_masters(&m, 2);
-    judge(rank, run, status, false);
-    close_model(&m);
+    m->quiet = m->all_used = true;
+    m->unwanted = planted_end < 0 ? FIRST : 0;
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    set_masters(m, 1);
+    leave_out(m->rank_of_run);
+    int status = pass(m, 1);
+    read_grads(m, 1);
+    set_masters(m, 2);
+    judge(m->rank_of_run, m->run, status, false);
 }
 
 static void
 missing_waits_are_found(int end, const char *what, int least)
 {
     planted_end = end;
-    wait_counts w = leave_each_wait_out(2, 0, with_a_fault, what);
+    wait_counts w = leave_waits_out(2, open_unwanted, with_a_fault, what);
     CHECK(w.calls >= least);
     printf("%s: %d waits, each left out once: %d found\n", what, w.calls, w.found);
 }
@@ -224,12 +208,12 @@ main(void)
 {
     for (int world = 1; world <= 3; world++) {
         for (int option = 0; option < POISONED + 5; option++) {
-            with_ranks(world, option, a_backward_passes_a_unit_by, NULL);
-            with_ranks(world, option, a_forward_ends_before_a_unit, NULL);
-            with_ranks(world, option, a_late_user_finds_its_values, NULL);
+            with_models(world, option, open_unwanted, a_backward_passes_a_unit_by);
+            with_models(world, option, open_unwanted, a_forward_ends_before_a_unit);
+            with_models(world, option, open_unwanted, a_late_user_finds_its_values);
         }
-        with_ranks(world, POISONED, what_nobody_wanted_is_poisoned_too, NULL);
-        with_ranks(world, 1, captures_leave_it_behind, NULL);
+        with_models(world, POISONED, open_unwanted, what_nobody_wanted_is_poisoned_too);
+        with_models(world, 1, open_unwanted, captures_leave_it_behind);
     }
     missing_waits_are_found(-1, "a backward passes a unit by", 12);
     missing_waits_are_found(NO_BACKWARD, "a forward without its backward", 3);

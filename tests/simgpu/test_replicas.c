@@ -123,90 +123,71 @@ one_step(model *m, int step)
         FSDPC_TRY(forward(m, step));
         FSDPC_TRY(go_back(m, step, batch, batch == m->micro_batches));
         if (step > 0 && m->all_used) {
-            const simgpu_counters after = simgpu_count();
-            CHECK_INT(after.allocations - before.allocations, 0);
-            CHECK_INT(after.host_allocations - before.host_allocations, 0);
-            CHECK_INT(after.host_syncs - before.host_syncs, 0);
-            CHECK_INT(after.events_created - before.events_created, 0);
+            expect_nothing_made(&before);
         }
     }
     check_grads(m, step);
     return FSDPC_OK;
 }
 
+/* The models that are opened next. */
+static struct setup {
+    int replicas, scenario;
+    const int *kinds;
+    bool all_used;
+} setup;
+
 static void
-set_scenario(model *m, int scenario)
+open_setup(model *m, int rank, const ranks_run *run)
 {
-    m->micro_batches = scenario == LOCAL || scenario == STRIDED ? 2 : 0;
-    m->twice = scenario == TWICE;
-    m->strided = scenario == STRIDED;
+    open_replicas(m, rank, run, setup.replicas);
+    m->micro_batches = setup.scenario == LOCAL || setup.scenario == STRIDED ? 2 : 0;
+    m->twice = setup.scenario == TWICE;
+    m->strided = setup.scenario == STRIDED;
+    m->kinds = setup.kinds;
+    m->all_used = setup.all_used;
+    open_tree(m);
 }
 
-/* run->option: replicas * 100 + scenario * 10 + policy, 5 and up: all parameters used. */
 static void
-sums_are_right(int rank, ranks_run *run)
+sums_are_right(model *m)
 {
-    model m;
-    ranks_run own = *run;
-    own.option = run->option % 10;
-    start_rank(rank, &own);
-    open_replicas(&m, rank, run, run->option / 100);
-    set_scenario(&m, run->option / 10 % 10);
-    m.all_used = run->option % 10 >= 5;
-    m.kinds = run->option % 2 ? several : kinds;
-    open_tree(&m);
     for (int step = 0; step < STEPS; step++) {
-        CHECK_INT(one_step(&m, step), FSDPC_OK);
+        CHECK_INT(one_step(m, step), FSDPC_OK);
     }
-    expect_no_mismatches(&m);
-    close_model(&m);
+    expect_no_mismatches(m);
 }
 
 /* --- what a micro-batch costs ------------------------------------------------------------------------ */
 
 static void
-a_micro_batch_costs_one_launch_a_unit(int rank, ranks_run *run)
+a_micro_batch_costs_one_launch_a_unit(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    open_replicas(&m, rank, run, 1);
-    m.kinds = several;
-    m.all_used = true;
-    m.strided = run->option;
-    open_tree(&m);
     for (int batch = 0; batch < 3; batch++) {
         for (int u = 0; u < UNITS; u++) {
-            make_grads(&m, u, batch);
+            make_grads(m, u, batch);
             int64_t launches = simgpu_count().launches, allocations = simgpu_count().allocations;
-            CHECK_INT(fsdpc_tree_keep_local(m.tree, u, m.grads[u].tensors), FSDPC_OK);
+            CHECK_INT(fsdpc_tree_keep_local(m->tree, u, m->grads[u].tensors), FSDPC_OK);
             CHECK(simgpu_count().launches - launches <= 1);
             CHECK(batch == 0 || simgpu_count().allocations == allocations);
         }
     }
-    close_model(&m);
 }
 
 /* --- planted faults ------------------------------------------------------------------------------- */
 
-/* In the second step; run->option is replicas * 10 + twice. */
+/* In the second step. */
 static void
-with_a_fault(int rank, ranks_run *run)
+with_a_fault(model *m)
 {
-    model m;
-    start_rank(rank, run);
-    REQUIRE(simgpu_policy("lazy"));
-    open_replicas(&m, rank, run, run->option / 10);
-    m.quiet = m.all_used = true;
-    m.twice = run->option % 10;
-    open_tree(&m);
-    CHECK_INT(one_step(&m, 0), FSDPC_OK);
-    set_masters(&m, 1);
-    leave_out(rank);
-    int status = forward(&m, 1);
-    status = status == FSDPC_OK ? go_back(&m, 1, 0, true) : status;
-    check_grads(&m, 1);
-    judge(rank, run, status, false);
-    close_model(&m);
+    m->quiet = true;
+    CHECK_INT(one_step(m, 0), FSDPC_OK);
+    set_masters(m, 1);
+    leave_out(m->rank_of_run);
+    int status = forward(m, 1);
+    status = status == FSDPC_OK ? go_back(m, 1, 0, true) : status;
+    check_grads(m, 1);
+    judge(m->rank_of_run, m->run, status, false);
 }
 
 static void
@@ -215,7 +196,8 @@ missing_waits_are_found(int world, int replicas, bool twice)
     char what[64];
     snprintf(what, sizeof what, "%d replicas of %d shards%s", replicas, world / replicas,
              twice ? ", a unit used twice" : "");
-    wait_counts w = leave_each_wait_out(world, replicas * 10 + twice, with_a_fault, what);
+    setup = (struct setup){replicas, twice ? TWICE : PLAIN, kinds, .all_used = true};
+    wait_counts w = leave_waits_out(world, open_setup, with_a_fault, what);
     printf("%s: %d waits in a step, each left out once: %d found\n", what, w.calls, w.found);
 }
 
@@ -226,13 +208,16 @@ main(void)
     for (int g = 0; g < 5; g++) {
         for (int scenario = 0; scenario < SCENARIOS; scenario++) {
             for (int policy = scenario % 2; policy < 8; policy += g == 4 ? 4 : 3) {
-                with_ranks(grids[g][0], grids[g][1] * 100 + scenario * 10 + policy, sums_are_right,
-                           NULL);
+                setup = (struct setup){grids[g][1], scenario, policy % 2 ? several : kinds,
+                                       .all_used = policy >= 5};
+                with_models(grids[g][0], policy, open_setup, sums_are_right);
             }
         }
     }
-    with_ranks(2, 0, a_micro_batch_costs_one_launch_a_unit, NULL);
-    with_ranks(2, 1, a_micro_batch_costs_one_launch_a_unit, NULL);
+    for (int scenario = PLAIN; scenario <= STRIDED; scenario += STRIDED) {
+        setup = (struct setup){1, scenario, several, .all_used = true};
+        with_models(2, 0, open_setup, a_micro_batch_costs_one_launch_a_unit);
+    }
     missing_waits_are_found(2, 2, true);
     missing_waits_are_found(4, 2, false);
     return test_result();

@@ -316,10 +316,8 @@ main(void)
         test_skip("the simulated GPU is not named: run make simgpu");
     }
     simgpu_get_options()->quiet = true;
-    ranks_run *run = ranks_new(WORLD);
     REQUIRE_OK(fsdpc_comm_nccl_id(ids[0]));
     REQUIRE_OK(fsdpc_comm_nccl_id(ids[1]));
-    ranks_start(run, on_a_rank);
-    ranks_free(run);
+    ranks_do(on_a_rank, .world = WORLD);
     return test_result();
 }

@@ -36,12 +36,14 @@ step_in_order(model *m, const int *order, int step)
     return step_late(m, order, step, false);
 }
 
+/* A run's option: the order of units is trusted. */
+enum { TRUSTED = 10 };
+
 static void
-start(model *m, int rank, const ranks_run *run, bool trust)
+open_alike(model *m, int rank, const ranks_run *run)
 {
-    start_rank(rank, run);
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = alike};
-    m->trust_order = trust;
+    m->trust_order = run->option == TRUSTED;
     m->quiet = m->all_used = m->no_prefetch = true; /* prefetch goes by the pass before */
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
     m->comm = open_comm(m, rank, run->world, 0, false);
@@ -50,56 +52,47 @@ start(model *m, int rank, const ranks_run *run, bool trust)
 
 /* The first step: the last rank takes another turn. All are told before anything is mixed up. */
 static void
-a_new_turn_is_compared_first(int rank, ranks_run *run)
+a_new_turn_is_compared_first(model *m)
 {
-    model m;
-    start(&m, rank, run, false);
-    int status = step_in_order(&m, rank == run->world - 1 ? swapped : plain, 0);
+    int status = step_in_order(m, m->rank == m->world - 1 ? swapped : plain, 0);
     CHECK_INT(status, FSDPC_E_MISMATCH);
     CHECK(strstr(fsdpc_error_text(), "gather of unit b"));
     CHECK(strstr(fsdpc_error_text(), "gather of unit d"));
     CHECK_INT(simnccl_count().mismatches, 0);
-    CHECK_INT(m.wrong, 0);
-    close_model(&m);
+    CHECK_INT(m->wrong, 0);
 }
 
 /* A rank that holds the slot of the unit would gather into memory that is not registered, the others into
  * registered memory, for which NCCL runs other kernels. */
 static void
-spare_memory_on_one_rank(int rank, ranks_run *run)
+spare_memory_on_one_rank(model *m)
 {
-    model m;
-    const bool holds = rank == run->world - 1;
-    start(&m, rank, run, false);
-    set_masters(&m, 0);
-    REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
-    CHECK_INT(fsdpc_tree_forward_enter(m.tree, 1), FSDPC_OK);
-    CHECK(holds || fsdpc_tree_forward_leave(m.tree, 1, true) == FSDPC_OK);
-    CHECK_INT(fsdpc_tree_forward_enter(m.tree, 3), FSDPC_E_MISMATCH);
+    const bool holds = m->rank == m->world - 1;
+    set_masters(m, 0);
+    REQUIRE_OK(fsdpc_tree_begin_forward(m->tree, true));
+    CHECK_INT(fsdpc_tree_forward_enter(m->tree, 1), FSDPC_OK);
+    CHECK(holds || fsdpc_tree_forward_leave(m->tree, 1, true) == FSDPC_OK);
+    CHECK_INT(fsdpc_tree_forward_enter(m->tree, 3), FSDPC_E_MISMATCH);
     CHECK(strstr(fsdpc_error_text(), "gather of unit c into spare memory while rank") ||
           strstr(fsdpc_error_text(), "is at the gather of unit c into spare memory:"));
     CHECK_INT(simnccl_count().mismatches, 0);
-    close_model(&m);
 }
 
 /* Two orders that all ranks have agreed on, one after the other; then each takes its own. */
 static void
-known_turns_are_compared_later(int rank, ranks_run *run)
+known_turns_are_compared_later(model *m)
 {
-    model m;
-    start(&m, rank, run, false);
     for (int step = 0; step < 6; step++) {
-        CHECK_INT(step_in_order(&m, step % 2 ? swapped : plain, step), FSDPC_OK);
+        CHECK_INT(step_in_order(m, step % 2 ? swapped : plain, step), FSDPC_OK);
         CHECK(simgpu_drain());
     }
-    CHECK_INT(m.wrong, 0);
-    CHECK_INT(step_in_order(&m, rank ? swapped : plain, 6), FSDPC_OK);
-    CHECK(m.wrong > 0);
+    CHECK_INT(m->wrong, 0);
+    CHECK_INT(step_in_order(m, m->rank ? swapped : plain, 6), FSDPC_OK);
+    CHECK(m->wrong > 0);
     CHECK(simgpu_drain());
-    CHECK_INT(fsdpc_tree_begin_forward(m.tree, true), FSDPC_E_MISMATCH);
+    CHECK_INT(fsdpc_tree_begin_forward(m->tree, true), FSDPC_E_MISMATCH);
     CHECK(strstr(fsdpc_error_text(), "different order"));
-    CHECK(fsdpc_tree_begin_forward(m.tree, true) != FSDPC_OK);
-    close_model(&m);
+    CHECK(fsdpc_tree_begin_forward(m->tree, true) != FSDPC_OK);
 }
 
 static struct fsdpc_paths *
@@ -110,77 +103,65 @@ known_turns(model *m)
 
 /* Both sets are full again and again: what was cleared is compared again, on all ranks. */
 static void
-cleared_turns_are_compared_again(int rank, ranks_run *run)
+cleared_turns_are_compared_again(model *m)
 {
     static const int orders[][UNITS] = {
         {0, 1, 2, 3, 4}, {0, 2, 3, 4, 1}, {0, 3, 4, 1, 2}, {0, 4, 1, 2, 3}};
     enum { ORDERS = sizeof orders / sizeof *orders, MOST = 17 };
-    model m;
-    start(&m, rank, run, false);
-    known_turns(&m)[0].most = known_turns(&m)[1].most = MOST;
+    known_turns(m)[0].most = known_turns(m)[1].most = MOST;
     for (int step = 0; step < 3 * ORDERS; step++) {
-        CHECK_INT(step_in_order(&m, orders[step % ORDERS], step), FSDPC_OK);
+        CHECK_INT(step_in_order(m, orders[step % ORDERS], step), FSDPC_OK);
         CHECK(simgpu_drain());
     }
-    CHECK(known_turns(&m)[0].cleared > 2 && known_turns(&m)[1].cleared > 2);
-    CHECK_INT(m.wrong, 0);
+    CHECK(known_turns(m)[0].cleared > 2 && known_turns(m)[1].cleared > 2);
+    CHECK_INT(m->wrong, 0);
     CHECK_INT(simnccl_count().mismatches, 0);
-    close_model(&m);
 }
 
 /* Rank 0 makes a gather that is known before the reduction whose turn fills the set, the others after it. The
  * gather must be known to all of them, or one would compare alone. */
 static void
-cleared_reductions_leave_gathers_known(int rank, ranks_run *run)
+cleared_reductions_leave_gathers_known(model *m)
 {
-    model m;
-    start(&m, rank, run, false);
-    known_turns(&m)[1].most = 4;
+    known_turns(m)[1].most = 4;
     for (int step = 0; step < 4; step++) {
-        CHECK_INT(step_late(&m, plain, step, step > 0 && rank == 0), FSDPC_OK);
+        CHECK_INT(step_late(m, plain, step, step > 0 && m->rank == 0), FSDPC_OK);
         CHECK(simgpu_drain());
     }
-    CHECK_INT(known_turns(&m)[0].cleared, 0);
-    CHECK(known_turns(&m)[1].cleared > 2);
-    CHECK_INT(m.wrong, 0);
+    CHECK_INT(known_turns(m)[0].cleared, 0);
+    CHECK(known_turns(m)[1].cleared > 2);
+    CHECK_INT(m->wrong, 0);
     CHECK_INT(simnccl_count().mismatches, 0);
-    close_model(&m);
 }
 
 /* One rank takes a turn that it never took, the others one that they know. */
 static void
-a_turn_that_one_rank_knows_fails(int rank, ranks_run *run)
+a_turn_that_one_rank_knows_fails(model *m)
 {
-    model m;
-    start(&m, rank, run, false);
-    CHECK_INT(step_in_order(&m, plain, 0), FSDPC_OK);
-    CHECK_INT(step_in_order(&m, plain, 1), FSDPC_OK);
-    CHECK(step_in_order(&m, rank ? plain : swapped, 2) != FSDPC_OK);
-    close_model(&m);
+    CHECK_INT(step_in_order(m, plain, 0), FSDPC_OK);
+    CHECK_INT(step_in_order(m, plain, 1), FSDPC_OK);
+    CHECK(step_in_order(m, m->rank ? plain : swapped, 2) != FSDPC_OK);
 }
 
 /* Nothing is compared when it goes as before, and nothing at all where the order is trusted. */
 static void
-what_is_known_is_not_compared(int rank, ranks_run *run)
+what_is_known_is_not_compared(model *m)
 {
-    model m;
     int64_t gathers[4];
-    start(&m, rank, run, run->option / 10);
     for (int step = 0; step < 4; step++) {
         gathers[step] = simnccl_count().all_gathers;
-        CHECK_INT(step_in_order(&m, plain, step), FSDPC_OK);
+        CHECK_INT(step_in_order(m, plain, step), FSDPC_OK);
         CHECK(simgpu_drain());
         gathers[step] = simnccl_count().all_gathers - gathers[step];
     }
     CHECK_INT(gathers[2], gathers[1]);
     CHECK_INT(gathers[3], gathers[1]);
-    CHECK(run->option / 10 ? gathers[0] == gathers[1] : gathers[0] > gathers[1]);
-    if (run->option / 10) {
-        CHECK_INT(step_in_order(&m, rank ? swapped : plain, 4), FSDPC_OK);
-        CHECK(m.wrong > 0);
+    CHECK(m->trust_order ? gathers[0] == gathers[1] : gathers[0] > gathers[1]);
+    if (m->trust_order) {
+        CHECK_INT(step_in_order(m, m->rank ? swapped : plain, 4), FSDPC_OK);
+        CHECK(m->wrong > 0);
     }
     expect_no_reports();
-    close_model(&m);
 }
 
 int
@@ -188,15 +169,15 @@ main(void)
 {
     for (int world = 2; world <= 3; world++) {
         for (int policy = 0; policy < 2; policy++) {
-            with_ranks(world, policy, a_new_turn_is_compared_first, NULL);
-            with_ranks(world, policy, spare_memory_on_one_rank, NULL);
-            with_ranks(world, policy, known_turns_are_compared_later, NULL);
-            with_ranks(world, policy, cleared_turns_are_compared_again, NULL);
-            with_ranks(world, policy, cleared_reductions_leave_gathers_known, NULL);
-            with_ranks(world, policy, a_turn_that_one_rank_knows_fails, NULL);
-            with_ranks(world, policy, what_is_known_is_not_compared, NULL);
+            with_models(world, policy, open_alike, a_new_turn_is_compared_first);
+            with_models(world, policy, open_alike, spare_memory_on_one_rank);
+            with_models(world, policy, open_alike, known_turns_are_compared_later);
+            with_models(world, policy, open_alike, cleared_turns_are_compared_again);
+            with_models(world, policy, open_alike, cleared_reductions_leave_gathers_known);
+            with_models(world, policy, open_alike, a_turn_that_one_rank_knows_fails);
+            with_models(world, policy, open_alike, what_is_known_is_not_compared);
         }
-        with_ranks(world, 10, what_is_known_is_not_compared, NULL);
+        with_models(world, TRUSTED, open_alike, what_is_known_is_not_compared);
     }
     return test_result();
 }

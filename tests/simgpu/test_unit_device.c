@@ -633,16 +633,15 @@ a_rank_stays_away(int rank, ranks_run *run)
 }
 
 static void
-on_ranks(int world, int option, rank_function function)
+on_ranks_as(const char *what, int world, int option, rank_function function)
 {
-    ranks_run *run = ranks_new(world);
-    run->option = option;
     if (world > 1) {
         REQUIRE_OK(fsdpc_comm_nccl_id(id));
     }
-    ranks_start(run, function);
-    ranks_free(run);
+    ranks_do_as(what, function, (ranks_run){.world = world, .option = option});
 }
+
+#define on_ranks(world, option, function) on_ranks_as(#function, world, option, function)
 
 int
 main(void)

@@ -36,7 +36,9 @@ open_twins(fsdpc_device *device, int rank, int world, int first_id, fsdpc_comm_n
     return comm;
 }
 
-/* run->option below 5 names an order of the held-back work, others are seeds. */
+/* A run's option below 5 names an order of the held-back work, others are seeds. */
+enum { LAZY = 1 };
+
 __attribute__((unused)) static void
 start_rank(int rank, const ranks_run *run)
 {
@@ -49,33 +51,19 @@ start_rank(int rank, const ranks_run *run)
     REQUIRE(simgpu_policy(run->option < 5 ? policies[run->option] : policy));
 }
 
-__attribute__((unused)) static void
-expect_no_reports(void)
-{
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
-        fprintf(stderr, "  %s\n", simgpu_report(i));
-    }
-}
+/* Flags of a run. */
+enum { FOUND, WRONG, CALLS };
 
-enum { FOUND, WRONG, CALLS, SEEN };
-
-/* `seen`, if there, gets the first flags of the run. */
-static void
-with_ranks(int world, int option, rank_function function, uint32_t *seen)
+static ranks_run
+with_ranks_as(const char *what, int world, int option, rank_function function)
 {
-    ranks_run *run = ranks_new(world);
-    run->option = option;
     for (int i = 0; i < RANKS_MAX; i++) {
         REQUIRE_OK(fsdpc_comm_nccl_id(ids[i]));
     }
-    ranks_start(run, function);
-    for (int i = 0; seen && i < SEEN; i++) {
-        seen[i] = run->flags[i];
-    }
-    ranks_free(run);
+    return ranks_do_as(what, function, (ranks_run){.world = world, .option = option});
 }
+
+#define with_ranks(world, option, function) with_ranks_as(#function, world, option, function)
 
 /* --- planted faults ------------------------------------------------------------------------------ */
 
@@ -113,20 +101,19 @@ typedef struct waits {
 __attribute__((unused)) static wait_counts
 leave_each_out(int world, int option, rank_function function, const char *entry, const char *what)
 {
-    uint32_t seen[SEEN];
+    const char *name = what ? what : entry;
     wait_counts w = {0};
     fault = (struct fault){.entry = entry};
-    with_ranks(world, option, function, seen);
-    CHECK(!seen[FOUND] && !seen[WRONG]);
-    w.calls = (int)seen[CALLS];
+    ranks_run run = with_ranks_as(name, world, option, function);
+    CHECK(!run.flags[FOUND] && !run.flags[WRONG]);
+    w.calls = (int)run.flags[CALLS];
     for (fault.k = 1; fault.k <= w.calls; fault.k++) {
-        seen[FOUND] = 0;
-        for (int run = 0; run < FAULT_RUNS && !seen[FOUND]; run++) {
-            with_ranks(world, option, function, seen);
+        for (int tries = 0; tries < FAULT_RUNS && (tries == 0 || !run.flags[FOUND]); tries++) {
+            run = with_ranks_as(name, world, option, function);
         }
-        w.found += seen[FOUND] != 0;
-        w.wrong += seen[WRONG] != 0;
-        if (!seen[FOUND] && what) {
+        w.found += run.flags[FOUND] != 0;
+        w.wrong += run.flags[WRONG] != 0;
+        if (!run.flags[FOUND] && what) {
             TEST_FAIL("%s: nothing is found without wait %d of %d", what, fault.k, w.calls);
         }
     }
