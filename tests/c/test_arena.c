@@ -4,33 +4,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "unit/arena.h"
-
+#include "arena_cases.h"
 #include "ranks.h"
+
+static arena_place here; /* host memory */
 
 static size_t
 page(void)
 {
     return fsdpc_shm_page_bytes();
-}
-
-static bool
-all_are(const fsdpc_range *range, unsigned char value)
-{
-    const unsigned char *bytes = range->address;
-    for (size_t i = 0; i < range->bytes; i++) {
-        if (bytes[i] != value) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* As an exchange writes. */
-static void
-fill(const fsdpc_arena *arena, const fsdpc_range *range, int value)
-{
-    memset(fsdpc_arena_writable(arena, range), value, range->bytes);
 }
 
 static fsdpc_shm *
@@ -65,7 +47,7 @@ unbound_ranges_read_as_zeros(void)
     CHECK_INT(range.bytes, 2 * page());
     CHECK_INT(range.slot, -1);
     CHECK(!range.spare);
-    CHECK(all_are(&range, 0));
+    CHECK(all_are(&here, &range, 0));
     fsdpc_range_fini(&range);
     CHECK(range.address == NULL);
     fsdpc_range_fini(&range);
@@ -78,117 +60,51 @@ unbound_ranges_read_as_zeros(void)
 
 /* --- slots ----------------------------------------------------------------------------------- */
 
+/* What is written before a slot is bound is lost; a new slot is zero. */
 static void
-ranges_of_one_slot_show_the_same_bytes(fsdpc_shm *shm)
+new_slots_are_zero(const arena_place *p)
 {
-    fsdpc_arena *arena;
-    fsdpc_range large, small, other;
-    int first, second;
-    REQUIRE_OK(fsdpc_arena_new(shm, &arena));
-    REQUIRE_OK(fsdpc_range_init(&large, 3 * page()));
-    REQUIRE_OK(fsdpc_range_init(&small, page()));
-    REQUIRE_OK(fsdpc_range_init(&other, 2 * page()));
-    REQUIRE_OK(fsdpc_arena_add_slot(arena, 3 * page() - 5, &first));
-    REQUIRE_OK(fsdpc_arena_add_slot(arena, 2 * page(), &second));
-    CHECK_INT(fsdpc_arena_slot_count(arena), 2);
-    CHECK_INT(fsdpc_arena_bytes(arena), 5 * page());
-    void *before = large.address;
-    memset(large.address, 9, large.bytes); /* lost with the binding */
-    REQUIRE_OK(fsdpc_arena_bind(arena, &large, first));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &small, first));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &other, second));
-    CHECK(large.address == before);
-    CHECK(all_are(&large, 0) && all_are(&other, 0));
-    fill(arena, &large, 1);
-    fill(arena, &other, 2);
-    CHECK(all_are(&small, 1) && all_are(&large, 1));
-    ((unsigned char *)fsdpc_arena_writable(arena, &small))[page() - 1] = 7;
-    CHECK_INT(((unsigned char *)large.address)[page() - 1], 7);
-    CHECK_INT(((unsigned char *)large.address)[page()], 1);
-    /* Bound anew: the other slot's bytes. */
-    REQUIRE_OK(fsdpc_arena_bind(arena, &small, second));
-    CHECK(all_are(&small, 2));
-    CHECK_INT(small.slot, second);
-    /* Ranges outlive the arena. */
-    fsdpc_arena_free(arena);
-    CHECK(all_are(&other, 2));
-    fsdpc_range_fini(&large);
-    fsdpc_range_fini(&small);
-    fsdpc_range_fini(&other);
-}
-
-static void
-spare_memory_is_private_and_the_slot_comes_back(fsdpc_shm *shm)
-{
-    fsdpc_arena *arena;
-    fsdpc_range one, two;
     int slot;
-    REQUIRE_OK(fsdpc_arena_new(shm, &arena));
-    REQUIRE_OK(fsdpc_arena_add_slot(arena, 2 * page(), &slot));
-    REQUIRE_OK(fsdpc_range_init(&one, 2 * page()));
-    REQUIRE_OK(fsdpc_range_init(&two, page()));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &one, slot));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &two, slot));
-    fill(arena, &one, 5);
-    CHECK_INT(fsdpc_arena_restore(arena, &two), FSDPC_OK); /* nothing to restore */
-    for (int i = 1; i <= 3; i++) {
-        REQUIRE_OK(fsdpc_arena_spare(arena, &two));
-        CHECK(two.spare && all_are(&two, 0));
-        CHECK_INT(fsdpc_arena_spare_bytes(arena), page());
-        CHECK_INT(fsdpc_arena_spare_count(arena), i);
-        memset(two.address, 6, two.bytes);
-        REQUIRE_OK(fsdpc_arena_spare(arena, &two)); /* spare already: stays */
-        CHECK(all_are(&two, 6) && all_are(&one, 5));
-        CHECK_INT(fsdpc_arena_spare_count(arena), i);
-        REQUIRE_OK(fsdpc_arena_restore(arena, &two));
-        CHECK(!two.spare && all_are(&two, 5));
-        CHECK_INT(fsdpc_arena_spare_bytes(arena), 0);
-    }
-    CHECK_INT(fsdpc_arena_bytes(arena), 2 * page());
-    /* An arena that goes while spare memory is mapped leaves the range to the next one. */
-    fsdpc_arena *next;
-    REQUIRE_OK(fsdpc_arena_spare(arena, &two));
-    fsdpc_arena_free(arena);
-    REQUIRE_OK(fsdpc_arena_new(shm, &next));
-    REQUIRE_OK(fsdpc_arena_add_slot(next, page(), &slot));
-    REQUIRE_OK(fsdpc_arena_bind(next, &two, slot));
-    CHECK(!two.spare && all_are(&two, 0));
-    REQUIRE_OK(fsdpc_arena_spare(next, &two));
-    CHECK_INT(fsdpc_arena_spare_bytes(next), page());
-    REQUIRE_OK(fsdpc_arena_restore(next, &two));
-    CHECK_INT(fsdpc_arena_spare_bytes(next), 0);
-    fsdpc_range_fini(&one);
-    fsdpc_range_fini(&two);
-    fsdpc_arena_free(next);
-}
-
-static void
-writes_of_the_program_are_its_own(fsdpc_shm *shm)
-{
-    fsdpc_arena *arena;
-    fsdpc_range one, two;
-    int slot;
-    bool changed;
-    REQUIRE_OK(fsdpc_arena_new(shm, &arena));
+    fsdpc_arena *arena = new_arena(p);
+    fsdpc_range range;
+    init_range(p, &range, 3 * page());
+    memset(range.address, 9, range.bytes);
+    CHECK_INT(fsdpc_arena_add_slot(arena, (size_t)1 << 46, &slot), FSDPC_E_NOMEM);
+    CHECK_INT(slot, -1);
+    CHECK_INT(fsdpc_arena_slot_count(arena), 0);
     REQUIRE_OK(fsdpc_arena_add_slot(arena, 3 * page(), &slot));
-    REQUIRE_OK(fsdpc_range_init(&one, 3 * page()));
-    REQUIRE_OK(fsdpc_range_init(&two, 2 * page()));
+    REQUIRE_OK(fsdpc_arena_bind(arena, &range, slot));
+    CHECK(all_are(p, &range, 0));
+    fsdpc_range_fini(&range);
+    fsdpc_arena_free(arena);
+}
+
+static void
+writes_of_the_program_are_its_own(const arena_place *p)
+{
+    int slot;
+    fsdpc_arena *arena = new_arena(p);
+    fsdpc_range one, two;
+    init_range(p, &one, 3 * page());
+    init_range(p, &two, 2 * page());
+    bool changed;
+    REQUIRE_OK(fsdpc_arena_add_slot(arena, 3 * page(), &slot));
     REQUIRE_OK(fsdpc_arena_bind(arena, &one, slot));
     REQUIRE_OK(fsdpc_arena_bind(arena, &two, slot));
-    fill(arena, &one, 5);
+    fill(p, arena, &one, 5);
     fsdpc_arena_watch_writes();
     REQUIRE_OK(fsdpc_arena_take_back(arena, &one, &changed));
     CHECK(!changed && !one.written);
     unsigned char *last = (unsigned char *)one.address + 3 * page() - 1;
     for (int i = 0; i < 2; i++) {
         *last = 9;
-        CHECK(one.written && !two.written && all_are(&two, 5));
+        CHECK(one.written && !two.written && all_are(p, &two, 5));
         *last = i ? 9 : 5;
         REQUIRE_OK(fsdpc_arena_take_back(arena, &one, &changed));
-        CHECK(changed == (i == 1) && all_are(&one, 5));
+        CHECK(changed == (i == 1) && all_are(p, &one, 5));
     }
-    fill(arena, &one, 6);
-    CHECK(all_are(&one, 6) && all_are(&two, 6));
+    fill(p, arena, &one, 6);
+    CHECK(all_are(p, &one, 6) && all_are(p, &two, 6));
     fsdpc_range_fini(&one);
     fsdpc_range_fini(&two);
     fsdpc_arena_free(arena);
@@ -227,59 +143,15 @@ other_faults_are_passed_on(void)
     }
 }
 
-static void
-wrong_slots_are_refused(fsdpc_shm *shm)
-{
-    fsdpc_arena *arena;
-    fsdpc_range range;
-    int slot, none;
-    REQUIRE_OK(fsdpc_arena_new(shm, &arena));
-    REQUIRE_OK(fsdpc_range_init(&range, 2 * page()));
-    REQUIRE_OK(fsdpc_arena_add_slot(arena, page(), &slot));
-    CHECK_ERROR(fsdpc_arena_bind(arena, &range, slot), FSDPC_E_INTERNAL, "slot 0 does not hold");
-    CHECK_ERROR(fsdpc_arena_bind(arena, &range, 1), FSDPC_E_INTERNAL, "slot 1");
-    CHECK_ERROR(fsdpc_arena_bind(arena, &range, -1), FSDPC_E_INTERNAL, "slot -1");
-    CHECK_INT(range.slot, -1);
-    CHECK(all_are(&range, 0));
-    CHECK_INT(fsdpc_arena_add_slot(arena, (size_t)1 << 46, &none), FSDPC_E_NOMEM);
-    CHECK_INT(none, -1);
-    CHECK_INT(fsdpc_arena_slot_count(arena), 1);
-    CHECK_INT(fsdpc_arena_bytes(arena), page());
-    fsdpc_range_fini(&range);
-    fsdpc_arena_free(arena);
-    fsdpc_arena_free(NULL);
-}
-
 /* --- nothing left behind --------------------------------------------------------------------- */
 
-static int
-make_and_use(void *argument)
-{
-    int status = FSDPC_OK;
-    fsdpc_arena *arena = NULL;
-    fsdpc_range range = {0};
-    FSDPC_GOTO(fsdpc_arena_new(argument, &arena), done);
-    FSDPC_GOTO(fsdpc_range_init(&range, 3 * page()), done);
-    for (int i = 0; i < 3; i++) {
-        int slot;
-        FSDPC_GOTO(fsdpc_arena_add_slot(arena, 3 * page(), &slot), done);
-        FSDPC_GOTO(fsdpc_arena_bind(arena, &range, slot), done);
-        FSDPC_GOTO(fsdpc_arena_spare(arena, &range), done);
-        FSDPC_GOTO(fsdpc_arena_restore(arena, &range), done);
-    }
-done:
-    fsdpc_range_fini(&range);
-    fsdpc_arena_free(arena);
-    return status;
-}
-
 static void
-nothing_is_left_behind(fsdpc_shm *shm)
+nothing_is_left_behind(arena_place *p)
 {
-    REQUIRE_OK(make_and_use(shm));
+    REQUIRE_OK(make_and_use(p));
     int mappings = count_mappings(), files = count_entries("/proc/self/fd");
     for (int i = 0; i < 50; i++) {
-        REQUIRE_OK(make_and_use(shm));
+        REQUIRE_OK(make_and_use(p));
     }
     CHECK(count_mappings() < mappings + 25); /* a sanitizer maps some of its own */
     CHECK_INT(count_entries("/proc/self/fd"), files);
@@ -288,7 +160,7 @@ nothing_is_left_behind(fsdpc_shm *shm)
 /* --- slots of several ranks ------------------------------------------------------------------ */
 
 static void
-show_each_other(int rank, ranks_run *run)
+ranks_see_the_same_slots(int rank, ranks_run *run)
 {
     static const fsdpc_wait what = {.op = "arena", .unit = ""};
     fsdpc_shm *shm;
@@ -329,32 +201,21 @@ show_each_other(int rank, ranks_run *run)
     fsdpc_shm_free(shm);
 }
 
-static void
-ranks_see_the_same_slots(void)
-{
-    ranks_do(show_each_other, .world = 2);
-}
-
-static void
-slots_of_both_kinds_work(fsdpc_shm *shm)
-{
-    ranges_of_one_slot_show_the_same_bytes(shm);
-    spare_memory_is_private_and_the_slot_comes_back(shm);
-    writes_of_the_program_are_its_own(shm);
-    wrong_slots_are_refused(shm);
-    test_alloc_sweep(make_and_use, shm);
-    nothing_is_left_behind(shm);
-}
-
 int
 main(void)
 {
+    REQUIRE_OK(fsdpc_device_cpu(&here.device));
+    here.unit = page();
     other_faults_are_passed_on();
-    ranks_see_the_same_slots();
+    ranks_do(ranks_see_the_same_slots, .world = 2);
     unbound_ranges_read_as_zeros();
-    slots_of_both_kinds_work(NULL);
-    fsdpc_shm *shm = alone();
-    slots_of_both_kinds_work(shm);
-    fsdpc_shm_free(shm);
+    for (int shared = 0; shared < 2; shared++) {
+        here.shm = shared ? alone() : NULL;
+        arenas_work(&here);
+        new_slots_are_zero(&here);
+        writes_of_the_program_are_its_own(&here);
+        nothing_is_left_behind(&here);
+        fsdpc_shm_free(here.shm);
+    }
     return test_result();
 }

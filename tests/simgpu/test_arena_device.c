@@ -1,125 +1,38 @@
 /* The arena in a GPU's memory: addresses for life over shared slots, with virtual memory management
  * and without, and what is taken away only when nobody uses it any more.
  */
+#include "arena_cases.h"
 #include "gpu.h"
 
-#include "unit/arena.h"
-
 static fsdpc_device *gpu;
+static arena_place there = {.unit = GRANULE};
 
 static void
-sync_host(void)
+slots_and_spare_memory_are_the_devices(void)
 {
-    fsdpc_event *event;
-    REQUIRE_OK(fsdpc_device_event_new(gpu, &event));
-    REQUIRE_OK(fsdpc_device_record(gpu, event));
-    REQUIRE_OK(fsdpc_device_finish(gpu, event, 30, "the test"));
-    fsdpc_device_event_free(gpu, event);
-}
-
-static void
-write_word(void *address, uint64_t word)
-{
-    uint64_t *host;
-    void *block;
-    REQUIRE_OK(fsdpc_device_host_alloc(gpu, sizeof word, &block));
-    host = block;
-    *host = word;
-    REQUIRE_OK(fsdpc_device_copy_in(gpu, address, host, sizeof word));
-    sync_host();
-    fsdpc_device_host_free(gpu, host, sizeof word);
-}
-
-static uint64_t
-read_word(const void *address)
-{
-    void *block;
-    REQUIRE_OK(fsdpc_device_host_alloc(gpu, sizeof(uint64_t), &block));
-    REQUIRE_OK(fsdpc_device_copy_out(gpu, block, address, sizeof(uint64_t)));
-    sync_host();
-    const uint64_t word = *(uint64_t *)block;
-    fsdpc_device_host_free(gpu, block, sizeof word);
-    return word;
-}
-
-static void
-ranges_of_one_slot_show_the_same_bytes(void)
-{
-    fsdpc_arena *arena;
-    fsdpc_range large, small, other;
-    int first, second;
-    REQUIRE_OK(fsdpc_arena_new_on(gpu, &arena));
-    REQUIRE_OK(fsdpc_range_init_on(gpu, &large, GRANULE + 1));
-    REQUIRE_OK(fsdpc_range_init_on(gpu, &small, 0));
-    REQUIRE_OK(fsdpc_range_init_on(gpu, &other, GRANULE));
-    CHECK_INT(large.bytes, 2 * GRANULE);
-    CHECK_INT(small.bytes, GRANULE);
-    CHECK(!simgpu_accessible(large.address, 1, false));
-    void *const address = large.address;
-    REQUIRE_OK(fsdpc_arena_add_slot(arena, 2 * GRANULE - 5, &first));
-    REQUIRE_OK(fsdpc_arena_add_slot(arena, GRANULE, &second));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &large, first));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &small, first));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &other, second));
-    CHECK_INT(fsdpc_arena_bytes(arena), 3 * GRANULE);
-    CHECK(large.address == address && large.slot == first);
-    CHECK_ERROR(fsdpc_arena_bind(arena, &large, second), FSDPC_E_INTERNAL, "does not hold");
-
-    write_word(large.address, 11);
-    write_word(other.address, 22);
-    CHECK_INT(read_word(small.address), 11);
-    CHECK_INT(read_word(fsdpc_arena_slot_address(arena, first)), 11);
-    CHECK_INT(read_word(fsdpc_arena_slot_address(arena, second)), 22);
-    CHECK(fsdpc_arena_slot_address(arena, 2) == NULL);
-    REQUIRE_OK(fsdpc_arena_bind(arena, &small, second));
-    CHECK_INT(read_word(small.address), 22);
-    const int64_t maps = simgpu_count().maps;
-    REQUIRE_OK(fsdpc_arena_bind(arena, &small, second));
-    CHECK_INT(simgpu_count().maps, maps);
-
-    /* A slot outlives its arena behind the ranges that show it, and ends with the last of them. */
-    const int64_t bytes = simgpu_count().device_bytes;
-    fsdpc_arena_free(arena);
-    CHECK_INT(simgpu_count().device_bytes, bytes);
-    CHECK_INT(read_word(large.address), 11);
-    fsdpc_range_fini(&large);
-    CHECK(simgpu_count().device_bytes < bytes);
-    CHECK_INT(read_word(small.address), 22);
-    fsdpc_range_fini(&small);
-    fsdpc_range_fini(&other);
-    fsdpc_range_fini(&other);
-}
-
-static void
-spare_memory_comes_and_goes(void)
-{
-    fsdpc_arena *arena;
+    int slot, other;
+    fsdpc_arena *arena = new_arena(&there);
     fsdpc_range one, two;
-    int slot;
-    REQUIRE_OK(fsdpc_arena_new_on(gpu, &arena));
-    REQUIRE_OK(fsdpc_range_init_on(gpu, &one, GRANULE));
-    REQUIRE_OK(fsdpc_range_init_on(gpu, &two, GRANULE));
-    REQUIRE_OK(fsdpc_arena_add_slot(arena, GRANULE, &slot));
+    init_range(&there, &one, GRANULE);
+    init_range(&there, &two, GRANULE);
+    CHECK(!simgpu_accessible(one.address, 1, false));
+    REQUIRE_OK(fsdpc_arena_add_slot(arena, 2 * GRANULE, &slot));
+    REQUIRE_OK(fsdpc_arena_add_slot(arena, GRANULE, &other));
     REQUIRE_OK(fsdpc_arena_bind(arena, &one, slot));
-    REQUIRE_OK(fsdpc_arena_bind(arena, &two, slot));
-    write_word(one.address, 7);
-    const int64_t bytes = simgpu_count().device_bytes;
+    REQUIRE_OK(fsdpc_arena_bind(arena, &two, other));
+    const int64_t maps = simgpu_count().maps, bytes = simgpu_count().device_bytes;
+    REQUIRE_OK(fsdpc_arena_bind(arena, &two, other));
+    CHECK_INT(simgpu_count().maps, maps);
     REQUIRE_OK(fsdpc_arena_spare(arena, &two));
-    REQUIRE_OK(fsdpc_arena_spare(arena, &two));
-    CHECK_INT(fsdpc_arena_spare_bytes(arena), GRANULE);
     CHECK_INT(simgpu_count().device_bytes, bytes + GRANULE);
-    CHECK_INT(read_word(two.address), 0);
-    write_word(two.address, 8);
-    CHECK_INT(read_word(one.address), 7);
     REQUIRE_OK(fsdpc_arena_restore(arena, &two));
-    CHECK_INT(read_word(two.address), 7);
-    CHECK_INT(fsdpc_arena_spare_bytes(arena), 0);
-    CHECK_INT(fsdpc_arena_spare_count(arena), 1);
     CHECK_INT(simgpu_count().device_bytes, bytes);
-    REQUIRE_OK(fsdpc_arena_spare(arena, &two));
-    fsdpc_range_fini(&two);
-    fsdpc_range_fini(&one);
+    /* A slot outlives its arena behind the ranges that show it, and ends with the last of them. */
     fsdpc_arena_free(arena);
+    CHECK_INT(simgpu_count().device_bytes, bytes);
+    fsdpc_range_fini(&one);
+    CHECK(simgpu_count().device_bytes < bytes);
+    fsdpc_range_fini(&two);
 }
 
 /* Work of an own stream is still held back when its slot is taken from behind the range. */
@@ -152,24 +65,6 @@ taken_in_time(int skipped_record)
     return after.races == before.races && after.faults == before.faults;
 }
 
-static int
-whole_life(void *device)
-{
-    int status = FSDPC_OK, slot;
-    fsdpc_arena *arena = NULL;
-    fsdpc_range range = {0};
-    FSDPC_GOTO(fsdpc_arena_new_on(device, &arena), done);
-    FSDPC_GOTO(fsdpc_range_init_on(device, &range, GRANULE), done);
-    FSDPC_GOTO(fsdpc_arena_add_slot(arena, GRANULE, &slot), done);
-    FSDPC_GOTO(fsdpc_arena_bind(arena, &range, slot), done);
-    FSDPC_GOTO(fsdpc_arena_spare(arena, &range), done);
-    FSDPC_GOTO(fsdpc_arena_restore(arena, &range), done);
-done:
-    fsdpc_range_fini(&range);
-    fsdpc_arena_free(arena);
-    return status;
-}
-
 static void
 a_failed_call_leaves_nothing(void)
 {
@@ -177,17 +72,17 @@ a_failed_call_leaves_nothing(void)
         const char *entry;
         int calls;
     } parts[] = {
-        {"cuMemAddressReserve", 2}, {"cuMemCreate", 2}, {"cuMemMap", 4}, {"cuMemSetAccess", 4}};
-    REQUIRE_OK(whole_life(gpu));
+        {"cuMemAddressReserve", 4}, {"cuMemCreate", 6}, {"cuMemMap", 12}, {"cuMemSetAccess", 12}};
+    REQUIRE_OK(make_and_use(&there));
     const int leaks = simgpu_leaks(NULL, 0);
     for (int i = 0; i < 4; i++) {
         for (int k = 1; k <= parts[i].calls; k++) {
             REQUIRE(simgpu_fail(parts[i].entry, k, CUDA_ERROR_OUT_OF_MEMORY));
-            CHECK_INT(whole_life(gpu), FSDPC_E_DEVMEM);
+            CHECK_INT(make_and_use(&there), FSDPC_E_DEVMEM);
             CHECK_INT(simgpu_leaks(NULL, 0), leaks);
         }
     }
-    test_alloc_sweep(whole_life, gpu);
+    test_alloc_sweep(make_and_use, &there);
     CHECK_INT(simgpu_leaks(NULL, 0), leaks);
 }
 
@@ -200,6 +95,7 @@ without_virtual_memory_each_slot_has_one_address(void)
     int first, second;
     simgpu_get_options()->vmm = false;
     REQUIRE_OK(fsdpc_device_cuda(1, &gpu));
+    const arena_place plain = {.device = gpu};
     const int leaks = simgpu_leaks(NULL, 0);
     REQUIRE_OK(fsdpc_arena_new_on(gpu, &arena));
     REQUIRE_OK(fsdpc_range_init_on(gpu, &one, 5000));
@@ -211,12 +107,12 @@ without_virtual_memory_each_slot_has_one_address(void)
     REQUIRE_OK(fsdpc_arena_bind(arena, &two, first));
     CHECK(one.address && one.address == two.address);
     CHECK(one.address == fsdpc_arena_slot_address(arena, first));
-    write_word(one.address, 5);
-    CHECK_INT(read_word(two.address), 5);
+    fill(&plain, arena, &one, 5);
+    CHECK(all_are(&plain, &two, 5));
     CHECK_ERROR(fsdpc_arena_bind(arena, &one, second), FSDPC_E_UNAVAILABLE, "another slot");
     CHECK_ERROR(fsdpc_arena_spare(arena, &two), FSDPC_E_UNAVAILABLE, "virtual memory");
     fsdpc_arena_free(arena);
-    CHECK_INT(read_word(two.address), 5);
+    CHECK(all_are(&plain, &two, 5));
     fsdpc_range_fini(&one);
     fsdpc_range_fini(&two);
     CHECK_INT(simgpu_leaks(NULL, 0), leaks);
@@ -255,11 +151,11 @@ main(void)
     simgpu_get_options()->devices = 2;
     simgpu_get_options()->quiet = true;
     REQUIRE_OK(fsdpc_device_cuda(0, &gpu));
-    ranges_of_one_slot_show_the_same_bytes();
-    spare_memory_comes_and_goes();
+    there.device = gpu;
+    arenas_work(&there);
     const int leaks = simgpu_leaks(NULL, 0);
-    ranges_of_one_slot_show_the_same_bytes();
-    spare_memory_comes_and_goes();
+    arenas_work(&there);
+    slots_and_spare_memory_are_the_devices();
     CHECK_INT(simgpu_leaks(NULL, 0), leaks);
     const simgpu_counters right = simgpu_count();
     CHECK_INT(right.races + right.faults, 0);
