@@ -1,49 +1,43 @@
-/* One unit in a GPU's memory, on one to three ranks, in many legal orders of the held-back work:
- * values in and out, whole and in blocks, from and to the device and the host; the gradients that the
- * optimizer sees. Nothing may race, every value must be right, and all memory is given back.
+/* One unit on one to three ranks, in host memory over each kind of group and in a GPU's memory in many legal
+ * orders of the held-back work: values in and out, whole and in blocks, from and to the device and the host;
+ * the gradients that the optimizer sees. Nothing may race, every value must be right, and all memory is
+ * given back.
  */
 #include <math.h>
 
-#include "comm/comm_nccl.h"
-#include "engine.h"
-#include "gpu.h"
-#include "nccl/simnccl.h"
+#include "waits.h"
 
 enum { SCHEDULES = 7 };
 
+/* Instead of a schedule: host memory, over a shared segment or a carrier that hides it. */
+enum { HOST_SHARED = -1, HOST_WIRE = -2 };
+
 typedef struct subject {
     fsdpc_device *device;
+    bool host; /* its memory is the host's */
     fsdpc_comm *comm;
     fsdpc_unit *unit;
     fsdpc_stream *stream; /* of the caller: torch's, which is not always the default one */
+    int round[FSDPC_GRAD + 1][ENGINE_PARAMS]; /* that wrote the parameter last */
 } subject;
-
-static char id[FSDPC_COMM_NCCL_ID_BYTES];
 
 /* --- a rank ---------------------------------------------------------------------------------------- */
 
-static void
-start_rank(int rank, const ranks_run *run)
-{
-    static const char *const policies[] = {"eager", "lazy", "order:1,host,0", "order:host,1,0"};
-    char policy[32];
-    gpu_start();
-    simnccl_reset();
-    snprintf(policy, sizeof policy, "random:%d", run->option * 100 + rank);
-    REQUIRE(simgpu_policy(run->option < 4 ? policies[run->option] : policy));
-}
-
 static subject
-join(int rank, const ranks_run *run)
+join(int rank, ranks_run *run)
 {
-    subject s = {0};
+    subject s = {.device = engine_device, .host = run->option < 0};
+    if (s.host) {
+        s.comm = engine_join(rank, run, run->option == HOST_WIRE);
+        return s;
+    }
     start_rank(rank, run);
     REQUIRE_OK(fsdpc_device_cuda(0, &s.device));
     if (run->world == 1) {
         REQUIRE_OK(fsdpc_comm_self(s.device, &s.comm));
     } else {
         fsdpc_comm_nccl_options options = {.name = "shard", .timeout_s = 30, .poll_ms = 20};
-        REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
+        REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, ids[0], &options, &s.comm));
     }
     if (run->option % 2) {
         REQUIRE_OK(fsdpc_device_stream_new(s.device, false, &s.stream));
@@ -54,20 +48,10 @@ join(int rank, const ranks_run *run)
 }
 
 static void
-nothing_is_wrong(void)
-{
-    CHECK_INT(simgpu_count().races, 0);
-    CHECK_INT(simgpu_count().faults, 0);
-    CHECK_INT(simnccl_count().mismatches, 0);
-    for (int i = 0; i < simgpu_reports() && i < 5; i++) {
-        fprintf(stderr, "  %s\n", simgpu_report(i));
-    }
-}
-
-static void
 leave(subject *s)
 {
-    nothing_is_wrong();
+    expect_no_reports();
+    CHECK_INT(simnccl_count().mismatches, 0);
     fsdpc_device_use(s->device, NULL);
     fsdpc_device_stream_free(s->device, s->stream);
     fsdpc_comm_free(s->comm);
@@ -83,12 +67,12 @@ typedef struct buffer {
     bool pinned;
 } buffer;
 
-/* Every other buffer of the host is pinned: there copies go on when the call has returned. */
+/* For a GPU every other buffer of the host is pinned: there copies go on when the call has returned. */
 static buffer
 new_buffer(const subject *s, size_t bytes, enum fsdpc_memory_kind place)
 {
     static int made;
-    buffer b = {.bytes = bytes, .pinned = place == FSDPC_ON_HOST && made++ % 2};
+    buffer b = {.bytes = bytes, .pinned = !s->host && place == FSDPC_ON_HOST && made++ % 2};
     void *block = NULL;
     if (b.pinned) {
         REQUIRE_OK(fsdpc_device_host_alloc(s->device, bytes + 1, &block));
@@ -133,13 +117,9 @@ upload(const subject *s, const buffer *b)
 static void
 download(const subject *s, buffer *b)
 {
-    fsdpc_event *copied;
     if (b->device) {
-        REQUIRE_OK(fsdpc_device_event_new(s->device, &copied));
         REQUIRE_OK(fsdpc_device_copy_out(s->device, b->host, b->device, b->bytes));
-        REQUIRE_OK(fsdpc_device_record(s->device, copied));
-        REQUIRE_OK(fsdpc_device_finish(s->device, copied, 30, "a test"));
-        fsdpc_device_event_free(s->device, copied);
+        gpu_finish(s->device);
     }
 }
 
@@ -188,12 +168,12 @@ is_there(const fsdpc_unit *unit, enum fsdpc_which which, int param)
 
 /* The source is spoiled as soon as the call allows it. */
 static void
-write_one(const subject *s, enum fsdpc_which which, int param, enum fsdpc_memory_kind place,
-          int round)
+write_one(subject *s, enum fsdpc_which which, int param, enum fsdpc_memory_kind place, int round)
 {
     const fsdpc_unit *unit = s->unit;
     size_t bytes = (size_t)unit->layout->params[param].numel * item_of(unit, which, param);
     buffer b = new_buffer(s, bytes, place);
+    s->round[which][param] = round;
     fill_bytes(&b, 0, param, round);
     upload(s, &b);
     REQUIRE_OK(fsdpc_unit_write(s->unit, which, param, address(&b), place));
@@ -207,8 +187,7 @@ write_one(const subject *s, enum fsdpc_which which, int param, enum fsdpc_memory
 }
 
 static void
-read_all(const subject *s, enum fsdpc_which which, enum fsdpc_memory_kind place, int round,
-         bool reads)
+read_all(const subject *s, enum fsdpc_which which, enum fsdpc_memory_kind place, bool reads)
 {
     const fsdpc_unit *unit = s->unit;
     buffer full[ENGINE_PARAMS] = {0};
@@ -223,24 +202,27 @@ read_all(const subject *s, enum fsdpc_which which, enum fsdpc_memory_kind place,
     REQUIRE_OK(fsdpc_unit_read(s->unit, which, data, place));
     for (int i = 0; i < unit->layout->param_count; i++) {
         download(s, &full[i]);
-        CHECK_INT(wrong_bytes(&full[i], 0, i, round), 0);
+        CHECK_INT(wrong_bytes(&full[i], 0, i, s->round[which][i]), 0);
         free_buffer(s, &full[i]);
     }
 }
 
+/* The last rank reads them alone, too: the others do not ask for any. */
 static void
-whole_parameters(const subject *s, int round)
+whole_parameters(subject *s, int round)
 {
+    const int last = s->unit->world - 1;
     for (int which = FSDPC_MASTER; which <= FSDPC_GRAD; which++) {
         for (int i = 0; i < s->unit->layout->param_count; i++) {
             if (is_there(s->unit, which, i)) {
                 write_one(s, which, i, (i + round) % 2 ? FSDPC_ON_HOST : FSDPC_ON_DEVICE, round);
             }
         }
-        read_all(s, which, FSDPC_ON_HOST, round, true);
-        read_all(s, which, FSDPC_ON_DEVICE, round, true);
-        read_all(s, which, FSDPC_ON_HOST, round, s->unit->rank == s->unit->world - 1);
+        read_all(s, which, FSDPC_ON_HOST, true);
+        read_all(s, which, FSDPC_ON_DEVICE, true);
+        read_all(s, which, FSDPC_ON_HOST, s->unit->rank == last);
     }
+    read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, false);
 }
 
 /* --- blocks ------------------------------------------------------------------------------------------ */
@@ -252,12 +234,16 @@ typedef struct blocks {
     void *data[ENGINE_PARAMS];
 } blocks;
 
+/* Of whole rows of `row` elements; with `some` every third parameter has none. */
 static void
-make_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, blocks *out)
+make_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, bool some, blocks *out)
 {
     const fsdpc_layout *layout = s->unit->layout;
     memset(out, 0, sizeof *out);
     for (int i = 0; i < layout->param_count; i++) {
+        if (some && i % 3 == 1) {
+            continue;
+        }
         int64_t numel = layout->params[i].numel, rows = (numel + row - 1) / row;
         size_t item = item_of(s->unit, FSDPC_MASTER, i);
         out->length[i] = (rows + layout->world - 1) / layout->world * row;
@@ -278,11 +264,12 @@ free_blocks(const subject *s, blocks *b)
 }
 
 static void
-write_in_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, int round)
+write_in_blocks(subject *s, int64_t row, enum fsdpc_memory_kind place, bool some, int round)
 {
     blocks b;
-    make_blocks(s, row, place, &b);
+    make_blocks(s, row, place, some, &b);
     for (int i = 0; i < s->unit->layout->param_count; i++) {
+        s->round[FSDPC_MASTER][i] = b.length[i] ? round : s->round[FSDPC_MASTER][i];
         fill_bytes(&b.own[i], b.begin[i], i, round);
         upload(s, &b.own[i]);
     }
@@ -291,27 +278,37 @@ write_in_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, int
 }
 
 static void
-read_in_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, int round)
+read_in_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, bool some)
 {
     blocks b;
-    make_blocks(s, row, place, &b);
+    make_blocks(s, row, place, some, &b);
     REQUIRE_OK(fsdpc_unit_read_blocks(s->unit, b.length, b.data, place));
     for (int i = 0; i < s->unit->layout->param_count; i++) {
         download(s, &b.own[i]);
-        CHECK_INT(wrong_bytes(&b.own[i], b.begin[i], i, round), 0);
+        CHECK_INT(wrong_bytes(&b.own[i], b.begin[i], i, s->round[FSDPC_MASTER][i]), 0);
     }
     free_blocks(s, &b);
 }
 
 static void
-blocks_of_rows(const subject *s)
+blocks_of_rows(subject *s)
 {
-    write_in_blocks(s, 7, FSDPC_ON_HOST, 5);
-    read_in_blocks(s, 1, FSDPC_ON_DEVICE, 5);
-    read_all(s, FSDPC_MASTER, FSDPC_ON_DEVICE, 5, true);
-    write_in_blocks(s, 1000, FSDPC_ON_DEVICE, 6); /* some ranks have none */
-    read_in_blocks(s, 7, FSDPC_ON_HOST, 6);
-    read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, 6, true);
+    write_in_blocks(s, 7, FSDPC_ON_HOST, false, 5);
+    read_in_blocks(s, 1, FSDPC_ON_DEVICE, false);
+    read_all(s, FSDPC_MASTER, FSDPC_ON_DEVICE, true);
+    write_in_blocks(s, 1000, FSDPC_ON_DEVICE, false, 6); /* some ranks have none */
+    read_in_blocks(s, 7, FSDPC_ON_HOST, false);
+    read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, true);
+}
+
+static void
+blocks_of_some_parameters(subject *s)
+{
+    write_in_blocks(s, 1, FSDPC_ON_DEVICE, false, 7);
+    write_in_blocks(s, 7, FSDPC_ON_HOST, true, 8);
+    read_in_blocks(s, 7, FSDPC_ON_DEVICE, true);
+    read_in_blocks(s, 1000, FSDPC_ON_HOST, false);
+    read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, s->unit->rank == s->unit->world - 1);
 }
 
 /* Offloaded: its own values are in pinned memory of the host. */
@@ -322,6 +319,14 @@ new_unit(const subject *s, int kind, bool offload)
     fsdpc_unit_options options = {.name = "u", .shard = s->comm, .divide = 1, .offload = offload};
     REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[kind], engine_spec_counts[kind], &unit));
     return unit;
+}
+
+/* In host memory others may still read this rank's part. */
+static void
+free_unit(subject *s)
+{
+    REQUIRE_OK(s->host ? fsdpc_comm_barrier(s->comm, "next unit") : FSDPC_OK);
+    fsdpc_unit_free(s->unit);
 }
 
 static void
@@ -335,10 +340,29 @@ values_in_and_out(int rank, ranks_run *run)
         s.unit = new_unit(&s, kind, run->option % 3 == 2);
         simgpu_label(s.unit->master, s.unit->layout->shard_bytes, "shard");
         whole_parameters(&s, 1);
-        whole_parameters(&s, 2);
         blocks_of_rows(&s);
-        fsdpc_unit_free(s.unit);
+        if (s.host || run->option < 2) {
+            blocks_of_some_parameters(&s);
+        }
+        if (!s.host) { /* each parameter from the other memory */
+            whole_parameters(&s, 2);
+        }
+        free_unit(&s);
     }
+    leave(&s);
+}
+
+/* More than the window that carries values over a wire. */
+static void
+blocks_of_a_large_parameter(int rank, ranks_run *run)
+{
+    static const fsdpc_param_spec specs[] = {ENGINE_SPEC("a", 10, F64, F64, F64, true),
+                                             ENGINE_SPEC("large", 5000001, F32, F32, F32, true)};
+    subject s = join(rank, run);
+    const fsdpc_unit_options options = {.name = "u", .shard = s.comm, .divide = 1};
+    REQUIRE_OK(fsdpc_unit_new(&options, specs, 2, &s.unit));
+    blocks_of_some_parameters(&s);
+    free_unit(&s);
     leave(&s);
 }
 
@@ -613,7 +637,7 @@ a_rank_stays_away(int rank, ranks_run *run)
     start_rank(rank, run);
     REQUIRE_OK(fsdpc_device_cuda(0, &s.device));
     fsdpc_comm_nccl_options options = {.name = "shard", .timeout_s = 1, .poll_ms = 20};
-    REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
+    REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, ids[0], &options, &s.comm));
     s.unit = engine_unit(s.comm, 0, "layers.3", true);
     REQUIRE_OK(fsdpc_device_stream_new(s.device, false, &s.stream));
     fsdpc_device_use(s.device, s.stream);
@@ -632,30 +656,25 @@ a_rank_stays_away(int rank, ranks_run *run)
     leave(&s);
 }
 
-static void
-on_ranks_as(const char *what, int world, int option, rank_function function)
-{
-    if (world > 1) {
-        REQUIRE_OK(fsdpc_comm_nccl_id(id));
-    }
-    ranks_do_as(what, function, (ranks_run){.world = world, .option = option});
-}
-
-#define on_ranks(world, option, function) on_ranks_as(#function, world, option, function)
-
 int
 main(void)
 {
     for (int world = 1; world <= 3; world++) {
         for (int option = 0; option < SCHEDULES; option++) {
-            on_ranks(world, option, values_in_and_out);
+            with_ranks(world, option, values_in_and_out);
         }
-        on_ranks(world, world, gradients_are_the_cpu_units);
-        on_ranks(world, 1, memory_is_given_back);
+        with_ranks(world, HOST_SHARED, values_in_and_out);
+        with_ranks(world, HOST_SHARED, blocks_of_a_large_parameter);
+        with_ranks(world, world, gradients_are_the_cpu_units);
+        with_ranks(world, 1, memory_is_given_back);
     }
-    on_ranks(1, 1, device_sources_are_queued);
-    on_ranks(2, 1, device_sources_are_queued);
-    on_ranks(1, 0, failures_give_memory_back);
-    on_ranks(2, 1, a_rank_stays_away);
+    for (int world = 2; world <= 3; world++) {
+        with_ranks(world, HOST_WIRE, values_in_and_out);
+        with_ranks(world, HOST_WIRE, blocks_of_a_large_parameter);
+    }
+    with_ranks(1, 1, device_sources_are_queued);
+    with_ranks(2, 1, device_sources_are_queued);
+    with_ranks(1, 0, failures_give_memory_back);
+    with_ranks(2, 1, a_rank_stays_away);
     return test_result();
 }
