@@ -307,7 +307,7 @@ compare_norm(const kernel_set *set, fsdpc_dtype type, int64_t n, int skip, bool 
 }
 
 /* Of the largest size only a part: it takes long. */
-static void
+__attribute__((unused)) static void
 kernels_are_the_plain_ones(const kernel_set *set, const int64_t *sizes, int size_count)
 {
     for (int a = 0; a < 4; a++) {

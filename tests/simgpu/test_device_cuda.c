@@ -642,93 +642,6 @@ clipping_needs_no_look_by_the_host(void)
 
 /* --- many tensors at once ---------------------------------------------------------------------------- */
 
-enum { MANY = 400 };
-
-struct unit {
-    int count;
-    fsdpc_pack_target targets[MANY];
-    struct both tensors[MANY];
-    fsdpc_pack_source sources[2][MANY]; /* of the CPU, of the GPU */
-    int64_t shapes[MANY][2], strides[MANY][2];
-    size_t bytes;
-};
-
-static void
-make_unit(struct unit *unit, int count, bool strided)
-{
-    static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F64};
-    memset(unit, 0, sizeof *unit);
-    unit->count = count;
-    for (int i = 0; i < count; i++) {
-        const fsdpc_dtype dst = i < count / 2 ? FSDPC_BF16 : FSDPC_F32, src = types[i % 3];
-        const int64_t rows = 1 + i % 5, columns = 1 + i % 31;
-        unit->bytes = (unit->bytes + 127) / 128 * 128;
-        unit->targets[i] =
-            (fsdpc_pack_target){.n = rows * columns, .offset = unit->bytes, .dtype = dst};
-        unit->bytes += (size_t)(rows * columns) * fsdpc_dtype_bytes(dst);
-        unit->tensors[i] = new_both(rows * columns, src);
-        unit->shapes[i][0] = rows, unit->shapes[i][1] = columns;
-        unit->strides[i][0] = strided ? 1 : columns, unit->strides[i][1] = strided ? rows : 1;
-        for (int d = 0; d < 2; d++) {
-            unit->sources[d][i] =
-                (fsdpc_pack_source){.data = d ? unit->tensors[i].gpu : unit->tensors[i].cpu,
-                                    .dtype = src,
-                                    .ndim = 2,
-                                    .shape = unit->shapes[i],
-                                    .strides = i % 4 ? unit->strides[i] : NULL};
-            if (i % 7 == 3) {
-                unit->sources[d][i].data = NULL;
-            }
-        }
-    }
-    unit->bytes += 48;
-}
-
-static void
-pack_unit(int count, bool strided)
-{
-    struct unit *unit = malloc(sizeof *unit);
-    fsdpc_pack_plan *on_cpu, *on_gpu;
-    REQUIRE(unit != NULL);
-    make_unit(unit, count, strided);
-    struct both buffer = new_both((int64_t)unit->bytes / 4 + 4, FSDPC_F32);
-    REQUIRE_OK(fsdpc_device_pack_plan(cpu, unit->targets, count, unit->bytes, &on_cpu));
-    REQUIRE_OK(fsdpc_device_pack_plan(gpu, unit->targets, count, unit->bytes, &on_gpu));
-    for (int round = 0; round < 3; round++) {
-        const double scale = round ? 0.125 : 1;
-        gpu_finish(gpu);
-        const simgpu_counters before = simgpu_count();
-        REQUIRE_OK(fsdpc_device_pack_all(cpu, on_cpu, buffer.cpu, unit->sources[0], scale));
-        REQUIRE_OK(fsdpc_device_pack_all(gpu, on_gpu, buffer.gpu, unit->sources[1], scale));
-        const simgpu_counters after = simgpu_count();
-        CHECK_INT(after.launches - before.launches, 1);
-        CHECK_INT(after.copies - before.copies, strided || count > 384);
-        if (round) {
-            CHECK_INT(after.allocations + after.host_allocations,
-                      before.allocations + before.host_allocations);
-            CHECK_INT(after.host_syncs, before.host_syncs);
-            CHECK_INT(after.events_created, before.events_created);
-        }
-        CHECK(equal(&buffer));
-    }
-    fsdpc_device_pack_plan_free(cpu, on_cpu);
-    fsdpc_device_pack_plan_free(gpu, on_gpu);
-    for (int i = 0; i < count; i++) {
-        free_both(&unit->tensors[i]);
-    }
-    free_both(&buffer);
-    free(unit);
-}
-
-static void
-units_are_packed_by_one_launch(void)
-{
-    pack_unit(9, false);
-    pack_unit(9, true);
-    pack_unit(MANY, false);
-    pack_unit(0, false);
-}
-
 static void
 wrong_plans_are_refused(void)
 {
@@ -799,7 +712,6 @@ main(void)
             what_a_gpu_cannot_read_is_refused();
             norms_come_to_the_host();
             clipping_needs_no_look_by_the_host();
-            units_are_packed_by_one_launch();
         }
         fsdpc_device_use(gpu, NULL);
         fsdpc_device_stream_free(gpu, stream);

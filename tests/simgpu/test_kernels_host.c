@@ -17,7 +17,7 @@ FSDPC_CUDA_KERNELS(DECLARE)
 enum { SPAN = 16, BIG = 300007 };
 
 static const int64_t sizes[] = {0, 1, 3, 7, 8, 9, 31, 64, 257, 4099, BIG};
-enum { SIZES = sizeof sizes / sizeof sizes[0], SCALES = sizeof scales / sizeof scales[0] };
+enum { SIZES = sizeof sizes / sizeof sizes[0] };
 
 static int64_t
 random_below(int64_t n)
@@ -153,187 +153,6 @@ buffers_are_scaled_in_place_by_a_factor_in_memory(void)
     }
 }
 
-/* --- pack ----------------------------------------------------------------------------------- */
-
-enum { ENTRIES = 40, MOST_DIMS = 5 };
-
-/* One source of a random unit, and the entry that it goes to. */
-struct piece {
-    char *block;
-    fsdpc_dtype type;
-    bool missing, strided;
-    int ndim;
-    int64_t shape[MOST_DIMS], strides[MOST_DIMS];
-    fsdpc_cuda_view view;
-};
-
-struct pack {
-    struct piece pieces[ENTRIES];
-    fsdpc_cuda_pack_entry entries[ENTRIES];
-    fsdpc_cuda_source sources[ENTRIES];
-    int32_t *tile_entry;
-    int64_t tiles;
-    int entry_count;
-    size_t bytes;
-};
-
-static int64_t
-numel(const struct piece *piece)
-{
-    int64_t n = 1;
-    for (int d = 0; d < piece->ndim; d++) {
-        n *= piece->shape[d];
-    }
-    return n;
-}
-
-/* A permuted, stepped view of its own memory; a stride of 0 now and then. */
-static void
-make_strided(struct piece *piece)
-{
-    int64_t reach = 1;
-    piece->ndim = 1 + (int)random_below(MOST_DIMS);
-    for (int d = 0; d < piece->ndim; d++) {
-        piece->shape[d] = 1 + random_below(piece->ndim > 3 ? 7 : 40);
-        piece->strides[d] = random_below(9) == 0 ? 0 : reach * (1 + random_below(2));
-        reach += piece->strides[d] * (piece->shape[d] - 1);
-    }
-    piece->block = new_bytes((size_t)reach * fsdpc_dtype_bytes(piece->type));
-    fill(piece->block, piece->type, reach);
-    piece->view.data = piece->block;
-    piece->view.ndim = piece->ndim;
-    memcpy(piece->view.shape, piece->shape, sizeof piece->shape);
-    memcpy(piece->view.strides, piece->strides, sizeof piece->strides);
-}
-
-static void
-make_flat(struct piece *piece)
-{
-    piece->ndim = 1;
-    piece->shape[0] = random_below(3) ? random_below(600) : random_below(30000);
-    piece->strides[0] = 1;
-    piece->block = new_bytes((size_t)(piece->shape[0] + 1) * fsdpc_dtype_bytes(piece->type));
-    fill(piece->block, piece->type, piece->shape[0] + 1);
-    /* Half of them begin where no vector can be loaded. */
-    piece->view.data = piece->block + (size_t)random_below(2) * fsdpc_dtype_bytes(piece->type);
-}
-
-static fsdpc_cuda_source
-source_word(struct piece *piece)
-{
-    const void *address = piece->strided ? (const void *)&piece->view : piece->view.data;
-    return piece->missing ? 0
-                          : (uint64_t)(uintptr_t)address |
-                                (uint64_t)piece->type << FSDPC_CUDA_SOURCE_TYPE_SHIFT |
-                                (piece->strided ? FSDPC_CUDA_SOURCE_STRIDED : 0);
-}
-
-static void
-add_entry(struct pack *pack, int64_t n, fsdpc_dtype type, int source)
-{
-    const int64_t item = (int64_t)fsdpc_dtype_bytes(type);
-    const int64_t tile = FSDPC_CUDA_TILE_BYTES / item;
-    const int64_t tiles = (n + tile - 1) / tile;
-    pack->entries[pack->entry_count] = (fsdpc_cuda_pack_entry){.first_tile = pack->tiles,
-                                                               .n = n,
-                                                               .dst_offset = (int64_t)pack->bytes,
-                                                               .dst_type = type,
-                                                               .source = source};
-    pack->tile_entry =
-        realloc(pack->tile_entry, (size_t)(pack->tiles + tiles + 1) * sizeof *pack->tile_entry);
-    REQUIRE(pack->tile_entry != NULL);
-    for (int64_t t = 0; t < tiles; t++) {
-        pack->tile_entry[pack->tiles++] = pack->entry_count;
-    }
-    pack->entry_count++;
-    pack->bytes += (size_t)(n * item);
-}
-
-static void
-make_pack(struct pack *pack, fsdpc_dtype dst)
-{
-    memset(pack, 0, sizeof *pack);
-    for (int i = 0; i < ENTRIES / 2; i++) {
-        struct piece *piece = &pack->pieces[i];
-        piece->type = floats[random_below(4)];
-        piece->missing = random_below(5) == 0;
-        piece->strided = random_below(3) == 0;
-        if (piece->strided) {
-            make_strided(piece);
-        } else {
-            make_flat(piece);
-        }
-        add_entry(pack, numel(piece), dst, i);
-        const int64_t gap = random_below(4) ? (int64_t)(-pack->bytes & 15) : 20000;
-        add_entry(pack, gap / (int64_t)fsdpc_dtype_bytes(dst), dst, -1);
-        pack->sources[i] = source_word(piece);
-    }
-}
-
-static void
-want_packed(const struct pack *pack, char *want, double scale)
-{
-    for (int e = 0; e < pack->entry_count; e++) {
-        const fsdpc_cuda_pack_entry *entry = &pack->entries[e];
-        char *dst = want + entry->dst_offset;
-        const struct piece *piece = &pack->pieces[entry->source < 0 ? 0 : entry->source];
-        const fsdpc_dtype type = (fsdpc_dtype)entry->dst_type;
-        if (entry->source < 0 || piece->missing) {
-            memset(dst, 0, (size_t)entry->n * fsdpc_dtype_bytes(type));
-        } else {
-            REQUIRE_OK(fsdpc_kernel_pack_strided(plain, dst, type, piece->view.data, piece->type,
-                                                 piece->ndim, piece->shape, piece->strides, scale));
-        }
-    }
-}
-
-static void
-free_pack(struct pack *pack)
-{
-    for (int i = 0; i < ENTRIES; i++) {
-        free(pack->pieces[i].block);
-    }
-    free(pack->tile_entry);
-}
-
-static void
-check_packed(const struct pack *pack, const struct bed *bed, double scale)
-{
-    want_packed(pack, bed->want, scale);
-    for (int e = 0; e < pack->entry_count; e++) {
-        const fsdpc_cuda_pack_entry *entry = &pack->entries[e];
-        CHECK(same(bed->got + entry->dst_offset, bed->want + entry->dst_offset,
-                   (fsdpc_dtype)entry->dst_type, entry->n, scale != 1.0));
-    }
-    CHECK(memcmp(bed->got + pack->bytes, bed->want + pack->bytes, bed->bytes - pack->bytes) == 0);
-}
-
-static void
-a_unit_is_packed_in_one_launch(void)
-{
-    for (int round = 0; round < 24; round++) {
-        struct pack pack;
-        const double scale = scales[round % SCALES];
-        make_pack(&pack, floats[round % 4]);
-        struct bed bed = new_bed((int64_t)pack.bytes, FSDPC_BYTES, FSDPC_BYTES, 0);
-        fsdpc_cuda_pack_params p = {.dst = bed.got,
-                                    .entries = pack.entries,
-                                    .tile_entry = pack.tile_entry,
-                                    .tiles = pack.tiles,
-                                    .scale = scale};
-        if (round % 2) {
-            p.table = pack.sources;
-            memset(p.source, 0xFF, sizeof p.source);
-        } else {
-            memcpy(p.source, pack.sources, sizeof pack.sources);
-        }
-        LAUNCH(fsdpc_cuda_pack, &p, pack.tiles);
-        check_packed(&pack, &bed, scale);
-        free_bed(&bed);
-        free_pack(&pack);
-    }
-}
-
 /* --- norms ------------------------------------------------------------------------------------ */
 
 static void
@@ -443,7 +262,6 @@ main(void)
     kernels_are_the_plain_ones(&cuda, sizes, SIZES);
     copies_take_any_address();
     buffers_are_scaled_in_place_by_a_factor_in_memory();
-    a_unit_is_packed_in_one_launch();
     other_norms_are_the_plain_ones();
     norms_of_a_list_are_those_of_its_spans(2);
     norms_of_a_list_are_those_of_its_spans(3);
