@@ -315,6 +315,33 @@ train(model *m, int steps)
     return FSDPC_OK;
 }
 
+__attribute__((unused)) static int
+pass(model *m, int step)
+{
+    FSDPC_TRY(forward(m, step));
+    return backward(m, step);
+}
+
+/* --- captures ------------------------------------------------------------------------------------- */
+
+__attribute__((unused)) static CUstream
+begin_capture(model *m)
+{
+    CUstream stream = gpu_stream("captured");
+    REQUIRE_CU(cuCtxSynchronize());
+    fsdpc_device_use(m->device, (fsdpc_stream *)stream);
+    REQUIRE_CU(cuStreamBeginCapture(stream, 0));
+    return stream;
+}
+
+__attribute__((unused)) static CUresult
+end_capture(const model *m, CUstream stream)
+{
+    CUgraph graph;
+    fsdpc_device_use(m->device, NULL);
+    return cuStreamEndCapture(stream, &graph);
+}
+
 /* --- ranks with a model --------------------------------------------------------------------------- */
 
 typedef void (*model_opener)(model *m, int rank, const ranks_run *run);

@@ -584,6 +584,7 @@ aborts_that_block(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().aborts_ended, 0);
     fsdpc_comm_free(s.comm);
     CHECK_INT(simnccl_count().aborts_ended, 0);
+    simnccl_get_options()->aborts_end = true;
     while (simnccl_count().aborts_ended == 0 || fsdpc_mem_live() > s.live) {
         rank_sleep_ms(10); /* the thread frees what it was left with */
     }

@@ -147,31 +147,6 @@ work_done(void)
     return now.launches + now.copies + now.memsets + now.collectives;
 }
 
-static CUstream
-begin_capture(model *m)
-{
-    CUstream stream = gpu_stream("captured");
-    REQUIRE_CU(cuCtxSynchronize());
-    fsdpc_device_use(m->device, (fsdpc_stream *)stream);
-    REQUIRE_CU(cuStreamBeginCapture(stream, 0));
-    return stream;
-}
-
-static CUresult
-end_capture(const model *m, CUstream stream)
-{
-    CUgraph graph;
-    fsdpc_device_use(m->device, NULL);
-    return cuStreamEndCapture(stream, &graph);
-}
-
-static int
-pass(model *m, int step)
-{
-    FSDPC_TRY(forward(m, step));
-    return backward(m, step);
-}
-
 /* On a GPU the graph would run; here nothing is run, and what was captured is counted. */
 static void
 a_step_is_captured(model *m)

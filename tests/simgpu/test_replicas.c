@@ -80,19 +80,6 @@ check_grads(model *m, int step)
 /* --- steps --------------------------------------------------------------------------------------- */
 
 static int
-send_all(model *m, int step, int batch, bool at_end)
-{
-    for (;;) {
-        int u = fsdpc_tree_next_due(m->tree, at_end);
-        if (u < 0) {
-            return FSDPC_OK;
-        }
-        make_grads(m, u, grad_step(m, step, batch));
-        FSDPC_TRY(fsdpc_tree_reduce(m->tree, u, m->grads[u].tensors));
-    }
-}
-
-static int
 go_back(model *m, int step, int batch, bool sync)
 {
     FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
@@ -101,7 +88,7 @@ go_back(model *m, int step, int batch, bool sync)
         use(m, u, step);
         FSDPC_TRY(fsdpc_tree_backward_done(m->tree, u, sync));
         if (sync) {
-            FSDPC_TRY(send_all(m, step, batch, u == ROOT));
+            FSDPC_TRY(send_due(m, grad_step(m, step, batch), u == ROOT));
         } else {
             make_grads(m, u, grad_step(m, step, batch));
             FSDPC_TRY(fsdpc_tree_keep_local(m->tree, u, m->grads[u].tensors));
@@ -109,7 +96,7 @@ go_back(model *m, int step, int batch, bool sync)
     }
     if (sync && m->twice) {
         FSDPC_TRY(fsdpc_tree_backward_done(m->tree, 1, true));
-        FSDPC_TRY(send_all(m, step, batch + 1, false));
+        FSDPC_TRY(send_due(m, grad_step(m, step, batch + 1), false));
     }
     return fsdpc_tree_end_backward(m->tree, sync);
 }

@@ -581,8 +581,8 @@ ncclCommAbort(fsdpc_nccl_comm comm)
     be_born(comm);
     leave(comm);
     api_unlock();
-    if (ms > 0) {
-        sleep_ms(ms);
+    for (; ms > 0 && !nccl_options.aborts_end; ms--) {
+        sleep_ms(1);
     }
     api_lock();
     nccl_counters.aborts_ended++;

@@ -11,7 +11,7 @@ enum simnccl_fault {
     SIMNCCL_ASYNC_ERROR, /* the k-th collective never ends, and the communicator's error is `value` */
     SIMNCCL_REFUSE,      /* the k-th call of a collective returns `value` at once */
     SIMNCCL_INIT_STALL,   /* the k-th communicator never meets the others */
-    SIMNCCL_ABORT_BLOCKS, /* the k-th abort lasts `value` milliseconds */
+    SIMNCCL_ABORT_BLOCKS, /* the k-th abort lasts `value` milliseconds, or until aborts_end */
     SIMNCCL_WINDOW_FAILS  /* the k-th window comes to this error, which stays */
 };
 /* k counts from now (1 = the next), over all communicators of that rank in this process; rank -1
@@ -23,6 +23,7 @@ typedef struct simnccl_options {
     int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls; 1 */
     int stall_ms;      /* blocking waits for other ranks end after this, as an error; 30000 */
     int window_error;  /* what a window comes to, and stays the communicator's error; 0: none */
+    bool aborts_end;   /* aborts that block end now */
     bool graphs_live;  /* graphs outlive their capture, until simnccl_drop_graphs() */
     bool symmetric;    /* windows can be had: all GPUs see each other's memory; true */
     size_t comm_bytes; /* of device memory, which each communicator holds; 0 */
