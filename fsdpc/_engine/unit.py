@@ -16,7 +16,6 @@ from fsdpc._comm.bootstrap import Groups
 from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine import empties as _empties  # noqa: F401  wraps to_empty
-from fsdpc._engine import rows as _sharded
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU, tensor_device
 from fsdpc._engine.interop import (
@@ -31,6 +30,7 @@ from fsdpc._engine.interop import (
 from fsdpc._engine.released import ReleasedParameter
 from fsdpc._engine.shortage import watch
 from fsdpc._engine.whole import WholeValues
+from fsdpc._spans import rows as _sharded
 
 # Called with each unit after its gradients were allocated.
 ON_GRADS: list[Callable[[Any], None]] = []

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import computes
-from fsdpc._engine.rows import is_cut, rows_shape
+from fsdpc._spans.rows import block, block_shape, is_cut
+from fsdpc._spans.span import Span
 
 
 class WholeValues:
@@ -31,6 +32,20 @@ class WholeValues:
     _optim_params: list[tuple[Any, Tensor | None, tuple[int, ...]]]
     adopted_grads: Any
     holds_nothing: Any
+
+    @property
+    def items(self) -> list[int]:
+        """What C's layout counts for one element of each parameter: the bytes of those of dtypes
+        that the engine only carries.
+        """
+        return [1 if computes(dtype) else dtype.itemsize for dtype in self.dtypes]
+
+    def spans(self) -> list[list[Span]]:
+        """Of each parameter, every rank's elements in its piece of the segment. Local."""
+        return [
+            [Span(begin // item, at // item, count // item) for begin, at, count in spans]
+            for item, spans in zip(self.items, self.flat.layout()["spans"], strict=True)
+        ]
 
     def gather_full(self, to: torch.device | None = None) -> list[Tensor]:
         """Private full copies of the parameters in original shapes and storage dtypes, on the
@@ -60,8 +75,7 @@ class WholeValues:
         """
         _writeback.adopt_values(self)
         rank, world = self.groups.shard.rank, self.groups.shard.world
-        shapes = [rows_shape(s, world, rank) if is_cut(s) else s for s in self.shapes]
-        rows = self._empty(shapes, to)
+        rows = self._empty([block_shape(s, world, rank) for s in self.shapes], to)
         self.flat.read_blocks(*self._blocks(rows))
         whole = [None if is_cut(s) else t for s, t in zip(self.shapes, rows, strict=True)]
         if any(tensor is not None for tensor in whole):
@@ -75,15 +89,14 @@ class WholeValues:
         rank, world = self.groups.shard.rank, self.groups.shard.world
         values = []
         for i, tensor in enumerate(rows):
-            cut = is_cut(self.shapes[i])
-            shape = rows_shape(self.shapes[i], world, rank) if cut else tuple(self.shapes[i])
+            shape = block_shape(self.shapes[i], world, rank)
             if tuple(tensor.shape) != shape:
                 raise ValueError(
                     f"unit {self.name}: rank {rank}'s rows of parameter {self.infos[i].name} have "
                     f"shape {shape}, but the new value has shape {tuple(tensor.shape)}"
                 )
             values.append(self._own(tensor, i))
-            if not cut:
+            if not is_cut(self.shapes[i]):
                 self.flat.write(i, values[i])
         self.flat.write_blocks(*self._blocks(values))
 
@@ -91,10 +104,9 @@ class WholeValues:
         world = self.groups.shard.world
         blocks: list[int] = []
         tensors: list[Tensor | None] = []
-        for shape, dtype, tensor in zip(self.shapes, self.dtypes, rows, strict=True):
+        for shape, item, tensor in zip(self.shapes, self.items, rows, strict=True):
             cut = is_cut(shape)
-            item = 1 if computes(dtype) else dtype.itemsize
-            blocks.append(-(-shape[0] // world) * (shape.numel() // shape[0]) * item if cut else 0)
+            blocks.append(block(shape, world, 0).count * item if cut else 0)
             tensors.append(tensor if cut else None)
         return blocks, tensors
 

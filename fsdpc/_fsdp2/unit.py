@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import around, over
 from fsdpc._engine.released import ReleasedDTensor
-from fsdpc._engine.rows import rows_shape
 from fsdpc._engine.unit import ParamInfo, Unit
 from fsdpc._fsdp2 import assigned as _assigned
 from fsdpc._fsdp2.args import DataMesh
+from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
 

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
+from fsdpc._spans.span import whole_span
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.dcp_folder import KEYS, keys_of
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
-from fsdpc.checkpoint.entries import Entry, flat, whole_span
+from fsdpc.checkpoint.entries import Entry, flat
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
 from fsdpc.checkpoint.layout import Layout, lay_out

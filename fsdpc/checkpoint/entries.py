@@ -1,8 +1,7 @@
 """Named tensors of a checkpoint, and the elements of each that this rank holds.
 
 An entry is the same on every rank (name, shape, dtype, place in the order); its spans are a rank's
-own. Rows of spans are ``(begin, at, count)``, in elements: from element ``begin`` of the whole
-tensor, row-major, this rank holds ``count`` elements at ``at`` of its local memory.
+own, as a table (``fsdpc/_spans/span.py``).
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ import numpy as np
 import torch
 
 from fsdpc import _C
+from fsdpc._spans.span import NO_SPANS, clip
 
-NO_SPANS = np.empty((0, 3), dtype=np.int64)
 _CUT_BYTES = 1 << 20  # what replicas hold of a tensor is divided from this size on
 _PAGE = 4096
 
@@ -62,17 +61,7 @@ class Entry:
             return self.spans if index % n == k else NO_SPANS
         unit = _PAGE // self.dtype.itemsize
         low, high = (total * part // n // unit * unit for part in (k, k + 1))
-        return _clip(self.spans, low, total if k + 1 == n else high)
-
-
-def _clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Elements ``[low, high)`` of the spans, counted over all of them."""
-    starts = np.cumsum(spans[:, 2]) - spans[:, 2]
-    begin = np.maximum(starts, low)
-    count = np.minimum(starts + spans[:, 2], high) - begin
-    moved = begin - starts
-    kept = np.stack([spans[:, 0] + moved, spans[:, 1] + moved, count], axis=1)
-    return kept[count > 0]
+        return clip(self.spans, low, total if k + 1 == n else high)
 
 
 def parts_of_some(entries: Sequence[Entry], world: int) -> np.ndarray:
@@ -107,11 +96,6 @@ def settle(entries: Sequence[Entry], received: Sequence[np.ndarray], rank: int) 
             entries[index].first_writes = True
 
 
-def whole_span(numel: int) -> np.ndarray:
-    """All elements, at the begin of the memory."""
-    return np.array([[0, 0, numel]], dtype=np.int64) if numel else NO_SPANS
-
-
 def flat_and_home(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """``flat``, and the tensor itself where that is a copy."""
     memory = flat(tensor)
@@ -125,52 +109,3 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     return plain.contiguous().view(-1)
-
-
-def block_spans(
-    shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], at: int = 0
-) -> np.ndarray:
-    """Spans of a block of a tensor that lies contiguously from ``at`` on."""
-    if math.prod(sizes) == 0:
-        return NO_SPANS
-    if not shape:
-        return np.array([[0, at, 1]], dtype=np.int64)
-    # From the first dimension on, behind which the block has all of every dimension, it is one run.
-    last = len(shape) - 1
-    while last > 0 and sizes[last] == shape[last]:
-        last -= 1
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    begins = np.zeros(1, dtype=np.int64)
-    for d in range(last):
-        rows = (np.arange(sizes[d], dtype=np.int64) + offsets[d]) * strides[d]
-        begins = (begins[:, None] + rows[None, :]).reshape(-1)
-    begins = begins + offsets[last] * strides[last]
-    count = math.prod(sizes[last:])
-    ats = at + np.arange(len(begins), dtype=np.int64) * count
-    return np.stack([begins, ats, np.full(len(begins), count)], axis=1)
-
-
-def blocks_of(
-    shape: Sequence[int], begin: int, count: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The blocks (offsets, sizes) of which ``count`` > 0 elements from ``begin`` on consist, in
-    their order: the inverse of ``block_spans``.
-    """
-    if not shape:
-        return [((), ())]
-    rest = tuple(shape[1:])
-    inner = math.prod(rest)
-    row, at = divmod(begin, inner)
-    found = []
-    if at or count < inner:  # a part of a row
-        part = min(count, inner - at)
-        blocks = blocks_of(rest, at, part)
-        found += [((row, *offsets), (1, *sizes)) for offsets, sizes in blocks]
-        row, count = row + 1, count - part
-    rows, left = divmod(count, inner)
-    if rows:
-        found.append(((row, *[0] * len(rest)), (rows, *rest)))
-    if left:
-        blocks = blocks_of(rest, 0, left)
-        found += [((row + rows, *offsets), (1, *sizes)) for offsets, sizes in blocks]
-    return found

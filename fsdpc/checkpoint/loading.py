@@ -21,9 +21,10 @@ import torch
 from torch import nn
 
 from fsdpc import _C
+from fsdpc._spans.span import whole_span
 from fsdpc.checkpoint.digests import combine, combine_parts
 from fsdpc.checkpoint.dtypes import can_cast
-from fsdpc.checkpoint.entries import Entry, parts_of_some, settle, whole_span
+from fsdpc.checkpoint.entries import Entry, parts_of_some, settle
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
 from fsdpc.checkpoint.model import Model, read_model, set_extra

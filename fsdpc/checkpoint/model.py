@@ -23,11 +23,12 @@ from fsdpc._engine.empties import is_unwritten
 from fsdpc._engine.interop import over
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
-from fsdpc._fsdp1.optim.book import read_book
+from fsdpc._fsdp1.optim.book import UnitEntry, read_book
 from fsdpc._fsdp2.state import states_below
+from fsdpc._spans.span import block_spans, table_of, whole_span
 from fsdpc._torch import StridedShard
 from fsdpc.checkpoint import torch_fsdp
-from fsdpc.checkpoint.entries import NO_SPANS, Entry, block_spans, flat, flat_and_home, whole_span
+from fsdpc.checkpoint.entries import Entry, flat, flat_and_home
 
 _PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call the module inside
 
@@ -153,54 +154,51 @@ def _check_names(found: Model) -> None:
 
 def _add_units(found: Model, model: nn.Module) -> None:
     book = read_book(model)
-    for place in book.units:
-        unit = place.unit
+    for named in book.units:
+        unit, rank = named.unit, named.comm.rank
         if unit.summoned:
             raise RuntimeError(
                 f"unit {unit.name!r} is inside summon_full_params: leave the context before "
                 "saving or loading a checkpoint"
             )
         _writeback.adopt_values(unit)
-        entries = _unit_entries(place)
-        for i in _flat_order(place):
-            found.add(entries[i], place.names[i])
-        for part in place.parts:
-            rank = place.comm.rank
+        entries = _unit_entries(named)
+        for i in _flat_order(named):
+            found.add(entries[i], named.names[i])
+        for part in named.parts:
             covers = []
             for i in part.covers:
-                begin, at, count = place.spans[i][rank]
-                at = 0 if unit.use_orig_params else at
-                spans = np.array([[begin, at, count]], dtype=np.int64)
-                covers.append((entries[i], spans if count else NO_SPANS))
-            found.seen.append(Seen(part.param, covers, partial(place.check_cut, part)))
+                spans = table_of(*named.spans[i][rank])
+                spans[:, 1] -= named.begin(part, rank)
+                covers.append((entries[i], spans))
+            found.seen.append(Seen(part.param, covers, partial(named.check_cut, part)))
             found.touched.append(part.param)
     for name, param in book.plain.items():
         _add_param(found, name, param, book.aliases[name])
 
 
-def _flat_order(place: Any) -> list[int]:
-    params = place.layout["params"]
+def _flat_order(named: UnitEntry) -> list[int]:
+    params = named.layout["params"]
     return sorted(range(len(params)), key=lambda i: (params[i]["segment"], params[i]["offset"]))
 
 
-def _unit_entries(place: Any) -> list[Entry]:
-    unit = place.unit
+def _unit_entries(named: UnitEntry) -> list[Entry]:
+    unit = named.unit
     replicas = unit.groups.replicate
     replica = (replicas.rank, replicas.world) if replicas is not None else (0, 1)
     entries = []
     for i, (shape, dtype) in enumerate(zip(unit.shapes, unit.dtypes, strict=True)):
-        begin, _, count = place.spans[i][place.comm.rank]
-        spans = np.array([[begin, 0, count]], dtype=np.int64)
+        begin, _, count = named.spans[i][named.comm.rank]
         entries.append(
             Entry(
-                place.names[i][0],
+                named.names[i][0],
                 tuple(shape),
                 dtype,
                 over(unit.flat.shard_part(i), dtype).view(-1),
-                spans if count else NO_SPANS,
+                table_of(begin, 0, count),
                 replica,
                 on_host=unit.flat.offloaded,
-                ranks=place.comm.world * replica[1],
+                ranks=named.comm.world * replica[1],
             )
         )
     return entries

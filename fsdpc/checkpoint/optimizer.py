@@ -22,7 +22,9 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
-from fsdpc.checkpoint.entries import NO_SPANS, Entry, flat, whole_span
+from fsdpc._spans.blocks import begun
+from fsdpc._spans.span import moved_to, whole_span
+from fsdpc.checkpoint.entries import Entry, flat
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.model import Model, Seen
 from fsdpc.checkpoint.ranks import Ranks
@@ -154,16 +156,9 @@ def _held(optimizer: torch.optim.Optimizer, seen: Seen) -> list[Held]:
         return [Held(seen.covers, local_shape(seen.param), state, seen.check_cut)]
     states = optimizer.span_states(seen.param)
     return [
-        Held([(entry, _from_zero(spans))], (int(spans[:, 2].sum()),), state)
+        Held([(entry, moved_to(spans, 0))], (int(spans[:, 2].sum()),), state)
         for (entry, spans), state in zip(seen.covers, states, strict=True)
     ]
-
-
-def _from_zero(spans: np.ndarray) -> np.ndarray:
-    """The spans in a memory of their own."""
-    moved = spans.copy()
-    moved[:, 1] = np.cumsum(spans[:, 2]) - spans[:, 2]
-    return moved
 
 
 def _tensors(optimizer: torch.optim.Optimizer, seen: Seen) -> dict[str, Any]:
@@ -285,22 +280,9 @@ def _block_entry(
     ((entry, spans),) = each.covers
     held = isinstance(value, Blocks)
     memory = flat(value.values) if held else torch.empty(0, dtype=dtype, device="cpu")
-    own, _ = _spans_of_blocks(spans if held else spans[:0], length)
+    own, _ = begun(spans if held else spans[:0], length)
     name, shape = state_name(entry.name, key), (-(-entry.numel // length),)
     return entry.name, Entry(name, shape, dtype, memory, own, entry.replica, entry.first_writes)
-
-
-def _spans_of_blocks(spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Spans of the blocks that begin in a run of elements, and of the one that began before it. The
-    memory has all blocks that the run touches.
-    """
-    if not len(spans):
-        return NO_SPANS, NO_SPANS
-    ((first, _, count),) = spans.tolist()
-    low, begin, end = first // length, -(-first // length), -(-(first + count) // length)
-    own = np.array([[begin, begin - low, end - begin]], dtype=np.int64)
-    before = np.array([[low, 0, 1]], dtype=np.int64)
-    return own if end > begin else NO_SPANS, before if begin > low else NO_SPANS
 
 
 def _whole_entry(name: str, key: str, rest: list[Any], value: Any, writes: bool) -> Entry:
@@ -444,7 +426,7 @@ def _make_spans(
             continue
         for key, (dtype, length) in forms.items():
             name = state_name(entry.name, key)
-            own, before = _spans_of_blocks(spans, length)
+            own, before = begun(spans, length)
             count = (
                 int(spans[0, 2]) if length == 1 else sum(int(s[:, 2].sum()) for s in (own, before))
             )

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdpc._fsdp1.names import clean_fqn, join
-from fsdpc.checkpoint.entries import NO_SPANS, Entry
+from fsdpc._spans.span import moved_to, table_of
+from fsdpc.checkpoint.entries import Entry
 
 
 def handles(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
@@ -42,9 +43,8 @@ def add_units(found: Any, model: nn.Module, seen_type: Any) -> None:
             found.touched.append(flat_param)
             continue
         for (entry, spans), param in zip(entries, flat_param._params, strict=True):
-            own = spans.copy()
-            own[:, 1] = 0  # the user's parameter begins with its first element here
-            found.seen.append(seen_type(param, [(entry, own)]))
+            # The user's parameter begins with its first element here.
+            found.seen.append(seen_type(param, [(entry, moved_to(spans, 0))]))
             found.touched.append(param)
 
 
@@ -53,20 +53,21 @@ def _entries(
 ) -> list[tuple[Entry, np.ndarray]]:
     flat_param = handle.flat_param
     result = []
-    for at, (fqn, shape, info) in enumerate(
-        zip(flat_param._fqns, flat_param._shapes, flat_param._shard_param_infos, strict=True)
+    numels = np.array(flat_param._numels_with_padding)  # of an unsharded flat parameter
+    begins = (np.cumsum(numels) - numels)[~np.array(flat_param._is_padding_mask, dtype=bool)]
+    for fqn, shape, info, begin in zip(
+        flat_param._fqns,
+        flat_param._shapes,
+        flat_param._shard_param_infos,
+        begins.tolist(),
+        strict=True,
     ):
         if not handle.uses_sharded_strategy:
-            place, begin, count = _offset(flat_param, at), 0, shape.numel()
+            spans = table_of(0, begin, shape.numel())
         elif info.in_shard:
-            place, begin, count = (
-                info.offset_in_shard,
-                info.intra_param_start_idx,
-                info.numel_in_shard,
-            )
+            spans = table_of(info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard)
         else:
-            place, begin, count = 0, 0, 0
-        spans = np.array([[begin, place, count]], dtype=np.int64) if count else NO_SPANS
+            spans = table_of(0, 0, 0)
         full = clean_fqn(join(name, fqn))
         ranks = handle.process_group.size()
         if handle.uses_sharded_strategy:
@@ -74,19 +75,6 @@ def _entries(
         entry = Entry(full, tuple(shape), flat_param.dtype, local, spans, replica, ranks=ranks)
         result.append((entry, spans))
     return result
-
-
-def _offset(flat_param: Any, index: int) -> int:
-    """Where a parameter begins in an unsharded flat parameter: paddings count, too."""
-    seen, at = -1, 0
-    for numel, padding in zip(
-        flat_param._numels_with_padding, flat_param._is_padding_mask, strict=True
-    ):
-        seen += not padding
-        if seen == index and not padding:
-            return at
-        at += numel
-    raise IndexError(index)
 
 
 def _replica(module: nn.Module, handle: Any) -> tuple[int, int]:

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from fsdpc import _C
+from fsdpc._spans.span import whole_span
 from fsdpc.checkpoint.digests import Digest, combine
-from fsdpc.checkpoint.entries import Entry, whole_span
+from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Place, fragments
 from fsdpc.checkpoint.loading import read_table

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from fsdpc._engine.rows import rows
 from fsdpc._engine.writeback import owner_of
+from fsdpc._spans.rows import rows
 
 
 @dataclass(frozen=True)

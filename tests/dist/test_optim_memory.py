@@ -22,7 +22,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from toys import wrap
 
-from fsdpc._engine.window import WINDOW_BYTES
+from fsdpc._spans.window import WINDOW_BYTES
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 WINDOW_MB = WINDOW_BYTES / 2**20

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from toys import toy
 
-from fsdpc._engine import window as _optim_window
+from fsdpc._spans import window as _optim_window
 
 FULL = StateDictType.FULL_STATE_DICT
 SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp._shard_utils import _create_chunk_dtensor, _create_chunk_sharded_tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fsdpc._engine.rows import is_cut, is_distributed, rows, rows_shape, unwrap, wrap_rows
+from fsdpc._spans.rows import is_cut, is_distributed, rows, rows_shape, unwrap, wrap_rows
 
 SHAPES = [(1,), (2,), (3,), (5, 2), (7, 1, 3), (16, 3), (4, 4)]
 

@@ -44,6 +44,7 @@ from torch.optim.optimizer import (
 import fsdpc.optim
 from fsdpc import _C, checkpoint
 from fsdpc._companions.lane import call_before_write
+from fsdpc._spans.span import blocks_of
 from fsdpc.checkpoint import (
     background,
     cli,
@@ -58,7 +59,6 @@ from fsdpc.checkpoint import (
     write,
 )
 from fsdpc.checkpoint.convert import convert
-from fsdpc.checkpoint.entries import blocks_of
 from fsdpc.checkpoint.opened import Opened
 from fsdpc.checkpoint.verify import compare, verify
 

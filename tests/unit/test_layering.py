@@ -286,6 +286,7 @@ def test_only_the_package_imports_torch() -> None:
 PACKAGE = (
     "ground",
     "_comm",
+    "_spans",
     "_engine",
     "_clip",
     "_fsdp1",

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc._engine.interop import computes
 from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp1.collect import owned_modules, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
@@ -43,14 +42,7 @@ class UnitEntry:
     layout: dict[str, Any]
 
     def __post_init__(self) -> None:
-        # What the layout counts in bytes: originals of dtypes that the engine only carries.
-        self.bytes = [1 if computes(dtype) else dtype.itemsize for dtype in self.unit.dtypes]
-        # Of each original, per rank: the first element, its place in the rank's piece of the
-        # segment, and the number of elements.
-        self.spans = [
-            [(begin // each, at // each, count // each) for begin, at, count in spans]
-            for each, spans in zip(self.bytes, self.layout["spans"], strict=True)
-        ]
+        self.spans = self.unit.spans()
 
     @property
     def comm(self) -> Any:
@@ -62,12 +54,16 @@ class UnitEntry:
     def length(self, part: Part, rank: int) -> int:
         """Number of elements of the part on a rank."""
         if self.unit.use_orig_params:
-            return self.spans[part.covers[0]][rank][2]
+            return self.spans[part.covers[0]][rank].count
         return self.segment(part)["piece_numel"]
+
+    def begin(self, part: Part, rank: int) -> int:
+        """Where a rank's elements of the part begin in its piece of the segment."""
+        return self.spans[part.covers[0]][rank].at if self.unit.use_orig_params else 0
 
     def check_cut(self, part: Part, name: str) -> None:
         """``NotImplementedError``: the optimizer holds bytes of originals with wider elements."""
-        wide = [i for i in part.covers if self.bytes[i] > 1]
+        wide = [i for i in part.covers if self.unit.items[i] > 1]
         if wide and not self.unit.use_orig_params:
             raise NotImplementedError(
                 f"optimizer state {name!r} of {self.names[wide[0]][0]} (unit {self.unit.name!r}): "

@@ -8,7 +8,6 @@ before the next one is fetched.
 from __future__ import annotations
 
 import copy
-import math
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,12 +18,12 @@ from torch.distributed.tensor import DTensor
 from fsdpc._comm.bootstrap import comm_for_group
 from fsdpc._comm.objects import broadcast
 from fsdpc._comm.plain import Outline
-from fsdpc._engine import rows as _sharded
 from fsdpc._engine.device import engine_device
-from fsdpc._engine.window import Run, Wanted, gather
-from fsdpc._engine.window import broadcast as broadcast_elements
 from fsdpc._fsdp1.optim.book import Book, Key, Part, UnitEntry
 from fsdpc._fsdp1.optim.describe import State, equal
+from fsdpc._spans import rows as _sharded
+from fsdpc._spans.window import Wanted, gather
+from fsdpc._spans.window import broadcast as broadcast_elements
 from fsdpc._torch import ShardedTensor, tree_map
 
 
@@ -76,22 +75,12 @@ def _from_rows(
     comm = comm_for_group(group, device=engine_device(device))
     shape = _sharded.size_of(value)
     rows = _sharded.unwrap(value, shape, comm.world, comm.rank, what)
-    if not _sharded.is_cut(shape):
-        return rows.reshape(-1)[begin:end]
-    of_row = math.prod(shape[1:])
-    limits = [_sharded.rows(shape, comm.world, rank) for rank in range(comm.world)]
-    runs = [
-        Run(rank, 0, 0, start * of_row, (stop - start) * of_row)
-        for rank, (start, stop) in enumerate(limits)
-    ]
     own = rows.detach().reshape(-1)
-
-    def fill(part: torch.Tensor, start: int) -> None:
-        mine = own[start : start + len(part)]
-        part[: len(mine)].copy_(mine)
-
-    want = Wanted(begin, torch.empty(end - begin, dtype=rows.dtype, device=device))
-    gather(comm, runs[0].length, rows.dtype, fill, runs, {0: want}, what, device)
+    if not _sharded.is_cut(shape):
+        return own[begin:end]
+    spans = [_sharded.block(shape, comm.world, rank) for rank in range(comm.world)]
+    want = Wanted(begin, torch.empty(end - begin, dtype=own.dtype, device=device))
+    gather(comm, spans[0].count, own.dtype, [(0, own)], {0: spans}, {0: want}, what, device)
     return want.values
 
 

@@ -15,18 +15,19 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fsdpc._engine import rows as _sharded
-from fsdpc._engine.window import Run, Wanted, gather
-from fsdpc._fsdp1.optim.book import Book, Key, Part, UnitEntry
+from fsdpc._fsdp1.optim.book import Book, Key, UnitEntry
 from fsdpc._fsdp1.optim.describe import ABSENT, Plan, State, plan_states
 from fsdpc._fsdp1.state.sharded import mesh_of
+from fsdpc._spans import rows as _sharded
+from fsdpc._spans.span import Span
+from fsdpc._spans.window import Wanted, gather
 
 
 class Keep(Protocol):
     """The elements of full states that a rank keeps, and their form."""
 
-    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
-        """The kept elements ``[begin, end)`` of the unit's ``i``-th parameter."""
+    def span(self, entry: UnitEntry, i: int) -> Span:
+        """The kept elements of the unit's ``i``-th parameter."""
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
         """The dict's value for the kept elements ``values``, a 1-D tensor."""
@@ -115,7 +116,7 @@ def _cut_runs(
         for name, dtype in plan.cut.items() if plan is not None else ():
             dtypes[str(dtype)] = dtype
             part = entry.parts[j]
-            run = (entry.segment_index(part), entry.bytes[part.covers[0]], name, str(dtype))
+            run = (entry.segment_index(part), entry.unit.items[part.covers[0]], name, str(dtype))
             runs.setdefault(run, []).append(j)
     for run in sorted(runs):
         yield run[2], dtypes[run[3]], runs[run]
@@ -133,42 +134,21 @@ def _gather_run(
     wanted: dict[int, Wanted] = {}
     covered = [i for j in members for i in entry.parts[j].covers]
     for i in covered if keep is not None else ():
-        begin, end = keep.span(entry, i)  # type: ignore[union-attr]
+        kept = keep.span(entry, i)  # type: ignore[union-attr]
         where = keep.device(entry)  # type: ignore[union-attr]
-        wanted[i] = Wanted(begin, torch.empty(end - begin, dtype=dtype, device=where))
-    runs = [
-        Run(rank, piece_begin, i, begin, length)
-        for i in covered
-        for rank, (begin, piece_begin, length) in enumerate(entry.spans[i])
-        if length
-    ]
-    own = [
-        (*_place(entry, entry.parts[j]), states[j][name].reshape(-1))
-        for j in members
-        if _place(entry, entry.parts[j])[1]
-    ]
-
-    def fill(part: torch.Tensor, start: int) -> None:
-        for piece_begin, length, values in own:
-            low, high = max(piece_begin, start), min(piece_begin + length, start + len(part))
-            if low < high:
-                part[low - start : high - start].copy_(
-                    values[low - piece_begin : high - piece_begin]
-                )
-
-    first = entry.parts[members[0]]
-    piece = entry.segment(first)["piece_numel"] // entry.bytes[first.covers[0]]
-    what = f"optimizer state {name} of unit {entry.unit.name}"
-    gather(entry.comm, piece, dtype, fill, runs, wanted, what, entry.unit.device)
-    return wanted
-
-
-def _place(entry: UnitEntry, part: Part) -> tuple[int, int]:
-    """Offset and number of this rank's elements of a part in its piece of the segment."""
+        wanted[i] = Wanted(kept.begin, torch.empty(kept.count, dtype=dtype, device=where))
     rank = entry.comm.rank
-    if not entry.unit.use_orig_params:
-        return 0, entry.length(part, rank)
-    return entry.spans[part.covers[0]][rank][1:]
+    parts = [
+        (entry.begin(entry.parts[j], rank), states[j][name].reshape(-1))
+        for j in members
+        if entry.length(entry.parts[j], rank)
+    ]
+    first = entry.parts[members[0]]
+    piece = entry.segment(first)["piece_numel"] // entry.unit.items[first.covers[0]]
+    what = f"optimizer state {name} of unit {entry.unit.name}"
+    spans = dict(enumerate(entry.spans))
+    gather(entry.comm, piece, dtype, parts, spans, wanted, what, entry.unit.device)
+    return wanted
 
 
 # --- what is kept ---
@@ -184,8 +164,8 @@ class Whole:
 
     offload: bool
 
-    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
-        return 0, entry.unit.shapes[i].numel()
+    def span(self, entry: UnitEntry, i: int) -> Span:
+        return Span(0, 0, entry.unit.shapes[i].numel())
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> torch.Tensor:
         return values.view(entry.unit.shapes[i])
@@ -201,14 +181,11 @@ class Rows:
     use_dtensor: bool
     offload: bool
 
-    def span(self, entry: UnitEntry, i: int) -> tuple[int, int]:
-        shape, unit = entry.unit.shapes[i], entry.unit
+    def span(self, entry: UnitEntry, i: int) -> Span:
+        pg, shape = entry.unit.groups.shard_pg, entry.unit.shapes[i]
         if not self._cut(entry, i):
-            return 0, shape.numel()
-        pg = unit.groups.shard_pg
-        start, stop = _sharded.rows(shape, pg.size(), pg.rank())
-        of_row = shape.numel() // shape[0]
-        return start * of_row, stop * of_row
+            return Span(0, 0, shape.numel())
+        return _sharded.block(shape, pg.size(), pg.rank())
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
         shape = entry.unit.shapes[i]

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU
-from fsdpc._engine.rows import device_of, dtype_of
 from fsdpc._fsdp1.names import FSDP_PREFIX, flat_param_name
 from fsdpc._fsdp1.state.keys import managed_names
+from fsdpc._spans.rows import device_of, dtype_of
 from fsdpc._torch import (
     EnumerableShardingSpec,
     Shard,

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpc._engine import rows as _sharded
 from fsdpc._fsdp1.args import HYBRID
 from fsdpc._fsdp1.names import FSDP_PREFIX
 from fsdpc._fsdp1.state.full import check_shown
 from fsdpc._fsdp1.state.keys import managed_names
 from fsdpc._fsdp1.summon import install, site_params, uninstall
+from fsdpc._spans import rows as _sharded
 
 
 def mesh_of(member: Any) -> DeviceMesh | None:

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from fsdpc._engine.interop import check_trains, computes, dtype_name
-from fsdpc._engine.rows import row_numel
 from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_modules
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
 from fsdpc._fsdp1.root import placed_units
 from fsdpc._fsdp1.wrap import apply_policy
 from fsdpc._fsdp2.state import members
+from fsdpc._spans.rows import row_numel
 from fsdpc.api import MixedPrecision
 from fsdpc.plan.engine import OWN
 from fsdpc.plan.model import Param, Unit

@@ -4,25 +4,16 @@ size, so that no rank holds more of a sharded tensor than it wants.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fsdpc._spans.span import Span
+
 WINDOW_BYTES = 4 << 20
 LEAST_NUMEL = 8192  # per rank: below this, latency of the collectives dominates
-
-
-@dataclass(frozen=True)
-class Run:
-    """``length`` elements of a rank's piece, from ``piece_begin``: ``target``'s from ``begin``."""
-
-    rank: int
-    piece_begin: int
-    target: int
-    begin: int
-    length: int
 
 
 @dataclass(frozen=True)
@@ -37,41 +28,43 @@ def gather(
     comm: Any,
     piece: int,
     dtype: torch.dtype,
-    fill: Callable[[torch.Tensor, int], None],
-    runs: list[Run],
+    parts: Sequence[tuple[int, torch.Tensor]],
+    spans: Mapping[int, Sequence[Span]],
     wanted: dict[int, Wanted],
     what: str,
     device: torch.device,
 ) -> None:
     """Gather ``wanted`` elements from all ranks' pieces. Collective.
 
-    Every rank has a piece of ``piece`` elements; ``fill(part, start)`` copies this rank's elements
-    from ``start`` on into ``part``. ``runs``, equal on all ranks, map pieces to targets. The window
-    is on ``device``, the communicator's.
+    Every rank has a piece of ``piece`` elements; each of this rank's ``parts``, 1-D, begins at its
+    number there. ``spans``: of each target, per rank, the elements in its piece. The window is on
+    ``device``, the communicator's.
     """
     room = min(piece, max(LEAST_NUMEL, WINDOW_BYTES // (dtype.itemsize * comm.world)))
     memory = torch.empty(comm.world * room, dtype=dtype, device=device)
-    runs = [run for run in runs if run.target in wanted]
     for start in range(0, piece, max(room, 1)):
         count = min(room, piece - start)
         flat = memory[: comm.world * count]
         window = flat.view(comm.world, count)
-        fill(window[comm.rank], start)
+        for at, values in parts:
+            _copy_common(values, at, window[comm.rank], start)
         if comm.world > 1:
             comm.all_gather(flat.view(torch.uint8), what=what)
-        for run in runs:
-            _take(run, wanted[run.target], window[run.rank], start)
+        for target, want in wanted.items():
+            for span, part in zip(spans[target], window, strict=True):
+                low, high = max(span.at, start), min(span.at + span.count, start + count)
+                if low < high:
+                    begin = low - span.at + span.begin
+                    _copy_common(part[low - start : high - start], begin, want.values, want.begin)
 
 
-def _take(run: Run, want: Wanted, part: torch.Tensor, start: int) -> None:
-    shift = run.piece_begin - run.begin  # from the target's elements to the piece's
-    low = max(run.piece_begin, start, want.begin + shift)
-    high = min(
-        run.piece_begin + run.length, start + len(part), want.begin + len(want.values) + shift
-    )
+def _copy_common(source: torch.Tensor, first: int, to: torch.Tensor, begin: int) -> None:
+    """Copy what two ranges of elements share; they begin with the elements ``first`` and ``begin``
+    of the same memory.
+    """
+    low, high = max(first, begin), min(first + len(source), begin + len(to))
     if low < high:
-        at = low - shift - want.begin
-        want.values[at : at + high - low].copy_(part[low - start : high - start])
+        to[low - begin : high - begin].copy_(source[low - first : high - first])
 
 
 def broadcast(
@@ -97,4 +90,4 @@ def broadcast(
             part.copy_(whole[start:end])
         if comm.world > 1:
             comm.broadcast(part.view(torch.uint8), root=0, what=what)
-        _take(Run(0, 0, 0, 0, numel), want, part, start)
+        _copy_common(part, start, want.values, want.begin)

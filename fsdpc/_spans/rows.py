@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdpc._spans.span import Span
 from fsdpc._torch import Shard as LocalShard
 from fsdpc._torch import ShardedTensor, ShardedTensorMetadata, ShardMetadata, TensorProperties
 
@@ -37,6 +38,19 @@ def rows_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
     """Shape of a rank's block: ``(0, *shape[1:])`` for an empty block."""
     start, stop = rows(shape, world, rank)
     return (stop - start, *shape[1:])
+
+
+def block(shape: Sequence[int], world: int, rank: int) -> Span:
+    """The elements of a rank's block, all of a value that is not cut, in a memory of their own."""
+    if not is_cut(shape):
+        return Span(0, 0, math.prod(shape))
+    start, stop = rows(shape, world, rank)
+    return Span(start * row_numel(shape), 0, (stop - start) * row_numel(shape))
+
+
+def block_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
+    """Shape of ``block``."""
+    return rows_shape(shape, world, rank) if is_cut(shape) else tuple(shape)
 
 
 def row_numel(shape: Sequence[int]) -> int:
