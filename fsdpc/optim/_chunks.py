@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdpc._companions.state_layout import PAGE, Chunk, Extent, Field, Slice, lay_out
 from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
-from fsdpc.optim._places import Place, Span, local_of
+from fsdpc.optim._places import Place, local_of
 
 MASTER = "master"
 NARROW = (torch.bfloat16, torch.float16)
@@ -383,10 +383,8 @@ def slice_of_place(place: Place, begin: int, end: int) -> Place:
     """The place of elements [begin, end) of a parameter's local tensor."""
     cut = []
     for span in place.spans:
-        low, high = max(span.start, begin), min(span.start + span.length, end)
+        low, high = max(span.at, begin), min(span.at + span.count, end)
         if low < high:
-            first = span.first + low - span.start
-            cut.append(
-                Span(low - begin, high - low, first, span.shape, span.key, span.cuts, span.name)
-            )
+            first = span.begin + low - span.at
+            cut.append(span._replace(begin=first, at=low - begin, count=high - low))
     return Place(cut, place.group)

@@ -8,9 +8,10 @@ rows.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,26 +20,30 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._engine.writeback import owner_of
-from fsdpc._spans.rows import rows
+from fsdpc._spans.blocks import touched
+from fsdpc._spans.rows import block
+from fsdpc._spans.span import Span
 
 
-@dataclass(frozen=True)
-class Span:
-    """A range of elements of one whole parameter.
+class ParamSpan(NamedTuple):
+    """A ``Span`` of a parameter of the optimizer, and the whole parameter of which it has elements.
 
-    ``start``: its first element in this rank's local tensor; ``first``: the same element's index in
-    the whole parameter, whose ``shape`` is the original one; ``key``: the parameter's number among
-    those of the local tensor; ``cuts``: the indices at which ranks' ranges of the whole parameter
-    begin, without 0; the same on all ranks.
+    ``shape``: the whole parameter's; ``key``: its number among those of the local tensor; ``cuts``:
+    the indices at which ranks' spans of it begin, without 0; the same on all ranks.
     """
 
-    start: int
-    length: int
-    first: int
+    begin: int
+    at: int
+    count: int
     shape: tuple[int, ...]
-    key: int
-    cuts: tuple[int, ...]
+    key: int = 0
+    cuts: tuple[int, ...] = ()
     name: str | None = None
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole parameter."""
+        return math.prod(self.shape)
 
 
 class Group:
@@ -95,13 +100,13 @@ class Place:
     covers on any rank, perhaps empty here; the same number on all ranks of ``group``.
     """
 
-    every: list[Span]
+    every: list[ParamSpan]
     group: Group
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[ParamSpan]:
         """Those with elements on this rank."""
-        return [span for span in self.every if span.length]
+        return [span for span in self.every if span.count]
 
 
 def local_of(value: Any) -> Tensor:
@@ -129,36 +134,34 @@ def place_of(param: Tensor) -> Place:
     covers = next((covers for shown, _, covers in rows if shown is param), ())
     if covers:
         return _place_in_unit(unit, covers)
-    span = Span(0, param.numel(), 0, tuple(param.shape), 0, ())
-    return Place([span], ALONE)
+    return Place([_whole(param)], ALONE)
+
+
+def _whole(param: Tensor) -> ParamSpan:
+    return ParamSpan(0, 0, param.numel(), tuple(param.shape))
 
 
 def _place_in_unit(unit: Any, covers: Sequence[int]) -> Place:
-    spans = unit.flat.layout()["spans"]
-    rank = unit.groups.shard.rank
-    found = []
+    spans, rank = unit.spans(), unit.groups.shard.rank
+    every = []
     for key, index in enumerate(covers):
-        begin, position, length = spans[index][rank]
-        starts = {first for first, _, length in spans[index] if length and first}
-        found.append(
-            Span(
-                0 if unit.use_orig_params else position,
-                length,
-                begin,
-                tuple(unit.shapes[index]),
-                key,
-                tuple(sorted(starts)),
-                f"{unit.name}.{unit.infos[index].name}" if unit.name else unit.infos[index].name,
-            )
-        )
-    return Place(found, Group(comm=unit.groups.shard))
+        begin, at, count = spans[index][rank]
+        at = 0 if unit.use_orig_params else at
+        name = f"{unit.name}.{unit.infos[index].name}" if unit.name else unit.infos[index].name
+        shape, cuts = tuple(unit.shapes[index]), _cuts(spans[index])
+        every.append(ParamSpan(begin, at, count, shape, key, cuts, name))
+    return Place(every, Group(comm=unit.groups.shard))
+
+
+def _cuts(spans: Sequence[Span]) -> tuple[int, ...]:
+    return tuple(sorted({span.begin for span in spans if span.count and span.begin}))
 
 
 def _place_of_rows(param: DTensor) -> Place:
     mesh, shape = param.device_mesh, tuple(param.shape)
     cut = [dim for dim, place in enumerate(param.placements) if not isinstance(place, Replicate)]
     if not cut:
-        return Place([Span(0, param.numel(), 0, shape, 0, ())], ALONE)
+        return Place([_whole(param)], ALONE)
     place = param.placements[cut[0]]
     if len(cut) > 1 or type(place) is not Shard or place.dim != 0:
         raise NotImplementedError(
@@ -166,13 +169,9 @@ def _place_of_rows(param: DTensor) -> Place:
             "optimizer depends on elements' places in the whole parameter and supports rows over "
             "one mesh dimension (Shard(0)) and replicas. AdamW, Adam, SGD and Lion support all"
         )
-    world, rank = mesh.size(cut[0]), mesh.get_local_rank(cut[0])
-    row = param.numel() // max(shape[0], 1)
-    own, end = rows(shape, world, rank)
-    starts = {rows(shape, world, r)[0] for r in range(world)} - {0, shape[0]}
-    cuts = tuple(sorted(start * row for start in starts))
-    span = Span(0, (end - own) * row, own * row, shape, 0, cuts)
-    return Place([span], Group(group=mesh.get_group(cut[0])))
+    spans = [block(shape, mesh.size(cut[0]), rank) for rank in range(mesh.size(cut[0]))]
+    here = ParamSpan(*spans[mesh.get_local_rank(cut[0])], shape, cuts=_cuts(spans))
+    return Place([here], Group(group=mesh.get_group(cut[0])))
 
 
 def group_of(param: Tensor) -> list[Group]:
@@ -194,29 +193,46 @@ def by_group(groups: Sequence[Group]) -> list[Group]:
     return list({group.identity: group for group in groups if group.world > 1}.values())
 
 
-class Slots:
-    """Values of pieces of whole parameters that several ranks hold, combined in one collective per
-    group. Every rank makes the same slots in the same order.
+class SharedBlocks:
+    """The blocks that ranks share, with a slot each; their values are combined in one collective
+    per group. Every rank gives the same spans, with the lengths of their blocks, in one order.
     """
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, spans: Iterable[tuple[Group, ParamSpan, int]]) -> None:
         self.width = width
         self.groups: dict[int, tuple[Group, int]] = {}  # with their numbers of slots
+        self._of: dict[int, tuple[int, int, dict[int, int]]] = {}  # by the span's id
+        for group, span, length in spans:
+            blocks = sorted({cut // length for cut in span.cuts if cut % length})
+            if blocks:
+                _, used = self.groups.get(group.identity, (group, 0))
+                self.groups[group.identity] = (group, used + len(blocks))
+                slots = {number: used + i for i, number in enumerate(blocks)}
+                self._of[id(span)] = group.identity, length, slots
 
-    def add(self, group: Group, count: int) -> int:
-        """``count`` more slots of a group; the number of the first."""
-        known, used = self.groups.get(group.identity, (group, 0))
-        self.groups[group.identity] = (known, used + count)
-        return used
+    def slots_of(self, span: ParamSpan) -> tuple[int, tuple[int | None, int | None]]:
+        """The identity of the group, and the slots of the span's first and last block; ``None``: no
+        other rank has a part of it.
+        """
+        identity, length, slots = self._of.get(id(span), (0, 1, {}))
+        blocks = touched(span, length)
+        return identity, (slots.get(blocks[0]), slots.get(blocks[-1]))
 
-    def combine(
-        self, op: str, what: str, fill: Callable[[Group, np.ndarray], None]
-    ) -> dict[int, np.ndarray]:
-        """Arrays of ``(slots, width)`` by group, filled in and combined. Collective."""
-        results = {}
+    def combine(self, op: str, what: str, spans: Sequence[ParamSpan], ends: np.ndarray) -> None:
+        """Combine the values of shared blocks, at least 0, in place. ``ends``: of each span's first
+        and last block, ``(spans, 2, width)``. Collective.
+        """
+        slots = [self.slots_of(span) for span in spans]
         for identity, (group, count) in self.groups.items():
             values = np.zeros((count, self.width), dtype=np.float64)
-            fill(group, values)
+            of_group = [
+                (i, end, slot)
+                for i, (its_group, pair) in enumerate(slots)
+                for end, slot in enumerate(pair)
+                if its_group == identity and slot is not None
+            ]
+            for i, end, slot in of_group:
+                values[slot] = np.maximum(values[slot], ends[i, end])
             group.all_reduce(values, op, what)
-            results[identity] = values
-        return results
+            for i, end, slot in of_group:
+                ends[i, end] = values[slot]

@@ -11,14 +11,14 @@ from torch import Tensor
 from fsdpc._engine.device import CPU
 from fsdpc.optim._base import FusedOptimizer
 from fsdpc.optim._chunks import Ends, slice_of_place
-from fsdpc.optim._places import Place, Span, local_of, place_of
+from fsdpc.optim._places import ParamSpan, Place, local_of, place_of
 
 
 class Piece(NamedTuple):
     """A span of a parameter with its memory on this rank."""
 
     param: Tensor
-    span: Span
+    span: ParamSpan
     key: int  # the same on all ranks, different for each whole parameter
     value: Tensor
     grad: Tensor
@@ -34,16 +34,7 @@ class Blocks(NamedTuple):
 
 
 class SpannedOptimizer(FusedOptimizer):
-    """Steps span by span, see ``Span``.
-
-    A class whose states are not tensors of the parameter's shape also has, for checkpoints,
-
-    - ``span_forms(param)``: for each of ``Place.every``, the dtype of every state tensor and how
-      many elements share a value, by name: the same on all ranks;
-    - ``span_states(param)``: for each, its state with ``step``: 1-D tensors, and ``Blocks`` where
-      more than one element shares a value; ``{}`` without elements here, or before the first step;
-    - ``take_span_states(param, states)``: the reverse, with tensors in place of ``Blocks``. Local.
-    """
+    """Steps span by span, see ``ParamSpan``."""
 
     _known: dict[Tensor, Place] | None = None
     _order: dict[Tensor, int] | None = None
@@ -71,7 +62,7 @@ class SpannedOptimizer(FusedOptimizer):
     def _made_on(self, param: Tensor) -> torch.device:
         return CPU if self._store is not None and self._store.takes(param) else param.device
 
-    def _spans(self, param: Tensor) -> list[Span]:
+    def _spans(self, param: Tensor) -> list[ParamSpan]:
         """What a step goes through."""
         return self._place(param).spans
 
@@ -82,7 +73,7 @@ class SpannedOptimizer(FusedOptimizer):
         worker._known[part] = slice_of_place(self._place(param), ends.begin, ends.end)
         worker._order[part] = self._number(param)
 
-    def _key(self, param: Tensor, span: Span) -> int:
+    def _key(self, param: Tensor, span: ParamSpan) -> int:
         return self._number(param) << 32 | span.key
 
     def _number(self, param: Tensor) -> int:
@@ -101,17 +92,55 @@ class SpannedOptimizer(FusedOptimizer):
                 yield Piece(param, span, key, part(value, span), part(grad, span))
 
 
-def part(value: Tensor, span: Span) -> Tensor:
+class BlockOptimizer(SpannedOptimizer):
+    """An optimizer whose states are not tensors of the parameter's shape. For checkpoints it has
+
+    - ``span_forms(param)``: for each of ``Place.every``, the dtype of every state tensor and how
+      many elements share a value, by name: the same on all ranks;
+    - ``span_states(param)``: for each, its state with ``step``: 1-D tensors, and ``Blocks`` where
+      more than one element shares a value; ``{}`` without elements here, or before the first step;
+    - ``take_span_states(param, states)``: the reverse, with tensors in place of ``Blocks``. Local.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        packed = super().state_dict()
+        params = [p for group in self.param_groups for p in group["params"]]
+        numbers = [i for group in packed["param_groups"] for i in group["params"]]
+        for number, param in zip(numbers, params, strict=True):
+            if number in packed["state"]:
+                packed["state"][number] = self._expanded(param, packed["state"][number])
+        return packed
+
+    def _expanded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        """The state as ``state_dict`` has it: with tensors of the parameter's shape."""
+        return state
+
+    def span_forms(self, param: Tensor) -> list[dict[str, tuple[torch.dtype, int]]]:
+        """See the class. Local."""
+        raise NotImplementedError
+
+    def span_states(self, param: Tensor) -> list[dict[str, Any]]:
+        """See the class. Local."""
+        state = self.state.get(param, {})
+        held = iter(self._span_values(param, state) if state else ())
+        found: list[dict[str, Any]] = []
+        for span, forms in zip(self._place(param).every, self.span_forms(param), strict=True):
+            found.append({})
+            if state and span.count:
+                for name, value in next(held).items():
+                    length = forms[name][1]
+                    found[-1][name] = value if length == 1 else Blocks(value, length)
+                found[-1]["step"] = state["step"]
+        return found
+
+    def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+        """Of each span with elements here, the state tensors of ``span_forms``, 1-D."""
+        raise NotImplementedError
+
+
+def part(value: Tensor, span: ParamSpan) -> Tensor:
     """A span's elements of a contiguous local tensor."""
     value = local_of(value)
-    if span.length == value.numel():
+    if span.count == value.numel():
         return value
-    return value.view(-1)[span.start : span.start + span.length]
-
-
-def numel_of(span: Span) -> int:
-    """The number of elements of the whole parameter."""
-    count = 1
-    for size in span.shape:
-        count *= size
-    return count
+    return value.view(-1)[span.at : span.at + span.count]

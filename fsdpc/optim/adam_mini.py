@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdpc import _C
+from fsdpc._spans.blocks import touched
 from fsdpc.optim._base import (
     Members,
     Rule,
@@ -23,8 +24,8 @@ from fsdpc.optim._base import (
 from fsdpc.optim._chunks import MASTER, Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
-from fsdpc.optim._places import Group, Slots, Span
-from fsdpc.optim._spanned import Blocks, Piece, SpannedOptimizer, numel_of, part
+from fsdpc.optim._places import ParamSpan, SharedBlocks
+from fsdpc.optim._spanned import BlockOptimizer, Piece, part
 
 # The rules of the published code (Adam-mini v1.1.1), in its order: the first text found in the
 # lower-cased name decides.
@@ -39,12 +40,12 @@ class Source(NamedTuple):
     """The span whose blocks a piece has: its own, or that of which a chunk has a slice."""
 
     param: Tensor
-    span: Span
+    span: ParamSpan
     step: Tensor
     means: Tensor
 
 
-class AdamMini(SpannedOptimizer):
+class AdamMini(BlockOptimizer):
     """Adam-mini (Zhang et al., arXiv 2406.16793): 4 bytes of states per float32 parameter, and 4
     more per block.
 
@@ -104,7 +105,7 @@ class AdamMini(SpannedOptimizer):
 
     # --- blocks ----------------------------------------------------------------------------------
 
-    def block_length(self, param: Tensor, span: Span) -> int:
+    def block_length(self, param: Tensor, span: ParamSpan) -> int:
         """The number of elements of a whole parameter that share a second moment."""
         if self._known_lengths is None:
             self._known_lengths = {}
@@ -116,7 +117,7 @@ class AdamMini(SpannedOptimizer):
         super().add_param_group(param_group)
         self._known_lengths = None
 
-    def _find_length(self, param: Tensor, span: Span) -> int:
+    def _find_length(self, param: Tensor, span: ParamSpan) -> int:
         name = span.name if span.name is not None else self._name(param)
         if self._block is not None:
             chosen = self._block(name or "", span.shape)
@@ -165,26 +166,20 @@ class AdamMini(SpannedOptimizer):
 
     def _beside(self, param: Tensor) -> dict[str, int]:
         lengths = self._lengths(param)
-        count = sum(_touched(span, lengths[id(span)]) for span in self._place(param).spans)
+        count = sum(len(touched(span, lengths[id(span)])) for span in self._place(param).spans)
         return {**super()._beside(param), "means": 4 * count}
 
     def _fresh(self, param: Tensor) -> list[Tensor]:
         lengths = self._lengths(param)
         spans = self._place(param).spans
         device = param.device
-        return [torch.zeros(_touched(span, lengths[id(span)]), device=device) for span in spans]
+        return [torch.zeros(len(touched(span, lengths[id(span)])), device=device) for span in spans]
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict: ``exp_avg_sq`` has the parameter's shape, equal within blocks; 4
         bytes per parameter as long as the caller keeps it. Local.
         """
-        packed = super().state_dict()
-        params = [p for group in self.param_groups for p in group["params"]]
-        numbers = [i for group in packed["param_groups"] for i in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            if number in packed["state"]:
-                packed["state"][number] = self._expanded(param, packed["state"][number])
-        return packed
+        return super().state_dict()
 
     def _expanded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         value = torch.zeros_like(param, dtype=torch.float32, memory_format=torch.contiguous_format)
@@ -196,7 +191,7 @@ class AdamMini(SpannedOptimizer):
         return {**kept, "exp_avg_sq": value.requires_grad_(False)}
 
     def span_forms(self, param: Tensor) -> list[dict[str, tuple[torch.dtype, int]]]:
-        """See ``SpannedOptimizer``. Local."""
+        """See ``BlockOptimizer``. Local."""
         return [
             {
                 **{name: (self._state_dtype(param), 1) for name in self._of_elements(param)},
@@ -209,28 +204,17 @@ class AdamMini(SpannedOptimizer):
         """The states of one value per element."""
         return ("exp_avg", MASTER) if self._has_master(param) else ("exp_avg",)
 
-    def span_states(self, param: Tensor) -> list[dict[str, Any]]:
-        """See ``SpannedOptimizer``. Local."""
-        state = self.state.get(param, {})
-        means = iter(state.get("means", []))
-        states: list[dict[str, Any]] = []
-        for span in self._place(param).every:
-            states.append({})
-            if state and span.length:
-                own = next(means)
-                length = self.block_length(param, span)
-                states[-1] = {
-                    "step": state["step"],
-                    "exp_avg_sq.means": own if length == 1 else Blocks(own, length),
-                }
-                for name in self._of_elements(param):
-                    bare = name == MASTER and name not in state  # loaded without one
-                    value = part(param if bare else state[name], span)
-                    states[-1][name] = value.detach().reshape(-1).to(self._state_dtype(param))
-        return states
+    def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+        for span, means in zip(self._place(param).spans, state["means"], strict=True):
+            held = {"exp_avg_sq.means": means}
+            for name in self._of_elements(param):
+                bare = name == MASTER and name not in state  # loaded without one
+                value = part(param if bare else state[name], span)
+                held[name] = value.detach().reshape(-1).to(self._state_dtype(param))
+            yield held
 
     def take_span_states(self, param: Tensor, states: list[dict[str, Any]]) -> None:
-        """See ``SpannedOptimizer``. Local."""
+        """See ``BlockOptimizer``. Local."""
         if self._store is not None:
             self._place_states({id(param)})
         held = [given for given in states if given]
@@ -265,7 +249,7 @@ class AdamMini(SpannedOptimizer):
             state.pop("exp_avg_sq", None)
             state.setdefault("means", [])
 
-    def _loaded_squares(self) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
+    def _loaded_squares(self) -> Iterator[tuple[Tensor, ParamSpan, np.ndarray, int]]:
         for group in self.param_groups:
             for param in group["params"]:
                 value = self.state.get(param, {}).get("exp_avg_sq")
@@ -301,11 +285,11 @@ class AdamMini(SpannedOptimizer):
     def _means_on_gpu(self, members: list[Members], scaling: Scaling) -> dict[int, Tensor]:
         """Without a host sync. Collective where blocks are shared."""
         factor = _factor_on_gpu(scaling)
-        found: dict[int, tuple[Span, int, Tensor]] = {}
+        found: dict[int, tuple[ParamSpan, int, Tensor]] = {}
         for each in members:
             for piece in self._pieces(each.params, each.values, each.grads):
                 length = self.block_length(piece.param, piece.span)
-                sums = block_squares(piece.grad, piece.span.first, length)
+                sums = block_squares(piece.grad, piece.span.begin, length)
                 found[id(piece.span)] = (piece.span, length, sums)
         self._share_on_gpu(found)
         means = {}
@@ -314,75 +298,61 @@ class AdamMini(SpannedOptimizer):
             means[number] = mean if factor is None else mean.mul_(factor)
         return means
 
-    def _share_on_gpu(self, found: dict[int, tuple[Span, int, Tensor]]) -> None:
+    def _share_on_gpu(self, found: dict[int, tuple[ParamSpan, int, Tensor]]) -> None:
         """Add other ranks' sums to those of shared blocks. Collective where there are such."""
-        slots, numbers = self._shared()
-        for identity, (group, count) in slots.groups.items():
+        blocks = self._shared()
+        for identity, (group, count) in blocks.groups.items():
             device = next(p.device for g in self.param_groups for p in g["params"])
             zero = torch.zeros(1, dtype=torch.float64, device=device)
             own, shared = [zero] * count, []
-            for number, (span, length, sums) in found.items():
-                of = numbers[number][1] if numbers[number][0] == identity else {}
-                for i in {0, len(sums) - 1}:
-                    slot = of.get(span.first // length + i)
-                    if slot is not None:
-                        own[slot] = sums[i : i + 1]
-                        shared.append((own[slot], slot))
+            for span, _, sums in found.values():
+                of, slots = blocks.slots_of(span)
+                for slot, value in dict(zip(slots, (sums[:1], sums[-1:]), strict=True)).items():
+                    if of == identity and slot is not None:
+                        own[slot] = value
+                        shared.append((value, slot))
             total = group.sum_on_gpu(torch.cat(own), "AdamMini's shared blocks")
             for one, slot in shared:
                 one.copy_(total[slot : slot + 1])
 
-    def _block_sums(self, members: list[Members]) -> Iterator[tuple[Tensor, Span, np.ndarray, int]]:
+    def _block_sums(
+        self, members: list[Members]
+    ) -> Iterator[tuple[Tensor, ParamSpan, np.ndarray, int]]:
         for found in members:
             for piece in self._pieces(found.params, found.values, found.grads):
                 length = self.block_length(piece.param, piece.span)
-                sums = torch.zeros(_touched(piece.span, length), dtype=torch.float64, device="cpu")
+                blocks = len(touched(piece.span, length))
+                sums = torch.zeros(blocks, dtype=torch.float64, device="cpu")
                 if piece.grad.is_cpu:
                     threads = torch.get_num_threads()
-                    _C.optim_block_squares(piece.grad, piece.span.first, length, sums, threads)
+                    _C.optim_block_squares(piece.grad, piece.span.begin, length, sums, threads)
                 else:
-                    sums = block_squares(piece.grad, piece.span.first, length).cpu()
+                    sums = block_squares(piece.grad, piece.span.begin, length).cpu()
                 yield piece.param, piece.span, sums.numpy(), length
 
     def _sums(
-        self, own: Iterator[tuple[Tensor, Span, np.ndarray, int]]
-    ) -> list[tuple[Tensor, Span, np.ndarray, int]]:
+        self, own: Iterator[tuple[Tensor, ParamSpan, np.ndarray, int]]
+    ) -> list[tuple[Tensor, ParamSpan, np.ndarray, int]]:
         """Add other ranks' sums to those of shared blocks. Collective where there are such."""
         found = list(own)
-        slots, numbers = self._shared()
-
-        def each(identity: int) -> Iterator[tuple[np.ndarray, int, int]]:
-            for _, span, sums, length in found:
-                group, of = numbers[id(span)]
-                for i in {0, len(sums) - 1} if group == identity else ():
-                    slot = of.get(span.first // length + i)
-                    if slot is not None:
-                        yield sums, i, slot
-
-        def fill(group: Group, values: np.ndarray) -> None:
-            for sums, i, slot in each(group.identity):
-                values[slot, 0] = sums[i]
-
-        for identity, values in slots.combine("sum", "AdamMini's shared blocks", fill).items():
-            for sums, i, slot in each(identity):
-                sums[i] = values[slot, 0]
+        ends = np.array([(sums[0], sums[-1]) for _, _, sums, _ in found]).reshape(-1, 2, 1)
+        spans = [span for _, span, _, _ in found]
+        self._shared().combine("sum", "AdamMini's shared blocks", spans, ends)
+        for (_, _, sums, _), pair in zip(found, ends[..., 0], strict=True):
+            sums[0], sums[-1] = pair
         return found
 
-    def _shared(self) -> tuple[Slots, dict[int, tuple[int, dict[int, int]]]]:
-        """Slots for all shared blocks; by the span's id its group and its blocks' slots. Local."""
-        slots, numbers = Slots(1), {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                place, lengths = self._place(param), self._lengths(param)
-                for span in place.every:
-                    length = lengths[id(span)]
-                    blocks = sorted({cut // length for cut in span.cuts if cut % length})
-                    start = slots.add(place.group, len(blocks)) if blocks else 0
-                    numbers[id(span)] = (
-                        place.group.identity,
-                        {block: start + i for i, block in enumerate(blocks)},
-                    )
-        return slots, numbers
+    def _shared(self) -> SharedBlocks:
+        """The blocks that ranks share. Local."""
+        params = [param for group in self.param_groups for param in group["params"]]
+        return SharedBlocks(
+            1,
+            (
+                (self._place(param).group, span, self.block_length(param, span))
+                for param in params
+                for span in self._place(param).every
+            ),
+        )
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         beta1, beta2 = group["betas"]
@@ -418,14 +388,14 @@ class AdamMini(SpannedOptimizer):
                 ],
             ),
             [state["step"] for state in states],
-            tuple((p.span.first, p.key, n) for p, n in zip(pieces, lengths, strict=True)),
+            tuple((p.span.begin, p.key, n) for p, n in zip(pieces, lengths, strict=True)),
         )
 
     def _source(self, piece: Piece) -> Source:
         found = (self._sources or {}).get(id(piece.span))
         return found or self._source_of(piece.param, piece.span)
 
-    def _source_of(self, param: Tensor, span: Span) -> Source:
+    def _source_of(self, param: Tensor, span: ParamSpan) -> Source:
         state, spans = self.state[param], self._place(param).spans
         number = next(i for i, each in enumerate(spans) if each is span)
         return Source(param, span, state["step"], state["means"][number])
@@ -456,13 +426,13 @@ class AdamMini(SpannedOptimizer):
                 roots[id(step)] = root(step, beta2)
             self._denominators[id(span)] = means.sqrt().div_(roots[id(step)]).add_(eps)
 
-    def _denominators_of(self, own: Span, whole: Span, length: int) -> Tensor:
+    def _denominators_of(self, own: ParamSpan, whole: ParamSpan, length: int) -> Tensor:
         """Of the blocks that a span, or a chunk's slice of one, touches."""
         found = self._denominators[id(whole)]
-        if own.first + own.length == whole.first + whole.length:  # the last slice
+        if own.begin + own.count == whole.begin + whole.count:  # the last slice
             del self._denominators[id(whole)]
-        first = own.first // length - whole.first // length
-        return found[first : first + _touched(own, length)]
+        first = own.begin // length - whole.begin // length
+        return found[first : first + len(touched(own, length))]
 
 
 def _root(step: Tensor, beta2: float) -> float:
@@ -530,29 +500,24 @@ def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> in
     return row if rule is ROWS and len(shape) > 1 else max(whole, 1)
 
 
-def _touched(span: Span, length: int) -> int:
-    return (span.first + span.length - 1) // length - span.first // length + 1
-
-
-def _counts(span: Span, length: int) -> list[int]:
+def _counts(span: ParamSpan, length: int) -> list[int]:
     """Elements of the span in each block that it touches."""
-    end = span.first + span.length
-    starts = range(span.first // length * length, end, length)
-    return [min(start + length, end) - max(start, span.first) for start in starts]
+    end = span.begin + span.count
+    starts = [number * length for number in touched(span, length)]
+    return [min(start + length, end) - max(start, span.begin) for start in starts]
 
 
-def _whole(span: Span, length: int) -> np.ndarray:
+def _whole(span: ParamSpan, length: int) -> np.ndarray:
     """Elements of the whole parameter in each of these blocks; the last one may be shorter."""
-    first = span.first // length
-    starts = (first + np.arange(_touched(span, length))) * length
-    return np.minimum(starts + length, numel_of(span)) - starts
+    starts = np.array(touched(span, length)) * length
+    return np.minimum(starts + length, span.numel) - starts
 
 
-def _whole_on(device: torch.device, span: Span, length: int) -> Tensor:
+def _whole_on(device: torch.device, span: ParamSpan, length: int) -> Tensor:
     """``_whole`` on a GPU: no copy, which the host would wait for. float64."""
-    count = _touched(span, length)
-    counts = torch.full((count,), float(length), dtype=torch.float64, device=device)
-    last = numel_of(span) - (span.first // length + count - 1) * length
+    blocks = touched(span, length)
+    counts = torch.full((len(blocks),), float(length), dtype=torch.float64, device=device)
+    last = span.numel - blocks[-1] * length
     if last < length:
         counts[-1:].fill_(last)
     return counts

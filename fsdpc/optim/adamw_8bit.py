@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -10,19 +11,20 @@ from torch import Tensor
 
 from fsdpc import _C
 from fsdpc._companions.state_layout import BLOCK, MIN_8BIT, Extent, extent_of_8bit
+from fsdpc._spans.blocks import touched
 from fsdpc.optim._base import Members, Scaling, check_number, step_counter
 from fsdpc.optim._chunks import Ends, worker_of
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
-from fsdpc.optim._places import Group, Slots, Span
-from fsdpc.optim._spanned import Blocks, Piece, SpannedOptimizer, numel_of, part
+from fsdpc.optim._places import ParamSpan, SharedBlocks
+from fsdpc.optim._spanned import BlockOptimizer, Piece, part
 from fsdpc.optim.adam import AdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-KINDS = ("codes", "scales", "values")
+FORMS = {"codes": (torch.uint8, 1), "scales": (torch.float32, BLOCK), "values": (torch.float32, 1)}
 
 
-class AdamW8bit(SpannedOptimizer, AdamW):
+class AdamW8bit(BlockOptimizer, AdamW):
     """AdamW with block-wise quantised states (Dettmers et al., arXiv 2110.02861): 2.03 bytes of
     states per parameter, one code per element and moment and one float32 scale per 256 elements.
 
@@ -43,7 +45,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
 
     _kind = None
     _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
-    _cut: tuple[list[int], CutBlocks] | None = None  # by the groups' min_8bit_size
+    _cut: tuple[list[int], SharedBlocks] | None = None  # by the groups' min_8bit_size
 
     def __init__(
         self,
@@ -107,7 +109,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         """One per span."""
         types = (torch.uint8, torch.float32)
         return [
-            extent_of_8bit(s.start, s.length, s.first, _is_8bit(group, s), types)
+            extent_of_8bit(s.at, s.count, s.begin, _is_8bit(group, s), types)
             for s in self._place(param).spans
         ]
 
@@ -137,13 +139,7 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         """torch's state dict with float32 moments: 8 bytes per parameter for the time of the call
         and as long as the caller keeps it. Local.
         """
-        packed = super().state_dict()
-        params = [p for group in self.param_groups for p in group["params"]]
-        numbers = [i for group in packed["param_groups"] for i in group["params"]]
-        for number, param in zip(numbers, params, strict=True):
-            if number in packed["state"]:
-                packed["state"][number] = self._expanded(param, packed["state"][number])
-        return packed
+        return super().state_dict()
 
     def _expanded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
         expanded = {name: value for name, value in state.items() if name != "spans"}
@@ -158,60 +154,40 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                 else:
                     codes, scales = held["codes"][which].cpu(), held["scales"][which].cpu()
                     values = to if to.is_cpu else torch.empty_like(to, device="cpu")
-                    _C.optim_dequantise(which, values, span.first, codes, scales)
+                    _C.optim_dequantise(which, values, span.begin, codes, scales)
                     if values is not to:
                         to.copy_(values)
             expanded[name] = value.requires_grad_(False)
         return expanded
 
     def span_forms(self, param: Tensor) -> list[dict[str, tuple[torch.dtype, int]]]:
-        """See ``SpannedOptimizer``. Local."""
+        """See ``BlockOptimizer``. Local."""
         group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        wide = {
-            form: kind
-            for name in MOMENTS
-            for form, kind in (
-                (f"{name}.codes", (torch.uint8, 1)),
-                (f"{name}.scales", (torch.float32, BLOCK)),
-            )
-        }
-        small = {name: (torch.float32, 1) for name in MOMENTS}
-        return [wide if _is_8bit(group, span) else small for span in self._place(param).every]
+        return [
+            {
+                _name(which, kind): FORMS[kind]
+                for which in (0, 1)
+                for kind in (("codes", "scales") if _is_8bit(group, span) else ("values",))
+            }
+            for span in self._place(param).every
+        ]
 
-    def span_states(self, param: Tensor) -> list[dict[str, Any]]:
-        """See ``SpannedOptimizer``. Local."""
-        state = self.state.get(param, {})
-        held = iter(state.get("spans", []))
-        states: list[dict[str, Any]] = []
-        for span in self._place(param).every:
-            states.append({})
-            if not state or not span.length:
-                continue
-            own = next(held)
-            states[-1]["step"] = state["step"]
-            for which, name in enumerate(MOMENTS):
-                if "values" in own:
-                    states[-1][name] = own["values"][which]
-                else:
-                    states[-1][f"{name}.codes"] = own["codes"][which]
-                    states[-1][f"{name}.scales"] = Blocks(own["scales"][which], BLOCK)
-        return states
+    def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+        for held in state["spans"]:
+            yield {_name(which, kind): held[kind][which] for kind in held for which in (0, 1)}
 
     def take_span_states(self, param: Tensor, states: list[dict[str, Any]]) -> None:
-        """See ``SpannedOptimizer``. Local."""
-        spans: list[dict[str, Any]] = []
-        for given in states:
-            if MOMENTS[0] in given:
-                spans.append({"values": [given[name] for name in MOMENTS]})
-            elif given:
-                spans.append(
-                    {
-                        kind: [given[f"{name}.{kind}"] for name in MOMENTS]
-                        for kind in ("codes", "scales")
-                    }
-                )
-        step = next(given["step"] for given in states if given)
-        self.state[param] = {"step": step, "spans": spans}
+        """See ``BlockOptimizer``. Local."""
+        given = [each for each in states if each]
+        spans = [
+            {
+                kind: [each[_name(which, kind)] for which in (0, 1)]
+                for kind in FORMS
+                if _name(0, kind) in each
+            }
+            for each in given
+        ]
+        self.state[param] = {"step": given[0]["step"], "spans": spans}
         if self._store is not None:
             self._place_states({id(param)})
 
@@ -220,9 +196,8 @@ class AdamW8bit(SpannedOptimizer, AdamW):
 
     def _after_load(self) -> None:
         """Quantise what ``_loaded`` left in float32. Collective where blocks are shared."""
-        places = self._cut_blocks()
         for which, name in enumerate(MOMENTS):
-            loaded: list[tuple[Span, dict[str, Any], Tensor, np.ndarray]] = []
+            loaded: list[tuple[ParamSpan, dict[str, Any], Tensor, np.ndarray]] = []
             for group in self.param_groups:
                 for param in group["params"]:
                     state = self.state.get(param, {})
@@ -239,13 +214,13 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                             continue
                         own = own.cpu()
                         edges = np.zeros((2, 3), dtype=np.float32)
-                        _C.optim_edges_of(which, own, span.first, edges)
+                        _C.optim_edges_of(which, own, span.begin, edges)
                         loaded.append((span, held, own, edges))
             edges = np.stack([e for *_, e in loaded]) if loaded else np.zeros((0, 2, 3), np.float32)
-            places.exchange([span for span, *_ in loaded], edges)
+            self._share_edges([span for span, *_ in loaded], edges)
             for (span, held, own, _), edge in zip(loaded, edges, strict=True):
                 codes, scales = held["codes"][which].cpu(), held["scales"][which].cpu()
-                _C.optim_quantise(which, own, span.first, codes, scales, np.ascontiguousarray(edge))
+                _C.optim_quantise(which, own, span.begin, codes, scales, np.ascontiguousarray(edge))
                 held["codes"][which].copy_(codes)
                 held["scales"][which].copy_(scales)
         if self._store is not None:
@@ -255,40 +230,54 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         super().add_param_group(param_group)
         self._cut = None
 
-    def _cut_blocks(self) -> CutBlocks:
+    def _cut_blocks(self) -> SharedBlocks:
         sizes = [group["min_8bit_size"] for group in self.param_groups]
         if self._cut is None or self._cut[0] != sizes:
             self._cut = sizes, self._find_cut_blocks()
         return self._cut[1]
 
-    def _find_cut_blocks(self) -> CutBlocks:
-        return CutBlocks(
-            (self._place(param).group, span)
-            for group in self.param_groups
-            for param in group["params"]
-            for span in self._place(param).every
-            if _is_8bit(group, span)
+    def _find_cut_blocks(self) -> SharedBlocks:
+        return SharedBlocks(
+            3,
+            (
+                (self._place(param).group, span, BLOCK)
+                for group in self.param_groups
+                for param in group["params"]
+                for span in self._place(param).every
+                if _is_8bit(group, span)
+            ),
         )
+
+    def _share_edges(self, spans: list[ParamSpan], edges: np.ndarray) -> None:
+        """Replace the edges of shared blocks by all ranks' largest, others by -1. Collective."""
+        blocks = self._cut_blocks()
+        blocks.combine("max", "states of 8 bits of shared blocks", spans, edges)
+        for span, edge in zip(spans, edges, strict=True):
+            edge[[slot is None for slot in blocks.slots_of(span)[1]]] = -1
 
     # --- a step ----------------------------------------------------------------------------------
 
     def _communicates(self) -> bool:
-        return bool(self._cut_blocks())
+        return bool(self._cut_blocks().groups)
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
         """Exchange the extremes of the blocks that ranks share."""
         cut = self._cut_blocks()
         self._edges = {}
-        if not cut:
+        if not cut.groups:
             return
-        spans: list[Span] = []
+        spans: list[ParamSpan] = []
         parts: list[np.ndarray] = []
         for group, found in zip(self.param_groups, members, strict=True):
-            pieces = [p for p in self._split(group, found)[0] if cut.shares(p.span)]
+            pieces = [
+                p
+                for p in self._split(group, found)[0]
+                if any(slot is not None for slot in cut.slots_of(p.span)[1])
+            ]
             spans += [piece.span for piece in pieces]
             parts.append(self._own_edges(group, pieces, scaling))
         edges = np.concatenate(parts)
-        cut.exchange(spans, edges)
+        self._share_edges(spans, edges)
         self._edges = {id(span): edge for span, edge in zip(spans, edges, strict=True)}
 
     def _own_edges(
@@ -320,13 +309,13 @@ class AdamW8bit(SpannedOptimizer, AdamW):
             span, states = piece.span, self._held(piece)
             for low, high in _end_blocks(span):
                 value, grad = (t.view(-1)[low:high] for t in (piece.value, piece.grad))
-                first = (span.first + low) // BLOCK - span.first // BLOCK
+                first = (span.begin + low) // BLOCK - span.begin // BLOCK
                 held = {
                     f"{kind}.{which}": _copy(tensor[a:b], value.device)
                     for kind, a, b in (("codes", low, high), ("scales", first, first + 1))
                     for which, tensor in enumerate(states[kind])
                 }
-                own = Ends(span.start + low, span.start + high, False)
+                own = Ends(span.at + low, span.at + high, False)
                 self._lend(worker, value, piece.param, own, held)
                 ends.append(Piece(value, worker._place(value).spans[0], piece.key, value, grad))
         found = np.zeros((len(ends), 2, 3), dtype=np.float32)
@@ -339,12 +328,12 @@ class AdamW8bit(SpannedOptimizer, AdamW):
         super()._lend(worker, part, param, ends, held)
         states = {
             kind: [held[f"{kind}.{which}"] for which in (0, 1)]
-            for kind in KINDS
+            for kind in FORMS
             if f"{kind}.0" in held
         }
         worker.state[part]["spans"] = [states]
         spans = self._place(param).spans
-        whole = next(s for s in spans if s.start <= ends.begin < s.start + s.length)
+        whole = next(s for s in spans if s.at <= ends.begin < s.at + s.count)
         shared = self._edges or {}
         if worker._edges is self._edges:
             worker._edges = {}
@@ -419,75 +408,27 @@ class AdamW8bit(SpannedOptimizer, AdamW):
                 [h["scales"][1] for h in held],
             ),
             [self.state[piece.param]["step"] for piece in pieces],
-            tuple((piece.span.first, piece.key, 1) for piece in pieces),
+            tuple((piece.span.begin, piece.key, 1) for piece in pieces),
             edges,
         )
 
 
-class CutBlocks:
-    """The blocks of 256 elements that ranks share, with a slot each; the same on all ranks."""
-
-    def __init__(self, spans: Any) -> None:
-        self.slots = Slots(3)
-        self.of: dict[int, tuple[Group, dict[int, int]]] = {}
-        for group, span in spans:
-            blocks = sorted({cut // BLOCK for cut in span.cuts if cut % BLOCK})
-            if blocks:
-                start = self.slots.add(group, len(blocks))
-                numbers = {block: start + i for i, block in enumerate(blocks)}
-                self.of[id(span)] = (group, numbers)
-
-    def __bool__(self) -> bool:
-        return bool(self.of)
-
-    def shares(self, span: Span) -> bool:
-        """True if another rank holds a part of the span's first or last block."""
-        return any(slot is not None for slot in self._slots_of(span))
-
-    def _slots_of(self, span: Span) -> tuple[int | None, int | None]:
-        _, numbers = self.of.get(id(span), (None, {}))
-        last = span.first + span.length - 1
-        return numbers.get(span.first // BLOCK), numbers.get(last // BLOCK)
-
-    def exchange(self, spans: list[Span], edges: np.ndarray) -> None:
-        """Replace the edges of shared blocks by all ranks' largest, others by -1. Collective."""
-
-        def fill(group: Group, values: np.ndarray) -> None:
-            for span, edge in zip(spans, edges, strict=True):
-                if id(span) in self.of and self.of[id(span)][0].identity == group.identity:
-                    for slot, own in zip(self._slots_of(span), edge, strict=True):
-                        if slot is not None:
-                            values[slot] = np.maximum(values[slot], own)
-
-        found = self.slots.combine("max", "states of 8 bits of shared blocks", fill)
-        for span, edge in zip(spans, edges, strict=True):
-            for which, slot in enumerate(self._slots_of(span)):
-                if slot is None:
-                    edge[which] = -1
-                else:
-                    edge[which] = found[self.of[id(span)][0].identity][slot]
-
-
-def _end_blocks(span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
+def _end_blocks(span: ParamSpan) -> tuple[tuple[int, int], tuple[int, int]]:
     """The elements of the first and of the last block, counted from the span's start."""
-    first = min(BLOCK - span.first % BLOCK, span.length)
-    last = max(span.length - ((span.first + span.length - 1) % BLOCK + 1), 0)
-    return (0, first), (last, span.length)
+    first = min(BLOCK - span.begin % BLOCK, span.count)
+    last = max(span.count - ((span.begin + span.count - 1) % BLOCK + 1), 0)
+    return (0, first), (last, span.count)
 
 
-def _edges_of_slice(whole: Span, own: Span, edges: np.ndarray) -> np.ndarray:
+def _edges_of_slice(whole: ParamSpan, own: ParamSpan, edges: np.ndarray) -> np.ndarray:
     """Of a slice's first and last block, from those of the span's."""
     found = np.full((2, 3), -1, dtype=np.float32)
-    blocks = [_blocks_of(span) for span in (own, whole)]
-    for end in (0, 1):
-        for other in (0, 1):
+    blocks = [touched(span, BLOCK) for span in (own, whole)]
+    for end in (0, -1):
+        for other in (0, -1):
             if blocks[0][end] == blocks[1][other]:
                 found[end] = edges[other]
     return found
-
-
-def _blocks_of(span: Span) -> tuple[int, int]:
-    return span.first // BLOCK, (span.first + span.length - 1) // BLOCK
 
 
 def _shown(spans: list[set[str]]) -> list[list[str]]:
@@ -498,17 +439,22 @@ def _copy(tensor: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(tensor, device=device).copy_(tensor, non_blocking=True)
 
 
-def _is_8bit(group: dict[str, Any], span: Span) -> bool:
-    return numel_of(span) >= group["min_8bit_size"]
+def _is_8bit(group: dict[str, Any], span: ParamSpan) -> bool:
+    return span.numel >= group["min_8bit_size"]
 
 
-def _fresh(span: Span, eight_bits: bool, device: torch.device) -> dict[str, Any]:
+def _name(which: int, kind: str) -> str:
+    """The name in checkpoints."""
+    return MOMENTS[which] if kind == "values" else f"{MOMENTS[which]}.{kind}"
+
+
+def _fresh(span: ParamSpan, eight_bits: bool, device: torch.device) -> dict[str, Any]:
     if not eight_bits:
-        return {"values": [torch.zeros(span.length, device=device) for _ in MOMENTS]}
-    blocks = (span.first + span.length - 1) // BLOCK - span.first // BLOCK + 1
+        return {"values": [torch.zeros(span.count, device=device) for _ in MOMENTS]}
+    blocks = len(touched(span, BLOCK))
     return {
         "codes": [
-            torch.full((span.length,), zero, dtype=torch.uint8, device=device) for zero in (127, 0)
+            torch.full((span.count,), zero, dtype=torch.uint8, device=device) for zero in (127, 0)
         ],
         "scales": [torch.zeros(blocks, device=device) for _ in MOMENTS],
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
-from fsdpc.optim._places import Span, local_of
+from fsdpc.optim._places import ParamSpan, local_of
 from fsdpc.optim._spanned import SpannedOptimizer, part
 from fsdpc.optim.adam import AdamW
 
@@ -85,13 +85,13 @@ class AdamWBF16(SpannedOptimizer, AdamW):
 
     def _table_place(self, param: Tensor) -> tuple[int, int] | None:
         spans = self._spans(param)
-        if len(spans) != 1 or spans[0].length != local_of(param).numel():
+        if len(spans) != 1 or spans[0].count != local_of(param).numel():
             return None
-        return spans[0].first, self._key(param, spans[0])
+        return spans[0].begin, self._key(param, spans[0])
 
-    def _spans(self, param: Tensor) -> list[Span]:
+    def _spans(self, param: Tensor) -> list[ParamSpan]:
         """An empty one for a parameter without elements here, so that its steps are counted."""
-        return self._place(param).spans or [Span(0, 0, 0, (0,), 0, ())]
+        return self._place(param).spans or [ParamSpan(0, 0, 0, (0,))]
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         pieces = list(self._pieces(found.params, found.values, found.grads))
@@ -108,5 +108,5 @@ class AdamWBF16(SpannedOptimizer, AdamW):
                 for name in ("exp_avg", "exp_avg_sq")
             ),
             [state["step"] for state in states],
-            tuple((piece.span.first, piece.key, 1) for piece in pieces),
+            tuple((piece.span.begin, piece.key, 1) for piece in pieces),
         )
