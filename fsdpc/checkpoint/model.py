@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -165,14 +164,14 @@ def _add_units(found: Model, model: nn.Module) -> None:
         entries = _unit_entries(named)
         for i in _flat_order(named):
             found.add(entries[i], named.names[i])
-        for part in named.parts:
+        for sharded in named.params:
             covers = []
-            for i in part.covers:
+            for i in sharded.covers:
                 spans = table_of(*named.spans[i][rank])
-                spans[:, 1] -= named.begin(part, rank)
+                spans[:, 1] -= sharded.span(rank).at
                 covers.append((entries[i], spans))
-            found.seen.append(Seen(part.param, covers, partial(named.check_cut, part)))
-            found.touched.append(part.param)
+            found.seen.append(Seen(sharded.param, covers, sharded.check_cut))
+            found.touched.append(sharded.param)
     for name, param in book.plain.items():
         _add_param(found, name, param, book.aliases[name])
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from fsdpc import _C
 from fsdpc._spans.blocks import begun
 from fsdpc._spans.span import moved_to, whole_span
+from fsdpc._states.keys import is_cut, numbers_of, shape_of
 from fsdpc.checkpoint.entries import Entry, flat
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.model import Model, Seen
@@ -110,7 +111,10 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     groups = held_params(optimizer, model)
     with ranks.step("reading the optimizer's state") as step:
         held = [each for group in groups for seen in group for each in _held(optimizer, seen)]
-        numbers = _numbers(held)
+        numbers = numbers_of(
+            (each.shape, {key: shape_of(value) for key, value in each.state.items()})
+            for each in held
+        )
         step.value = _packed([_outline(each, numbers) for each in held])
     found = State()
     for group, members in zip(optimizer.param_groups, groups, strict=True):
@@ -180,19 +184,6 @@ def local_shape(param: torch.Tensor) -> tuple[int, ...]:
     return tuple(_local(param).shape)
 
 
-def _numbers(held: list[Held]) -> set[str]:
-    """Keys with one number per parameter, found on parameters that have dimensions: the state of a
-    0-dim parameter does not show whether it is a number or an element.
-    """
-    found = {"step"}
-    for each in held:
-        if each.shape != ():
-            for key, value in each.state.items():
-                if isinstance(value, torch.Tensor) and value.dim() == 0:
-                    found.add(key)
-    return found
-
-
 def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
     """This rank's elements, and kind, dtype and form of each value."""
     count = sum(int(spans[:, 2].sum()) for _, spans in each.covers)
@@ -204,8 +195,7 @@ def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
         if not isinstance(value, torch.Tensor):
             form[key] = ["value", value]
             continue
-        is_cut = tuple(value.shape) == each.shape
-        if is_cut and (value.dim() > 0 or key not in numbers):
+        if is_cut(key, shape_of(value), each.shape, numbers):
             if each.check_cut is not None:
                 each.check_cut(key)
             form[key] = ["cut", value.dtype]

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
+from fsdpc._states.keys import is_cut, numbers_of
 from fsdpc._torch import ShardedTensor
 from fsdpc.checkpoint.dcp_folder import INDEX as DCP_INDEX
 from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored, TextKeys
@@ -106,15 +107,21 @@ class TorchFiles:
         """``kinds`` and ``groups`` as in ``optimizer.State``, by the names or numbers that are
         stored; ``shape_of`` such a parameter.
         """
-        shapes = {name: shape_of(name) for name in self._states}
-        numbers = {"step"}
-        for name, state in self._states.items():
-            if shapes[name]:
-                numbers |= {k for k, v in state.items() if _is_tensor(v) and v.shape == ()}
-        kinds = {
-            name: {key: _kind(key, value, shapes[name], numbers) for key, value in state.items()}
+        found = {
+            name: (shape_of(name), {k: tuple(v.shape) for k, v in state.items() if _is_tensor(v)})
             for name, state in self._states.items()
         }
+        numbers = numbers_of(found.values())
+        kinds: dict[str, dict[str, Any]] = {}
+        for name, (of, shapes) in found.items():
+            kinds[name] = {
+                key: ["value", value]
+                if key not in shapes
+                else "cut"
+                if is_cut(key, shapes[key], of, numbers)
+                else "whole"
+                for key, value in self._states[name].items()
+            }
         return kinds, [dict(group) for group in self._groups]
 
     # --- the optimizer ---
@@ -434,13 +441,6 @@ def _scalars(states: dict[Any, Any]) -> dict[Any, Any]:
         param: {key: v if _is_tensor(v) else _values(v) for key, v in state.items()}
         for param, state in states.items()
     }
-
-
-def _kind(key: str, value: Any, shape: tuple[int, ...] | None, numbers: set[str]) -> Any:
-    if not _is_tensor(value):
-        return ["value", value]
-    same = shape is not None and tuple(value.shape) == tuple(shape)
-    return "cut" if same and not (shape == () and key in numbers) else "whole"
 
 
 def _shown(names: Any) -> str:

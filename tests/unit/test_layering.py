@@ -287,6 +287,7 @@ PACKAGE = (
     "ground",
     "_comm",
     "_spans",
+    "_states",
     "_engine",
     "_clip",
     "_fsdp1",

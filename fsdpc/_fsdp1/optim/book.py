@@ -19,16 +19,9 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp1.collect import owned_modules, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.root import placed_units
+from fsdpc._spans.span import Span
 
 Key = Hashable  # an optimizer's key of a parameter: an id, or a name
-
-
-@dataclass
-class Part:
-    """A sharded parameter and the originals it covers (indices in the unit)."""
-
-    param: nn.Parameter
-    covers: tuple[int, ...]
 
 
 @dataclass
@@ -38,52 +31,71 @@ class UnitEntry:
     member: Any
     unit: Any
     names: list[list[str]]  # per parameter: the first name, then those of tied sites
-    parts: list[Part]
-    layout: dict[str, Any]
 
     def __post_init__(self) -> None:
+        self.layout = self.unit.flat.layout()
         self.spans = self.unit.spans()
+        self.params = [ShardedParam(self, p, covers) for p, _, covers in self.unit.optim_params]
 
     @property
     def comm(self) -> Any:
         return self.unit.groups.shard
 
-    def first_names(self, part: Part) -> list[str]:
-        return [self.names[i][0] for i in part.covers]
 
-    def length(self, part: Part, rank: int) -> int:
-        """Number of elements of the part on a rank."""
-        if self.unit.use_orig_params:
-            return self.spans[part.covers[0]][rank].count
-        return self.segment(part)["piece_numel"]
+@dataclass
+class ShardedParam:
+    """A parameter as the optimizer holds it, and the originals it covers (indices in the unit)."""
 
-    def begin(self, part: Part, rank: int) -> int:
-        """Where a rank's elements of the part begin in its piece of the segment."""
-        return self.spans[part.covers[0]][rank].at if self.unit.use_orig_params else 0
+    of: UnitEntry
+    param: nn.Parameter
+    covers: tuple[int, ...]
 
-    def check_cut(self, part: Part, name: str) -> None:
+    @property
+    def names(self) -> list[str]:
+        """The first name of each original."""
+        return [self.of.names[i][0] for i in self.covers]
+
+    @property
+    def text(self) -> str:
+        """For messages."""
+        names = self.names
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        return f"{shown} of unit {self.of.unit.name!r}"
+
+    @property
+    def segment_index(self) -> int:
+        return self.of.layout["params"][self.covers[0]]["segment"]
+
+    @property
+    def piece_numel(self) -> int:
+        """Elements of each rank's piece of the segment."""
+        segment = self.of.layout["segments"][self.segment_index]
+        return segment["piece_numel"] // self.of.unit.items[self.covers[0]]
+
+    def span(self, rank: int) -> Span:
+        """A rank's elements: of the piece of the segment if it is a flat parameter."""
+        if self.of.unit.use_orig_params:
+            return self.of.spans[self.covers[0]][rank]
+        return Span(0, 0, self.of.layout["segments"][self.segment_index]["piece_numel"])
+
+    def shape(self, rank: int) -> tuple[int, ...]:
+        """Shape in a rank's optimizer."""
+        if self.of.unit.use_orig_params and not self.of.unit.is_sharded:
+            return tuple(self.of.unit.shapes[self.covers[0]])
+        return (self.span(rank).count,)
+
+    def check_cut(self, name: str) -> None:
         """``NotImplementedError``: the optimizer holds bytes of originals with wider elements."""
-        wide = [i for i in part.covers if self.unit.items[i] > 1]
-        if wide and not self.unit.use_orig_params:
+        unit = self.of.unit
+        wide = [i for i in self.covers if unit.items[i] > 1]
+        if wide and not unit.use_orig_params:
             raise NotImplementedError(
-                f"optimizer state {name!r} of {self.names[wide[0]][0]} (unit {self.unit.name!r}): "
-                f"the flat parameter holds the bytes of {self.unit.dtypes[wide[0]]} values, and a "
+                f"optimizer state {name!r} of {self.of.names[wide[0]][0]} (unit {unit.name!r}): "
+                f"the flat parameter holds the bytes of {unit.dtypes[wide[0]]} values, and a "
                 "state of bytes has no form by names: make the optimizer of the parameters that "
                 "train ([p for p in model.parameters() if p.requires_grad]), or wrap with "
                 "use_orig_params=True"
             )
-
-    def shape(self, part: Part, rank: int) -> tuple[int, ...]:
-        """Shape of the part in a rank's optimizer."""
-        if self.unit.use_orig_params and not self.unit.is_sharded:
-            return tuple(self.unit.shapes[part.covers[0]])
-        return (self.length(part, rank),)
-
-    def segment_index(self, part: Part) -> int:
-        return self.layout["params"][part.covers[0]]["segment"]
-
-    def segment(self, part: Part) -> dict[str, Any]:
-        return self.layout["segments"][self.segment_index(part)]
 
 
 @dataclass
@@ -146,8 +158,8 @@ def read_book(model: nn.Module) -> Book:
         )
     book = Book(units, {})
     for entry in units:
-        for part in entry.parts:
-            book.names[id(part.param)] = entry.first_names(part)
+        for sharded in entry.params:
+            book.names[id(sharded.param)] = sharded.names
         for names in entry.names:
             book.aliases[names[0]] = names
     _add_plain(book, model)
@@ -167,8 +179,7 @@ def _unit_entry(prefix: str, member: Any) -> UnitEntry:
             name = join(prefix, join(module_name, attr))
             if name not in names[i]:
                 names[i].append(name)
-    parts = [Part(param, covers) for param, _, covers in unit.optim_params]
-    return UnitEntry(member, unit, names, parts, unit.flat.layout())
+    return UnitEntry(member, unit, names)
 
 
 def _add_plain(book: Book, model: nn.Module) -> None:

@@ -81,9 +81,9 @@ def _check_known(owner: dict[str, int], held: list[tuple[Key, nn.Parameter]], bo
     frozen = {
         name
         for entry in book.units
-        for part in entry.parts
-        if not part.param.requires_grad
-        for name in entry.first_names(part)
+        for sharded in entry.params
+        if not sharded.param.requires_grad
+        for name in sharded.names
     } | {name for name, param in book.plain.items() if not param.requires_grad}
     for name in owner:
         if name not in book.aliases:

@@ -19,11 +19,12 @@ from fsdpc._comm.bootstrap import comm_for_group
 from fsdpc._comm.objects import broadcast
 from fsdpc._comm.plain import Outline
 from fsdpc._engine.device import engine_device
-from fsdpc._fsdp1.optim.book import Book, Key, Part, UnitEntry
+from fsdpc._fsdp1.optim.book import Book, Key, ShardedParam, UnitEntry
 from fsdpc._fsdp1.optim.describe import State, equal
 from fsdpc._spans import rows as _sharded
 from fsdpc._spans.window import Wanted, gather
 from fsdpc._spans.window import broadcast as broadcast_elements
+from fsdpc._states.keys import is_cut, numbers_of, shape_of
 from fsdpc._torch import ShardedTensor, tree_map
 
 
@@ -49,9 +50,7 @@ class OwnDict:
         self._device = device
 
     def fetch(self, value: Any, what: str) -> Any:
-        if isinstance(value, DTensor):
-            return value.full_tensor()
-        if isinstance(value, ShardedTensor):
+        if _sharded.is_distributed(value):
             size = torch.Size(_sharded.size_of(value))
             return self.elements(value, 0, size.numel(), what).view(size)
         return value
@@ -161,13 +160,13 @@ def sharded_states(
     keys = {id(param): key for key, param in held}
     result: dict[Any, Any] = {}
     for entry in book.units:
-        for part in entry.parts:
-            if id(part.param) in keys:
-                state = loader.part(entry, part)  # collective: values may come from other ranks
-                if state is not None and not entry.unit.holds_nothing(part.param):
-                    result[keys[id(part.param)]] = state
+        for sharded in entry.params:
+            if id(sharded.param) in keys:
+                state = loader.state(sharded)  # collective: values may come from other ranks
+                if state is not None and not entry.unit.holds_nothing(sharded.param):
+                    result[keys[id(sharded.param)]] = state
     for name, param in book.plain.items():
-        state = loader.find(book.aliases[name])
+        state = _find(saved, book.aliases[name])
         if id(param) in keys and state is not None:
             result[keys[id(param)]] = {
                 n: _own(loader.fetch(value, n, name)) for n, value in state.items()
@@ -179,25 +178,21 @@ def sharded_states(
 
 
 def _numbers(book: Book, saved: dict[str, Any]) -> set[str]:
-    """Names of states with one number per parameter, like Adam's ``step``, found on parameters with
-    dimensions: a 0-dim parameter's 0-dim state could also be its element.
-    """
-    numbers, elements = set(), set()
-    for entry in book.units:
-        for names, shape in zip(entry.names, entry.unit.shapes, strict=True):
-            state = next((saved[name] for name in names if name in saved), None)
-            if len(shape) > 0 and isinstance(state, dict):
-                numbers |= {name for name, value in state.items() if _shape(value) == ()}
-                elements |= {name for name, value in state.items() if _shape(value)}
-    return numbers | ({"step"} - elements)
+    """See ``numbers_of``."""
+    members = [
+        pair for entry in book.units for pair in zip(entry.names, entry.unit.shapes, strict=True)
+    ]
+    found = [(tuple(shape), _find(saved, names)) for names, shape in members]
+    return numbers_of(
+        (shape, {name: shape_of(value) for name, value in state.items()})
+        for shape, state in found
+        if isinstance(state, dict)
+    )
 
 
-def _shape(value: Any) -> tuple[int, ...] | None:
-    if isinstance(value, Outline):
-        return value.shape
-    if isinstance(value, (torch.Tensor, ShardedTensor)):
-        return _sharded.size_of(value)
-    return None
+def _find(saved: dict[str, Any], names: list[str]) -> Any:
+    """What is saved under the first of these names, ``None`` if nothing is."""
+    return next((saved[name] for name in names if name in saved), None)
 
 
 def _own(value: Any) -> Any:
@@ -211,14 +206,12 @@ class _Loader:
     saved: dict[str, Any]
     numbers: set[str]
 
-    def find(self, names: list[str]) -> State | None:
-        return next((self.saved[name] for name in names if name in self.saved), None)
-
     def fetch(self, value: Any, name: str, of: str) -> Any:
         return self.source.fetch(value, f"optimizer state {name} of {of}")
 
-    def part(self, entry: UnitEntry, part: Part) -> State | None:
-        found = {i: self.find(entry.names[i]) for i in part.covers}
+    def state(self, sharded: ShardedParam) -> State | None:
+        entry = sharded.of
+        found = {i: _find(self.saved, entry.names[i]) for i in sharded.covers}
         states = {i: state for i, state in found.items() if state}
         if not states:
             return None
@@ -231,41 +224,38 @@ class _Loader:
         result: State = {}
         for name in names:
             values = {i: state[name] for i, state in states.items()}
-            cut = all(self._is_cut(entry, i, name, value) for i, value in values.items())
-            result[name] = (self._cut if cut else self._same)(entry, part, name, values)
+            cut = all(
+                is_cut(name, shape_of(value), tuple(entry.unit.shapes[i]), self.numbers)
+                for i, value in values.items()
+            )
+            result[name] = (self._cut if cut else self._same)(sharded, name, values)
         return result
 
-    def _is_cut(self, entry: UnitEntry, i: int, name: str, value: Any) -> bool:
-        """True if a value has one element per element of the parameter."""
-        shape = _shape(value)
-        return shape == tuple(entry.unit.shapes[i]) and (shape != () or name not in self.numbers)
-
-    def _cut(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> torch.Tensor:
+    def _cut(self, sharded: ShardedParam, name: str, values: dict[int, Any]) -> torch.Tensor:
         """This rank's elements; zeros for members of a flat parameter without state."""
-        entry.check_cut(part, name)
-        rank = entry.comm.rank
+        sharded.check_cut(name)
+        entry, rank = sharded.of, sharded.of.comm.rank
+        begun, numel = sharded.span(rank).at, sharded.span(rank).count
         result: torch.Tensor | None = None
         for i, value in values.items():
-            begin, piece_begin, length = entry.spans[i][rank]
+            begin, at, count = entry.spans[i][rank]
             what = f"optimizer state {name} of {entry.names[i][0]}"
-            mine = self.source.elements(value, begin, begin + length, what)
+            mine = self.source.elements(value, begin, begin + count, what)
             if result is None:
-                numel = entry.length(part, rank)
-                result = torch.zeros(numel, dtype=mine.dtype, device=part.param.device)
+                result = torch.zeros(numel, dtype=mine.dtype, device=sharded.param.device)
             if mine.dtype != result.dtype:
                 raise ValueError(
                     "All unflattened parameters comprising a single flat parameter must have "
                     "positive-dimension tensor state with the same dtype but got dtypes "
                     f"{result.dtype} and {mine.dtype} for state {name} ({entry.names[i][0]})"
                 )
-            piece_begin = 0 if entry.unit.use_orig_params else piece_begin
-            result[piece_begin : piece_begin + length].copy_(mine)
+            result[at - begun : at - begun + count].copy_(mine)
         assert result is not None
-        return result.view(entry.shape(part, rank))
+        return result.view(sharded.shape(rank))
 
-    def _same(self, entry: UnitEntry, part: Part, name: str, values: dict[int, Any]) -> Any:
+    def _same(self, sharded: ShardedParam, name: str, values: dict[int, Any]) -> Any:
         """The common value of numbers and of tensors with another shape than the parameter's."""
-        wholes = []
+        entry, wholes = sharded.of, []
         for i, value in values.items():
             _check_no_factor(entry, i, name, value)
             wholes.append(self.fetch(value, name, entry.names[i][0]))
@@ -279,7 +269,7 @@ class _Loader:
 
 
 def _check_no_factor(entry: UnitEntry, i: int, name: str, value: Any) -> None:
-    shape, of = _shape(value), tuple(entry.unit.shapes[i])
+    shape, of = shape_of(value), tuple(entry.unit.shapes[i])
     if not shape or len(of) < 2 or (entry.unit.use_orig_params and not entry.unit.is_sharded):
         return
     broadcasts = len(shape) == len(of) and all(n in (1, m) for n, m in zip(shape, of, strict=True))

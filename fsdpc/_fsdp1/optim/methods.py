@@ -23,7 +23,7 @@ from fsdpc._fsdp1.optim.book import Key, is_named, keys_of_input, keys_of_optimi
 from fsdpc._fsdp1.optim.groups import keyed_groups, named_groups
 from fsdpc._fsdp1.optim.load import FirstRanksDict, OwnDict, sharded_states
 from fsdpc._fsdp1.optim.rekey import rekey
-from fsdpc._fsdp1.optim.save import Keep, Rows, Whole, copy_unknown, gather_states
+from fsdpc._fsdp1.optim.save import Keep, copy_unknown, gather_states
 from fsdpc.api import OptimStateKeyType, StateDictType
 
 StateDict = dict[str, Any]
@@ -81,10 +81,8 @@ def _save(
     for _, param in held:
         book.names_of(param)
     keep: Keep | None = None
-    if not form.full:
-        keep = Rows(form.use_dtensor, form.offload)
-    elif not form.rank0_only or dist.get_rank(group) == 0:
-        keep = Whole(form.offload)
+    if not (form.full and form.rank0_only) or dist.get_rank(group) == 0:
+        keep = Keep(form.full, form.offload, form.use_dtensor)
     kept: dict[Any, Any] = gather_states(book, held, state, keep)
     if keep is None:
         return {}

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
+from fsdpc._engine.device import CPU
 from fsdpc._fsdp1.optim.book import Book, Key, UnitEntry
 from fsdpc._fsdp1.optim.describe import ABSENT, Plan, State, plan_states
 from fsdpc._fsdp1.state.sharded import mesh_of
@@ -23,19 +23,53 @@ from fsdpc._spans.span import Span
 from fsdpc._spans.window import Wanted, gather
 
 
-class Keep(Protocol):
-    """The elements of full states that a rank keeps, and their form."""
+@dataclass
+class Keep:
+    """The elements of full states that a rank keeps, and their form: ``full`` values in the
+    original shapes; or this rank's rows as a ``ShardedTensor``, or as a ``DTensor`` of the unit's
+    mesh. ``offload``: on the CPU.
+    """
+
+    full: bool
+    offload: bool
+    use_dtensor: bool = False
 
     def span(self, entry: UnitEntry, i: int) -> Span:
         """The kept elements of the unit's ``i``-th parameter."""
+        pg, shape = entry.unit.groups.shard_pg, entry.unit.shapes[i]
+        if not self._cuts(entry, i):
+            return Span(0, 0, shape.numel())
+        return _sharded.block(shape, pg.size(), pg.rank())
 
     def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
         """The dict's value for the kept elements ``values``, a 1-D tensor."""
+        pg, shape = entry.unit.groups.shard_pg, entry.unit.shapes[i]
+        made: Any = values
+        if self._cuts(entry, i):
+            rows = values.view(_sharded.rows_shape(shape, pg.size(), pg.rank()))
+            made = _sharded.wrap_rows(rows, shape, pg, self._mesh(entry))
+        else:
+            made = values.view(shape)
+        return made.cpu() if self.offload else made
 
     def device(self, entry: UnitEntry) -> torch.device:
         """The device on which the kept elements are assembled."""
+        # A DTensor is made on its mesh's device, then offloaded.
+        on_cpu = self.offload and (self.full or self._mesh(entry) is None)
+        return CPU if on_cpu else entry.unit.device
 
-    offload: bool  # to the CPU
+    def _cuts(self, entry: UnitEntry, i: int) -> bool:
+        return not self.full and entry.unit.is_sharded and _sharded.is_cut(entry.unit.shapes[i])
+
+    def _mesh(self, entry: UnitEntry) -> Any:
+        mesh = entry.member._device_mesh
+        if self.use_dtensor and mesh is None:
+            raise AssertionError(
+                "Expected _device_mesh to be not None, got None: "
+                "ShardedOptimStateDictConfig(_use_dtensor=True) needs a model built with a "
+                f"device_mesh; unit {entry.unit.name!r} has none"
+            )
+        return None if mesh is None else mesh_of(entry.member)
 
 
 def gather_states(
@@ -74,12 +108,12 @@ def _gather_unit(
     kept: dict[str, State],
 ) -> None:
     states: list[Any] = [
-        state.get(keys[id(part.param)]) if id(part.param) in keys else ABSENT
-        for part in entry.parts
+        state.get(keys[id(sharded.param)]) if id(sharded.param) in keys else ABSENT
+        for sharded in entry.params
     ]
     plans = plan_states(entry, states)
     _keep_same(entry, plans, keep, kept)
-    for name, dtype, members in _cut_runs(entry, plans):
+    for (_, _, name, _), (dtype, members) in sorted(_cut_runs(entry, plans).items()):
         wanted = _gather_run(entry, name, dtype, members, states, keep)
         for i, want in wanted.items():
             kept[entry.names[i][0]][name] = keep.made(entry, i, want.values)  # type: ignore[union-attr]
@@ -90,10 +124,10 @@ def _keep_same(
 ) -> None:
     if keep is None:
         return
-    device = _device(entry, keep.offload)
-    for part, plan in zip(entry.parts, plans, strict=True):
+    device = CPU if keep.offload else entry.unit.device
+    for sharded, plan in zip(entry.params, plans, strict=True):
         if plan is not None:
-            for name in entry.first_names(part):
+            for name in sharded.names:
                 kept[name] = {n: _on(device, value) for n, value in plan.same.items()}
 
 
@@ -106,20 +140,18 @@ def _on(device: torch.device, value: Any) -> Any:
 
 def _cut_runs(
     entry: UnitEntry, plans: list[Plan | None]
-) -> Iterator[tuple[str, torch.dtype, list[int]]]:
-    """Parts of one segment, of elements of one size, with state of one name and dtype: they are
-    gathered together.
+) -> dict[tuple[int, int, str, str], tuple[torch.dtype, list[int]]]:
+    """Parameters of one segment, of elements of one size, with state of one name and dtype: they
+    are gathered together.
     """
-    runs: dict[tuple[int, int, str, str], list[int]] = {}
-    dtypes: dict[str, torch.dtype] = {}
+    runs: dict[tuple[int, int, str, str], tuple[torch.dtype, list[int]]] = {}
     for j, plan in enumerate(plans):
         for name, dtype in plan.cut.items() if plan is not None else ():
-            dtypes[str(dtype)] = dtype
-            part = entry.parts[j]
-            run = (entry.segment_index(part), entry.unit.items[part.covers[0]], name, str(dtype))
-            runs.setdefault(run, []).append(j)
-    for run in sorted(runs):
-        yield run[2], dtypes[run[3]], runs[run]
+            sharded = entry.params[j]
+            item = entry.unit.items[sharded.covers[0]]
+            run = (sharded.segment_index, item, name, str(dtype))
+            runs.setdefault(run, (dtype, []))[1].append(j)
+    return runs
 
 
 def _gather_run(
@@ -132,87 +164,15 @@ def _gather_run(
 ) -> dict[int, Wanted]:
     """The elements that this rank keeps of one state, by index of the parameter. Collective."""
     wanted: dict[int, Wanted] = {}
-    covered = [i for j in members for i in entry.parts[j].covers]
-    for i in covered if keep is not None else ():
-        kept = keep.span(entry, i)  # type: ignore[union-attr]
-        where = keep.device(entry)  # type: ignore[union-attr]
-        wanted[i] = Wanted(kept.begin, torch.empty(kept.count, dtype=dtype, device=where))
-    rank = entry.comm.rank
-    parts = [
-        (entry.begin(entry.parts[j], rank), states[j][name].reshape(-1))
-        for j in members
-        if entry.length(entry.parts[j], rank)
-    ]
-    first = entry.parts[members[0]]
-    piece = entry.segment(first)["piece_numel"] // entry.unit.items[first.covers[0]]
+    for i in (i for j in members for i in entry.params[j].covers) if keep is not None else ():
+        span, where = keep.span(entry, i), keep.device(entry)
+        wanted[i] = Wanted(span.begin, torch.empty(span.count, dtype=dtype, device=where))
+    here = [(entry.params[j].span(entry.comm.rank), states[j]) for j in members]
+    parts = [(span.at, state[name].reshape(-1)) for span, state in here if span.count]
     what = f"optimizer state {name} of unit {entry.unit.name}"
-    spans = dict(enumerate(entry.spans))
+    piece, spans = entry.params[members[0]].piece_numel, dict(enumerate(entry.spans))
     gather(entry.comm, piece, dtype, parts, spans, wanted, what, entry.unit.device)
     return wanted
-
-
-# --- what is kept ---
-
-
-def _device(entry: UnitEntry, offload: bool) -> torch.device:
-    return torch.device("cpu") if offload else entry.unit.device
-
-
-@dataclass
-class Whole:
-    """Full values in the original shapes."""
-
-    offload: bool
-
-    def span(self, entry: UnitEntry, i: int) -> Span:
-        return Span(0, 0, entry.unit.shapes[i].numel())
-
-    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> torch.Tensor:
-        return values.view(entry.unit.shapes[i])
-
-    def device(self, entry: UnitEntry) -> torch.device:
-        return _device(entry, self.offload)
-
-
-@dataclass
-class Rows:
-    """This rank's rows as a ``ShardedTensor``, or as a ``DTensor`` of the unit's mesh."""
-
-    use_dtensor: bool
-    offload: bool
-
-    def span(self, entry: UnitEntry, i: int) -> Span:
-        pg, shape = entry.unit.groups.shard_pg, entry.unit.shapes[i]
-        if not self._cut(entry, i):
-            return Span(0, 0, shape.numel())
-        return _sharded.block(shape, pg.size(), pg.rank())
-
-    def made(self, entry: UnitEntry, i: int, values: torch.Tensor) -> Any:
-        shape = entry.unit.shapes[i]
-        if not self._cut(entry, i):
-            return values.view(shape).cpu() if self.offload else values.view(shape)
-        pg = entry.unit.groups.shard_pg
-        rows = values.view(_sharded.rows_shape(shape, pg.size(), pg.rank()))
-        wrapped = _sharded.wrap_rows(rows, shape, pg, _mesh(entry, self.use_dtensor))
-        return wrapped.cpu() if self.offload else wrapped
-
-    def device(self, entry: UnitEntry) -> torch.device:
-        # A DTensor is made on its mesh's device, then offloaded.
-        return _device(entry, self.offload and _mesh(entry, self.use_dtensor) is None)
-
-    def _cut(self, entry: UnitEntry, i: int) -> bool:
-        return entry.unit.is_sharded and _sharded.is_cut(entry.unit.shapes[i])
-
-
-def _mesh(entry: UnitEntry, use_dtensor: bool) -> Any:
-    mesh = entry.member._device_mesh
-    if use_dtensor and mesh is None:
-        raise AssertionError(
-            "Expected _device_mesh to be not None, got None: "
-            "ShardedOptimStateDictConfig(_use_dtensor=True) needs a model built with a "
-            f"device_mesh; unit {entry.unit.name!r} has none"
-        )
-    return None if mesh is None else mesh_of(entry.member)
 
 
 def copy_unknown(state: dict[Key, Any], known: set[Key], kept: dict[Any, Any]) -> None:

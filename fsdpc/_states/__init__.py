@@ -1,0 +1,1 @@
+"""An optimizer's state as a table by the names of parameters."""
