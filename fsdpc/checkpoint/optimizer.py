@@ -12,18 +12,22 @@ whole parameter, also where a flat parameter covers several.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
-from fsdpc._spans.blocks import begun
-from fsdpc._spans.span import moved_to, whole_span
+from fsdpc._engine.device import CPU
+from fsdpc._engine.interop import around
+from fsdpc._spans.blocks import begun, touched
+from fsdpc._spans.span import Span, moved_to, whole_span
+from fsdpc._states.groups import group_of, owners_of, plain_options
 from fsdpc._states.keys import is_cut, numbers_of, shape_of
 from fsdpc.checkpoint.entries import Entry, flat
 from fsdpc.checkpoint.errors import CheckpointError
@@ -135,16 +139,17 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
             value = each.state.get(key)
             for name in names_of(each):
                 found.kinds.setdefault(name, {})[key] = _kind(kind, rest)
-            if kind == "cut":
-                made = _cut_entries(each, key, rest[0], value)
-            elif kind == "blocks":
-                made = [_block_entry(each, key, *rest, value)]
-            elif kind == "whole":
-                writes = ranks.rank == first
-                made = [(n, _whole_entry(n, key, rest, value, writes)) for n in names_of(each)]
-            else:
-                made = []
-            rows += [(key, order[name], entry) for name, entry in made]
+            for entry, spans in each.covers if kind != "value" else ():
+                if kind == "cut":
+                    made = _cut_entry((entry, spans), key, rest[0], _memory(value, rest[0]))
+                elif kind == "blocks":
+                    values = value.values if isinstance(value, Blocks) else None
+                    made = _block_entry((entry, spans), key, *rest, _memory(values, rest[0]))
+                else:
+                    memory = _memory(value if ranks.rank == first else None, rest[0])
+                    spans, name = whole_span(len(memory)), state_name(entry.name, key)
+                    made = Entry(name, tuple(rest[1]), rest[0], memory, spans)
+                rows.append((key, order[entry.name], made))
     found.entries = [entry for _, _, entry in sorted(rows, key=lambda row: row[:2])]
     return found
 
@@ -180,7 +185,7 @@ def _local(value: Any) -> Any:
     return value.to_local().detach() if isinstance(value, DTensor) else value
 
 
-def local_shape(param: torch.Tensor) -> tuple[int, ...]:
+def local_shape(param: Tensor) -> tuple[int, ...]:
     return tuple(_local(param).shape)
 
 
@@ -192,7 +197,7 @@ def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
         if isinstance(value, Blocks):
             form[key] = ["blocks", value.values.dtype, value.length]
             continue
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, Tensor):
             form[key] = ["value", value]
             continue
         if is_cut(key, shape_of(value), each.shape, numbers):
@@ -249,39 +254,29 @@ def _merge(each: Held, received: list[Any]) -> tuple[dict[str, list[Any]], int]:
     return outline, first
 
 
-def _cut_entries(
-    each: Held, key: str, dtype: torch.dtype, value: Any
-) -> Iterable[tuple[str, Entry]]:
-    memory = (
-        flat(value)
-        if isinstance(value, torch.Tensor)
-        else torch.empty(0, dtype=dtype, device="cpu")
-    )
-    for entry, spans in each.covers:
-        own = spans if len(memory) else spans[:0]
-        name = state_name(entry.name, key)
-        made = Entry(name, entry.shape, dtype, memory, own, entry.replica, entry.first_writes)
-        yield entry.name, made
+def _cut_entry(
+    covered: tuple[Entry, np.ndarray], key: str, dtype: torch.dtype, memory: Tensor
+) -> Entry:
+    entry, spans = covered
+    spans = spans if len(memory) else spans[:0]
+    name = state_name(entry.name, key)
+    return Entry(name, entry.shape, dtype, memory, spans, entry.replica, entry.first_writes)
 
 
 def _block_entry(
-    each: Held, key: str, dtype: torch.dtype, length: int, value: Any
-) -> tuple[str, Entry]:
-    ((entry, spans),) = each.covers
-    held = isinstance(value, Blocks)
-    memory = flat(value.values) if held else torch.empty(0, dtype=dtype, device="cpu")
-    own, _ = begun(spans if held else spans[:0], length)
+    covered: tuple[Entry, np.ndarray], key: str, dtype: torch.dtype, length: int, memory: Tensor
+) -> Entry:
+    entry, spans = covered
+    here, before = begun(spans if len(memory) else spans[:0], length)
     name, shape = state_name(entry.name, key), (-(-entry.numel // length),)
-    return entry.name, Entry(name, shape, dtype, memory, own, entry.replica, entry.first_writes)
+    return Entry(
+        name, shape, dtype, memory, here, entry.replica, entry.first_writes, borrowed=before
+    )
 
 
-def _whole_entry(name: str, key: str, rest: list[Any], value: Any, writes: bool) -> Entry:
-    dtype, shape = rest[0], tuple(rest[1])
-    entry = Entry(state_name(name, key), shape, dtype, torch.empty(0, dtype=dtype, device="cpu"))
-    if writes:
-        entry.memory = flat(value)
-        entry.spans = whole_span(len(entry.memory))
-    return entry
+def _memory(value: Any, dtype: torch.dtype) -> Tensor:
+    """Empty where this rank has no value."""
+    return flat(value) if isinstance(value, Tensor) else torch.empty(0, dtype=dtype, device="cpu")
 
 
 # --- loading -------------------------------------------------------------------------------------
@@ -292,11 +287,11 @@ class NewState:
     """Tensors to be filled and then given to the optimizer."""
 
     everyone: tuple[int, int]
+    groups: list[dict[str, Any]]
     entries: list[Entry] = field(default_factory=list)
-    states: list[tuple[torch.Tensor, dict[str, Any]]] = field(default_factory=list)
-    by_span: list[tuple[torch.Tensor, list[dict[str, Any]]]] = field(default_factory=list)
-    groups: list[dict[str, Any]] = field(default_factory=list)
-    kept: list[torch.Tensor] = field(default_factory=list)  # parameters whose state stays
+    states: list[tuple[Tensor, dict[str, Any]]] = field(default_factory=list)
+    by_span: list[tuple[Tensor, list[dict[str, Any]]]] = field(default_factory=list)
+    kept: list[Tensor] = field(default_factory=list)  # parameters whose state stays
 
     def give(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the optimizer's state and its groups' options. Local."""
@@ -306,7 +301,7 @@ class NewState:
             optimizer.state.update(staying)
         for param, state in self.states:
             optimizer.state[param] = state
-            increment_version([_local(v) for v in state.values() if isinstance(v, torch.Tensor)])
+            increment_version([_local(v) for v in state.values() if isinstance(v, Tensor)])
         if hasattr(optimizer, "settle_states"):  # fsdpc's
             optimizer.settle_states([param for param, _ in self.states])
         for param, states in self.by_span:
@@ -315,29 +310,32 @@ class NewState:
             group.update(options)
 
 
+# Dtype and shape of each state tensor in the checkpoint.
+Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
 def make_state(
     optimizer: torch.optim.Optimizer,
     model: Model,
     kinds: dict[str, dict[str, Any]],
     saved_groups: list[dict[str, Any]],
-    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    stored: Stored,
     chosen: set[str],
 ) -> NewState:
-    """Tensors for the saved state, of this rank's shapes. Local. ``dtypes``: of the state tensors
-    in the checkpoint, with their shapes. ``chosen``: names of parameters; the states of others
-    stay, and so do those of parameters that the saved groups lack. ``ValueError``: the state does
-    not fit this optimizer.
+    """Tensors for the saved state, of this rank's shapes. Local. ``chosen``: names of parameters;
+    the states of others stay, and so do those of parameters that the saved groups lack.
+    ``ValueError``: the state does not fit this optimizer.
     """
-    made = NewState(model.everyone)
     getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's, of which some may be on the way
     groups = held_params(optimizer, model)
-    made.groups = options_of(optimizer, groups, saved_groups, chosen)
     saved = kinds.keys() | {name for group in saved_groups for name in group["params"]}
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
     by_name = {aliases.get(name, name): form for name, form in kinds.items()}
+    made = NewState(model.everyone, options_of(groups, saved_groups, chosen))
+    maker = _Maker(optimizer, by_name, stored, made)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
-        on_device = on_device or hasattr(optimizer, "state_memory")  # fsdpc's: beside the parameter
+        maker.on_device = on_device or hasattr(optimizer, "state_memory")  # fsdpc's
         for seen in members:
             some = [name for name in names_of(seen) if name in chosen]
             if seen.covers and (not some or not any(name in saved for name in some)):
@@ -349,86 +347,123 @@ def make_state(
                     f"only= has {some[0]!r} and not {other!r}, which share a flat parameter and "
                     "its state: wrap with use_orig_params=True, or load without optimizer="
                 )
-            if hasattr(optimizer, "span_states"):
-                _make_spans(made, optimizer, seen, by_name, dtypes)
-            else:
-                _make_one(made, optimizer, seen, by_name, dtypes, on_device)
+            (maker.by_span if hasattr(optimizer, "span_states") else maker.by_param)(seen)
     return made
 
 
-def _make_one(
-    made: NewState,
-    optimizer: torch.optim.Optimizer,
-    seen: Seen,
-    kinds: dict[str, dict[str, Any]],
-    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    on_device: bool,
-) -> None:
-    forms = {name: kinds[name] for name in names_of(seen) if kinds.get(name)}
-    empty = not any(len(spans) for _, spans in seen.covers)
-    elsewhere = any(entry.numel for entry, _ in seen.covers) and not isinstance(seen.param, DTensor)
-    if not forms or (empty and elsewhere):
-        return
-    first_name, form = next(iter(forms.items()))
-    for name, other in forms.items():
-        if other != form:
-            raise ValueError(
-                f"parameters {first_name!r} and {name!r} share a flat parameter but have "
-                f"different state: {form} and {other}. Wrap with use_orig_params=True"
-            )
-    old = dict.get(optimizer.state, seen.param, {})  # also of states that raise when they are used
-    place = getattr(optimizer, "state_memory", lambda param, name: None)  # fsdpc's, on a disk
-    state: dict[str, Any] = {}
-    for key, kind in form.items():
-        if kind == "cut":
-            own = old.get(key) if key in old else place(seen.param, key)
-            state[key] = _cut_target(made, seen, key, dtypes, own)
-        elif kind == "whole":
-            state[key] = _whole_target(made, seen, first_name, key, dtypes, on_device)
-        elif kind[0] == "blocks":
-            raise ValueError(
-                f"{state_name(first_name, key)} has one value per {kind[1]} elements of "
-                f"{first_name!r}, which {type(optimizer).__name__} has not: load into an optimizer "
-                "of the class that was saved"
-            )
+@dataclass
+class _Maker:
+    """Makes the tensors of ``NewState`` parameter by parameter. ``on_device``: numbers are beside
+    the parameters.
+    """
+
+    optimizer: Any
+    kinds: dict[str, dict[str, Any]]
+    stored: Stored
+    made: NewState
+    on_device: bool = False
+
+    def by_param(self, seen: Seen) -> None:
+        """The state of a parameter as a dict."""
+        forms = {name: self.kinds[name] for name in names_of(seen) if self.kinds.get(name)}
+        empty = not any(len(spans) for _, spans in seen.covers)
+        elsewhere = any(entry.numel for entry, _ in seen.covers)
+        if not forms or (empty and elsewhere and not isinstance(seen.param, DTensor)):
+            return
+        first_name, form = next(iter(forms.items()))
+        for name, other in forms.items():
+            if other != form:
+                raise ValueError(
+                    f"parameters {first_name!r} and {name!r} share a flat parameter but have "
+                    f"different state: {form} and {other}. Wrap with use_orig_params=True"
+                )
+        state: dict[str, Any] = {}
+        for key, kind in form.items():
+            if kind == "cut":
+                state[key] = self._cut(seen, key)
+            elif kind == "whole":
+                state[key] = self._whole(seen, first_name, key, self.on_device)
+            elif kind[0] == "blocks":
+                raise ValueError(
+                    f"{state_name(first_name, key)} has one value per {kind[1]} elements of "
+                    f"{first_name!r}, which {type(self.optimizer).__name__} has not: load into an "
+                    "optimizer of the class that was saved"
+                )
+            else:
+                state[key] = self._number(seen, key, kind[1])
+        self.made.states.append((seen.param, state))
+
+    def by_span(self, seen: Seen) -> None:
+        """As ``by_param``, for an optimizer that has states by whole parameters."""
+        states: list[dict[str, Any]] = []
+        wanted = self.optimizer.span_forms(seen.param)
+        device = self.optimizer.states_device(seen.param)
+        for (entry, spans), forms in zip(seen.covers, wanted, strict=True):
+            kind = self.kinds.get(entry.name, {})
+            states.append({})
+            if kind:
+                _check_forms(self.optimizer, entry, kind, forms, self.stored)
+            if not kind or not len(spans):
+                continue
+            for key, (dtype, length) in forms.items():
+                count = len(touched(Span(*spans[0].tolist()), length))
+                memory = states[-1][key] = torch.zeros(count, dtype=dtype, device=device)
+                made = _block_entry((entry, spans), key, dtype, length, memory)
+                made.shape = self.stored[made.name][1]
+                self.made.entries.append(made)
+            states[-1]["step"] = self._whole(seen, entry.name, "step", True)
+        if any(states):
+            self.made.by_span.append((seen.param, states))
+
+    def _cut(self, seen: Seen, key: str) -> Tensor:
+        if seen.check_cut is not None:
+            seen.check_cut(key)
+        covers = [c for c in seen.covers if state_name(c[0].name, key) in self.stored]
+        dtype, local = self.stored[state_name(covers[0][0].name, key)][0], _local(seen.param)
+        old = _local(self._old(seen.param, key))
+        fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (local.shape, dtype)
+        if fits and old.is_contiguous():
+            target = old.detach()
         else:
-            state[key] = _number(optimizer, seen, key, kind[1], on_device)
-    made.states.append((seen.param, state))
+            target = torch.zeros(local.shape, dtype=dtype, device=local.device)
+        for covered in covers:
+            made = _cut_entry(covered, key, dtype, target.view(-1))
+            has, expected = self.stored[made.name], (dtype, tuple(made.shape))
+            if has != expected:
+                raise ValueError(
+                    f"{made.name} has dtype {has[0]} and shape {has[1]} in the checkpoint, but "
+                    f"must have dtype {expected[0]} and shape {expected[1]} in this optimizer"
+                )
+            self.made.entries.append(made)
+        return around(target, seen.param._spec) if isinstance(seen.param, DTensor) else target
 
+    def _old(self, param: Tensor, key: str) -> Any:
+        """What the optimizer has, of fsdpc's also what is on a disk."""
+        held = dict.get(self.optimizer.state, param, {})  # also of states that raise when used
+        if key in held or not hasattr(self.optimizer, "state_memory"):
+            return held.get(key)
+        return self.optimizer.state_memory(param, key)
 
-def _make_spans(
-    made: NewState,
-    optimizer: Any,
-    seen: Seen,
-    kinds: dict[str, dict[str, Any]],
-    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-) -> None:
-    """As ``_make_one``, for an optimizer that has states by whole parameters."""
-    states: list[dict[str, Any]] = []
-    wanted, device = optimizer.span_forms(seen.param), optimizer.states_device(seen.param)
-    for (entry, spans), forms in zip(seen.covers, wanted, strict=True):
-        kind = kinds.get(entry.name, {})
-        states.append({})
-        if not kind:
-            continue
-        _check_forms(optimizer, entry, kind, forms, dtypes)
-        if not len(spans):
-            continue
-        for key, (dtype, length) in forms.items():
-            name = state_name(entry.name, key)
-            own, before = begun(spans, length)
-            count = (
-                int(spans[0, 2]) if length == 1 else sum(int(s[:, 2].sum()) for s in (own, before))
-            )
-            memory = torch.zeros(count, dtype=dtype, device=device)
-            shape = dtypes[name][1]
-            made.entries.append(
-                Entry(name, shape, dtype, memory, own, entry.replica, borrowed=before)
-            )
-            states[-1][key] = memory
-        states[-1]["step"] = _whole_target(made, seen, entry.name, "step", dtypes, True)
-    if any(states):
-        made.by_span.append((seen.param, states))
+    def _whole(self, seen: Seen, name: str, key: str, on_device: bool) -> Tensor:
+        """A flat parameter's common value is read under the first name."""
+        full = state_name(name, key)
+        dtype, shape = self.stored[full]
+        device = _local(seen.param).device if shape or on_device else CPU
+        target = torch.empty(shape, dtype=dtype, device=device)
+        spans, everyone = whole_span(target.numel()), self.made.everyone
+        self.made.entries.append(Entry(full, shape, dtype, target.view(-1), spans, everyone))
+        return target
+
+    def _number(self, seen: Seen, key: str, value: Any) -> Any:
+        """A ``step`` that is no tensor becomes one where ``load_state_dict`` makes one: in
+        optimizers that take states of older versions.
+        """
+        takes_old = type(self.optimizer).__setstate__ is not torch.optim.Optimizer.__setstate__
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if key != "step" or not (takes_old and is_number):
+            return value
+        device = _local(seen.param).device if self.on_device else CPU
+        return torch.tensor(float(value), dtype=torch.float32, device=device)
 
 
 def _check_forms(
@@ -436,14 +471,14 @@ def _check_forms(
     entry: Entry,
     kind: dict[str, Any],
     forms: dict[str, tuple[torch.dtype, int]],
-    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
+    stored: Stored,
 ) -> None:
     """``ValueError``: the checkpoint has other tensors of a parameter than the optimizer."""
     found = {}
     for key, each in kind.items():
         if each == "cut" or each[0] == "blocks":
             length = 1 if each == "cut" else each[1]
-            dtype, shape = dtypes[state_name(entry.name, key)]
+            dtype, shape = stored[state_name(entry.name, key)]
             found[key] = (dtype, length)
             expected = entry.shape if each == "cut" else (-(-entry.numel // length),)
             if tuple(shape) != tuple(expected):
@@ -464,111 +499,19 @@ def _shown(forms: dict[str, tuple[torch.dtype, int]]) -> str:
     return ", ".join(parts) or "nothing"
 
 
-def _cut_target(
-    made: NewState,
-    seen: Seen,
-    key: str,
-    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    old: Any,
-) -> torch.Tensor:
-    if seen.check_cut is not None:
-        seen.check_cut(key)
-    known = {
-        entry.name: dtypes[state_name(entry.name, key)]
-        for entry, _ in seen.covers
-        if state_name(entry.name, key) in dtypes
-    }
-    dtype = next(iter(known.values()))[0]
-    local = _local(seen.param)
-    fits = isinstance(old, torch.Tensor) and _local(old).shape == local.shape
-    if fits and _local(old).dtype == dtype and _local(old).is_contiguous():
-        target = _local(old).detach()
-    else:
-        target = torch.zeros(local.shape, dtype=dtype, device=local.device)
-    for entry, spans in seen.covers:
-        if entry.name not in known:
-            continue
-        name = state_name(entry.name, key)
-        if known[entry.name] != (dtype, tuple(entry.shape)):
-            has, expected = known[entry.name], (dtype, tuple(entry.shape))
-            raise ValueError(
-                f"{name} has dtype {has[0]} and shape {has[1]} in the checkpoint, but must have "
-                f"dtype {expected[0]} and shape {expected[1]} in this optimizer"
-            )
-        made.entries.append(Entry(name, entry.shape, dtype, target.view(-1), spans, entry.replica))
-    if isinstance(seen.param, DTensor):
-        return DTensor.from_local(
-            target,
-            seen.param.device_mesh,
-            seen.param.placements,
-            run_check=False,
-            shape=seen.param.shape,
-            stride=seen.param.stride(),
-        )
-    return target
-
-
-def _whole_target(
-    made: NewState,
-    seen: Seen,
-    name: str,
-    key: str,
-    dtypes: dict[str, tuple[torch.dtype, tuple[int, ...]]],
-    on_device: bool,
-) -> torch.Tensor:
-    """A flat parameter's common value is read under the first name."""
-    dtype, shape = dtypes[state_name(name, key)]
-    device = _local(seen.param).device if shape or on_device else torch.device("cpu")
-    target = torch.empty(shape, dtype=dtype, device=device)
-    spans = whole_span(target.numel())
-    full = state_name(name, key)
-    made.entries.append(Entry(full, shape, dtype, target.view(-1), spans, made.everyone))
-    return target
-
-
-def _number(
-    optimizer: torch.optim.Optimizer, seen: Seen, key: str, value: Any, on_device: bool
-) -> Any:
-    """A ``step`` that is no tensor becomes one where ``load_state_dict`` makes one: in optimizers
-    that take states of older versions.
-    """
-    takes_old = type(optimizer).__setstate__ is not torch.optim.Optimizer.__setstate__
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if key != "step" or not (takes_old and is_number):
-        return value
-    device = _local(seen.param).device if on_device else torch.device("cpu")
-    return torch.tensor(float(value), dtype=torch.float32, device=device)
-
-
 def options_of(
-    optimizer: torch.optim.Optimizer,
-    groups: list[list[Seen]],
-    saved: list[dict[str, Any]],
-    chosen: set[str],
+    groups: list[list[Seen]], saved: list[dict[str, Any]], chosen: set[str]
 ) -> list[dict[str, Any]]:
     """Per group of the optimizer, the saved options of its parameters, whatever group they were in;
     none for a group that holds parameters which are not ``chosen``. ``ValueError``: parameters of
     one group were saved with different options.
     """
-    options = [{k: v for k, v in group.items() if k != "params"} for group in saved]
-    owner = {name: place for place, group in enumerate(saved) for name in group["params"]}
+    owner = owners_of(saved)
     result = []
     for members in groups:
         held = [name for seen in members for name in names_of(seen)]
-        if not chosen.issuperset(held):
-            result.append({})
-            continue
-        names = [name for name in held if name in owner]
-        places = sorted({owner[name] for name in names})
-        for place in places[1:]:
-            if not _equal(options[place], options[places[0]]):
-                one = next(name for name in names if owner[name] == places[0])
-                other = next(name for name in names if owner[name] == place)
-                raise ValueError(
-                    f"parameters {one!r} and {other!r} were saved with different options but share "
-                    "a param group of this optimizer"
-                )
-        result.append(options[places[0]] if places else {})
+        found = group_of(saved, owner, held) if chosen.issuperset(held) else None
+        result.append(plain_options(found or {}))
     return result
 
 
@@ -584,9 +527,3 @@ def check_options(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]])
             f"have {', '.join(sorted(theirs - ours))}, and not {', '.join(sorted(ours - theirs))} "
             "(strict=False loads the state all the same)"
         )
-
-
-def _equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        bool(np.all(np.asarray(one[key] == other[key]))) for key in one
-    )

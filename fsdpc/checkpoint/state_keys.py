@@ -27,7 +27,7 @@ def check_keys(
     if hasattr(optimizer, "span_states"):
         return  # make_state compares their forms
     groups = held_params(optimizer, model)
-    saved = options_of(optimizer, groups, saved_groups, chosen)
+    saved = options_of(groups, saved_groups, chosen)
     for group, members, options in zip(optimizer.param_groups, groups, saved, strict=True):
         usual = _usual({**group, **options}, optimizer)
         for seen in members:

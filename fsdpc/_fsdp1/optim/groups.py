@@ -10,10 +10,7 @@ from typing import Any
 from torch import nn
 
 from fsdpc._fsdp1.optim.book import Book, Key
-from fsdpc._fsdp1.optim.describe import equal
-
-Group = dict[str, Any]
-_NAMES = ("params", "param_names")
+from fsdpc._states.groups import Group, group_of, owners_of, plain_options
 
 
 def named_groups(
@@ -29,8 +26,7 @@ def named_groups(
 
 
 def _with(group: Group, params: list[Any], param_names: bool) -> Group:
-    made = {key: copy.deepcopy(value) for key, value in group.items() if key not in _NAMES}
-    made["params"] = params
+    made = {**copy.deepcopy(plain_options(group)), "params": params}
     if param_names:
         made["param_names"] = list(params)
     return made
@@ -58,7 +54,10 @@ def keyed_groups(
     for index, group in enumerate(own):
         members = [next(keys) for _ in group["params"]]
         names = [name for _, param in members for name in book.names_of(param)]
-        options = _options(saved, owner, names, index) or group
+        options = group_of(saved, owner, names)
+        if options is None:  # an empty group may have been saved
+            stands = index < len(saved) and not names and not saved[index]["params"]
+            options = saved[index] if stands else group
         made = _with(options, [key for key, _ in members], False)
         if "param_names" in group:
             made["param_names"] = list(group["param_names"])
@@ -67,13 +66,9 @@ def keyed_groups(
 
 
 def _owners(saved: list[Group], book: Book) -> dict[str, int]:
-    """The index of the saved group of each parameter, by the model's first name."""
+    """``owners_of``, by the model's first names."""
     first = {alias: name for name, aliases in book.aliases.items() for alias in aliases}
-    return {
-        first.get(name, name): index
-        for index, group in enumerate(saved)
-        for name in group["params"]
-    }
+    return {first.get(name, name): index for name, index in owners_of(saved).items()}
 
 
 def _check_known(owner: dict[str, int], held: list[tuple[Key, nn.Parameter]], book: Book) -> None:
@@ -92,30 +87,6 @@ def _check_known(owner: dict[str, int], held: list[tuple[Key, nn.Parameter]], bo
             raise KeyError(f"{name} is in a saved param group but not in the optimizer")
 
 
-def _options(
-    saved: list[Group], owner: dict[str, int], names: list[str], index: int
-) -> Group | None:
-    """The saved group of all these names; ``None`` if no group was saved for them."""
-    places = sorted({owner[name] for name in names if name in owner})
-    if not places:
-        empty = index < len(saved) and not names and not saved[index]["params"]
-        return saved[index] if empty else None
-    first = saved[places[0]]
-    for other in places[1:]:
-        if not equal(_plain_options(saved[other]), _plain_options(first)):
-            mine, theirs = ([n for n in names if owner.get(n) == p][0] for p in (places[0], other))
-            raise ValueError(
-                f"parameters {mine!r} and {theirs!r} were saved with different options but share a "
-                "param group of this optimizer (with use_orig_params=False, perhaps a flat "
-                "parameter): use the saved grouping, with use_orig_params=True"
-            )
-    return first
-
-
-def _plain_options(group: Group) -> Group:
-    return {key: value for key, value in group.items() if key not in _NAMES}
-
-
 def _divided_as_saved(
     saved: list[Group],
     owner: dict[str, int],
@@ -124,9 +95,8 @@ def _divided_as_saved(
 ) -> list[Group]:
     keys: list[list[Key]] = [[] for _ in saved]
     for key, param in held:
-        names = book.names_of(param)
-        _options(saved, owner, names, -1)
-        places = [owner[name] for name in names if name in owner]
-        if places:
-            keys[places[0]].append(key)
+        names = [name for name in book.names_of(param) if name in owner]
+        group_of(saved, owner, names)
+        if names:
+            keys[min(owner[name] for name in names)].append(key)
     return [_with(group, found, False) for group, found in zip(saved, keys, strict=True)]
