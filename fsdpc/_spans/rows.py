@@ -77,7 +77,10 @@ def wrap_rows(
             f"{pg.rank()}, got {tuple(local_rows.shape)}"
         )
     if mesh is None:
-        return _sharded_tensor(local_rows, torch.Size(shape), pg)
+        ranges = [rows(shape, pg.size(), rank) for rank in range(pg.size())]
+        rest = list(shape[1:])
+        blocks = [([low] + [0] * len(rest), [high - low, *rest]) for low, high in ranges]
+        return sharded_tensor(local_rows, shape, blocks, pg)
     size = torch.Size(shape)
     return DTensor.from_local(
         local_rows,
@@ -94,27 +97,31 @@ def placements(mesh: DeviceMesh) -> list[Any]:
     return [Replicate() for _ in range(mesh.ndim - 1)] + [Shard(0)]
 
 
-def _sharded_tensor(
-    local_rows: torch.Tensor, size: torch.Size, pg: dist.ProcessGroup
+def sharded_tensor(
+    local: torch.Tensor,
+    size: Sequence[int],
+    blocks: Sequence[tuple[list[int], list[int]]],
+    pg: dist.ProcessGroup,
 ) -> ShardedTensor:
-    blocks, own = [], []
-    for rank in range(pg.size()):
-        start, stop = rows(size, pg.size(), rank)
-        if start == stop:
-            break
-        offsets = [start] + [0] * (len(size) - 1)
-        where = device_of(dist.get_global_rank(pg, rank), local_rows.device)
-        blocks.append(ShardMetadata(offsets, [stop - start, *size[1:]], where))
+    """The value of which every rank has one of ``blocks`` (offsets, sizes), perhaps an empty one,
+    and this one's is ``local``. Local.
+    """
+    shards, own = [], []
+    for rank, (offsets, sizes) in enumerate(blocks):
+        if 0 in sizes:
+            continue
+        where = device_of(dist.get_global_rank(pg, rank), local.device)
+        shards.append(ShardMetadata(offsets, sizes, where))
         if rank == pg.rank():
-            own.append(LocalShard(local_rows, blocks[-1]))
+            own.append(LocalShard(local, shards[-1]))
     properties = TensorProperties(
-        dtype=local_rows.dtype,
-        layout=local_rows.layout,
+        dtype=local.dtype,
+        layout=local.layout,
         requires_grad=False,
         memory_format=torch.contiguous_format,
         pin_memory=False,
     )
-    metadata = ShardedTensorMetadata(blocks, size, properties)
+    metadata = ShardedTensorMetadata(shards, torch.Size(size), properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata, pg)
 
 

@@ -7,11 +7,12 @@ own, as a table (``fsdpc/_spans/span.py``).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import nn
 
 from fsdpc import _C
 from fsdpc._spans.span import NO_SPANS, clip
@@ -62,6 +63,22 @@ class Entry:
         unit = _PAGE // self.dtype.itemsize
         low, high = (total * part // n // unit * unit for part in (k, k + 1))
         return clip(self.spans, low, total if k + 1 == n else high)
+
+
+@dataclass
+class OptimParam:
+    """A parameter as an optimizer holds it, and the entries whose elements lie in it: spans of
+    their own, because a flat parameter covers several. ``check_cut`` raises if a state with one
+    element per element, by name, has no form in a checkpoint.
+    """
+
+    param: nn.Parameter
+    covers: list[tuple[Entry, np.ndarray]]
+    check_cut: Callable[[str], None] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry, _ in self.covers]
 
 
 def parts_of_some(entries: Sequence[Entry], world: int) -> np.ndarray:

@@ -34,9 +34,8 @@ from fsdpc.checkpoint.optimizer import (
     NewState,
     check_objects,
     check_options,
-    held_params,
     make_state,
-    names_of,
+    params_of,
 )
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, joined
@@ -303,7 +302,7 @@ def _match_optimizer(
     if found.optimizer is None:
         raise CheckpointError(f"{found.path} holds no optimizer state: load without optimizer=")
     shapes = {entry.name: entry.shape for entry in target.entries}
-    held = [[names_of(seen) for seen in group] for group in held_params(optimizer, target)]
+    held = [[param.names for param in group] for group in params_of(optimizer, target)]
     if found.numbered:
         own_name = _by_number(found, held)
     first = {name: name for name in shapes} | target.aliases

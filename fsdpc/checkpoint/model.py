@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
@@ -27,21 +26,9 @@ from fsdpc._fsdp2.state import states_below
 from fsdpc._spans.span import block_spans, table_of, whole_span
 from fsdpc._torch import StridedShard
 from fsdpc.checkpoint import torch_fsdp
-from fsdpc.checkpoint.entries import Entry, flat, flat_and_home
+from fsdpc.checkpoint.entries import Entry, OptimParam, flat, flat_and_home
 
 _PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call the module inside
-
-
-@dataclass
-class Seen:
-    """A parameter as an optimizer holds it, and the entries whose elements lie in it: spans of
-    their own, because a flat parameter covers several. ``check_cut`` raises if a state with one
-    element per element, by name, has no form in a checkpoint.
-    """
-
-    param: nn.Parameter
-    covers: list[tuple[Entry, np.ndarray]]
-    check_cut: Callable[[str], None] | None = None
 
 
 @dataclass
@@ -51,7 +38,7 @@ class Model:
     everyone: tuple[int, int]
     entries: list[Entry] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)  # every other name -> the entry's
-    seen: list[Seen] = field(default_factory=list)
+    params: list[OptimParam] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # get_extra_state() of modules
     touched: list[torch.Tensor] = field(default_factory=list)  # changed in place by loading
     unwritten: list[str] = field(default_factory=list)  # buffers that are not saved, without values
@@ -61,6 +48,10 @@ class Model:
         for name in names:
             if name != entry.name:
                 self.aliases[name] = entry.name
+
+    def add_param(self, param: OptimParam) -> None:
+        self.params.append(param)
+        self.touched.append(param.param)
 
 
 def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
@@ -78,7 +69,7 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
     if unit_modules(model):
         _add_units(found, model)
     elif torch_fsdp.handles(model):
-        torch_fsdp.add_units(found, model, Seen)
+        torch_fsdp.add_units(found, model)
         _add_params(found, model)
     else:
         if is_managed(model):
@@ -170,8 +161,7 @@ def _add_units(found: Model, model: nn.Module) -> None:
                 spans = table_of(*named.spans[i][rank])
                 spans[:, 1] -= sharded.span(rank).at
                 covers.append((entries[i], spans))
-            found.seen.append(Seen(sharded.param, covers, sharded.check_cut))
-            found.touched.append(sharded.param)
+            found.add_param(OptimParam(sharded.param, covers, sharded.check_cut))
     for name, param in book.plain.items():
         _add_param(found, name, param, book.aliases[name])
 
@@ -208,7 +198,7 @@ def _unit_entries(named: UnitEntry) -> list[Entry]:
 
 def _add_params(found: Model, model: nn.Module) -> None:
     """Parameters that no unit has taken, each with all its names."""
-    taken = {id(seen.param) for seen in found.seen}
+    taken = {id(each.param) for each in found.params}
     params: dict[int, tuple[nn.Parameter, list[str]]] = {}
     for raw, param in model.named_parameters(remove_duplicate=False):
         if id(param) not in taken:
@@ -222,8 +212,7 @@ def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -
     unit = _writeback.owner_of(param)
     entry.on_host = unit is not None and unit.flat.offloaded
     found.add(entry, names)
-    found.seen.append(Seen(param, [(entry, entry.spans)]))
-    found.touched.append(param)
+    found.add_param(OptimParam(param, [(entry, entry.spans)]))
 
 
 def _add_buffers(found: Model, model: nn.Module) -> None:

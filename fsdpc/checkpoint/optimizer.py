@@ -29,9 +29,9 @@ from fsdpc._spans.blocks import begun, touched
 from fsdpc._spans.span import Span, moved_to, whole_span
 from fsdpc._states.groups import group_of, owners_of, plain_options
 from fsdpc._states.keys import is_cut, numbers_of, shape_of
-from fsdpc.checkpoint.entries import Entry, flat
+from fsdpc.checkpoint.entries import Entry, OptimParam, flat
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.model import Model, Seen
+from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.optim._spanned import Blocks
 
@@ -53,7 +53,7 @@ class State:
 
 
 @dataclass
-class Held:
+class StateRow:
     """Elements of whole parameters that have one state, and that state. ``shape``: of what has one
     element per element.
     """
@@ -62,6 +62,10 @@ class Held:
     shape: tuple[int, ...]
     state: dict[str, Any]
     check_cut: Callable[[str], None] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [entry.name for entry, _ in self.covers]
 
 
 def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
@@ -87,23 +91,19 @@ def state_name(parameter: str, key: str) -> str:
     return f"state.{parameter}.{key}"
 
 
-def held_params(optimizer: torch.optim.Optimizer, model: Model) -> list[list[Seen]]:
+def params_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[OptimParam]]:
     """Per group, the optimizer's parameters. ``ValueError``: one is not in the model."""
-    seen = {id(entry.param): entry for entry in model.seen}
+    known = {id(each.param): each for each in model.params}
     groups = []
     for group in optimizer.param_groups:
         for param in group["params"]:
-            if id(param) not in seen:
+            if id(param) not in known:
                 raise ValueError(
                     f"the optimizer holds a parameter of shape {tuple(param.shape)} that is not "
                     "in the model: make the optimizer from the parameters of the wrapped model"
                 )
-        groups.append([seen[id(param)] for param in group["params"]])
+        groups.append([known[id(param)] for param in group["params"]])
     return groups
-
-
-def names_of(seen: Seen | Held) -> list[str]:
-    return [entry.name for entry, _ in seen.covers]
 
 
 def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> State:
@@ -112,18 +112,18 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     ``CheckpointError``: ranks differ in what state a parameter has, or a tensor that is not cut
     differs between ranks.
     """
-    groups = held_params(optimizer, model)
+    groups = params_of(optimizer, model)
     with ranks.step("reading the optimizer's state") as step:
-        held = [each for group in groups for seen in group for each in _held(optimizer, seen)]
+        states = [row for group in groups for member in group for row in _rows(optimizer, member)]
         numbers = numbers_of(
             (each.shape, {key: shape_of(value) for key, value in each.state.items()})
-            for each in held
+            for each in states
         )
-        step.value = _packed([_outline(each, numbers) for each in held])
+        step.value = _packed([_outline(each, numbers) for each in states])
     found = State()
     for group, members in zip(optimizer.param_groups, groups, strict=True):
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        found.groups.append({**options, "params": [n for seen in members for n in names_of(seen)]})
+        names = [name for member in members for name in member.names]
+        found.groups.append({**plain_options(group), "params": names})
     everyone = [_unpacked(received) for received in step.values]
     for rank, received in enumerate(everyone):
         if len(received) != len(everyone[0]):
@@ -131,13 +131,13 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
                 f"the optimizer has {len(everyone[0])} parameters on rank 0 but {len(received)} on "
                 f"rank {rank}"
             )
-    merged = [_merge(each, [received[i] for received in everyone]) for i, each in enumerate(held)]
+    merged = [_merge(each, [received[i] for received in everyone]) for i, each in enumerate(states)]
     order = {entry.name: place for place, entry in enumerate(model.entries)}
     rows: list[tuple[str, int, Entry]] = []
-    for each, (outline, first) in zip(held, merged, strict=True):
+    for each, (outline, first) in zip(states, merged, strict=True):
         for key, (kind, *rest) in outline.items():
             value = each.state.get(key)
-            for name in names_of(each):
+            for name in each.names:
                 found.kinds.setdefault(name, {})[key] = _kind(kind, rest)
             for entry, spans in each.covers if kind != "value" else ():
                 if kind == "cut":
@@ -159,23 +159,23 @@ def _kind(kind: str, rest: list[Any]) -> Any:
     return {"value": ["value", *rest], "blocks": ["blocks", *rest[1:]]}.get(kind, kind)
 
 
-def _held(optimizer: torch.optim.Optimizer, seen: Seen) -> list[Held]:
+def _rows(optimizer: torch.optim.Optimizer, member: OptimParam) -> list[StateRow]:
     if not hasattr(optimizer, "span_states"):
-        state = _tensors(optimizer, seen)
-        return [Held(seen.covers, local_shape(seen.param), state, seen.check_cut)]
-    states = optimizer.span_states(seen.param)
+        state = _tensors(optimizer, member)
+        return [StateRow(member.covers, tuple(_local(member.param).shape), state, member.check_cut)]
+    states = optimizer.span_states(member.param)
     return [
-        Held([(entry, moved_to(spans, 0))], (int(spans[:, 2].sum()),), state)
-        for (entry, spans), state in zip(seen.covers, states, strict=True)
+        StateRow([(entry, moved_to(spans, 0))], (int(spans[:, 2].sum()),), state)
+        for (entry, spans), state in zip(member.covers, states, strict=True)
     ]
 
 
-def _tensors(optimizer: torch.optim.Optimizer, seen: Seen) -> dict[str, Any]:
-    state = optimizer.state.get(seen.param, {})
+def _tensors(optimizer: torch.optim.Optimizer, member: OptimParam) -> dict[str, Any]:
+    state = optimizer.state.get(member.param, {})
     for key in state:
         if not isinstance(key, str):
             raise TypeError(
-                f"the optimizer state of {names_of(seen)} has the key {key!r} of type "
+                f"the optimizer state of {member.names} has the key {key!r} of type "
                 f"{type(key).__name__}: a checkpoint holds states under keys of type str"
             )
     return {key: _local(value) for key, value in state.items()}
@@ -185,11 +185,7 @@ def _local(value: Any) -> Any:
     return value.to_local().detach() if isinstance(value, DTensor) else value
 
 
-def local_shape(param: Tensor) -> tuple[int, ...]:
-    return tuple(_local(param).shape)
-
-
-def _outline(each: Held, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
+def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
     """This rank's elements, and kind, dtype and form of each value."""
     count = sum(int(spans[:, 2].sum()) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
@@ -231,7 +227,7 @@ def _unpacked(received: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]
     return [(count, received["forms"][number]) for count, number in pairs]
 
 
-def _merge(each: Held, received: list[Any]) -> tuple[dict[str, list[Any]], int]:
+def _merge(each: StateRow, received: list[Any]) -> tuple[dict[str, list[Any]], int]:
     """The parameter's outline, and the first rank that has it. ``CheckpointError``: they differ."""
     ranks = [rank for rank, (count, _) in enumerate(received) if count > 0] or [0]
     first = ranks[0]
@@ -240,7 +236,7 @@ def _merge(each: Held, received: list[Any]) -> tuple[dict[str, list[Any]], int]:
         other = received[rank][1]
         if other == outline:
             continue
-        names = names_of(each)
+        names = each.names
         shown = ", ".join(names[:_MOST_SHOWN]) + (", ..." if len(names) > _MOST_SHOWN else "")
         if sorted(other) != sorted(outline):
             detail = f"{sorted(outline)} on rank {first} but {sorted(other)} on rank {rank}"
@@ -327,7 +323,7 @@ def make_state(
     ``ValueError``: the state does not fit this optimizer.
     """
     getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's, of which some may be on the way
-    groups = held_params(optimizer, model)
+    groups = params_of(optimizer, model)
     saved = kinds.keys() | {name for group in saved_groups for name in group["params"]}
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
     by_name = {aliases.get(name, name): form for name, form in kinds.items()}
@@ -336,18 +332,18 @@ def make_state(
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
         maker.on_device = on_device or hasattr(optimizer, "state_memory")  # fsdpc's
-        for seen in members:
-            some = [name for name in names_of(seen) if name in chosen]
-            if seen.covers and (not some or not any(name in saved for name in some)):
-                made.kept.append(seen.param)
+        for member in members:
+            some = [name for name in member.names if name in chosen]
+            if member.covers and (not some or not any(name in saved for name in some)):
+                made.kept.append(member.param)
                 continue
-            if len(some) < len(seen.covers):
-                other = next(name for name in names_of(seen) if name not in chosen)
+            if len(some) < len(member.covers):
+                other = next(name for name in member.names if name not in chosen)
                 raise ValueError(
                     f"only= has {some[0]!r} and not {other!r}, which share a flat parameter and "
                     "its state: wrap with use_orig_params=True, or load without optimizer="
                 )
-            (maker.by_span if hasattr(optimizer, "span_states") else maker.by_param)(seen)
+            (maker.by_span if hasattr(optimizer, "span_states") else maker.by_param)(member)
     return made
 
 
@@ -363,12 +359,12 @@ class _Maker:
     made: NewState
     on_device: bool = False
 
-    def by_param(self, seen: Seen) -> None:
+    def by_param(self, member: OptimParam) -> None:
         """The state of a parameter as a dict."""
-        forms = {name: self.kinds[name] for name in names_of(seen) if self.kinds.get(name)}
-        empty = not any(len(spans) for _, spans in seen.covers)
-        elsewhere = any(entry.numel for entry, _ in seen.covers)
-        if not forms or (empty and elsewhere and not isinstance(seen.param, DTensor)):
+        forms = {name: self.kinds[name] for name in member.names if self.kinds.get(name)}
+        empty = not any(len(spans) for _, spans in member.covers)
+        elsewhere = any(entry.numel for entry, _ in member.covers)
+        if not forms or (empty and elsewhere and not isinstance(member.param, DTensor)):
             return
         first_name, form = next(iter(forms.items()))
         for name, other in forms.items():
@@ -380,9 +376,9 @@ class _Maker:
         state: dict[str, Any] = {}
         for key, kind in form.items():
             if kind == "cut":
-                state[key] = self._cut(seen, key)
+                state[key] = self._cut(member, key)
             elif kind == "whole":
-                state[key] = self._whole(seen, first_name, key, self.on_device)
+                state[key] = self._whole(member, first_name, key, self.on_device)
             elif kind[0] == "blocks":
                 raise ValueError(
                     f"{state_name(first_name, key)} has one value per {kind[1]} elements of "
@@ -390,15 +386,15 @@ class _Maker:
                     "optimizer of the class that was saved"
                 )
             else:
-                state[key] = self._number(seen, key, kind[1])
-        self.made.states.append((seen.param, state))
+                state[key] = self._number(member, key, kind[1])
+        self.made.states.append((member.param, state))
 
-    def by_span(self, seen: Seen) -> None:
+    def by_span(self, member: OptimParam) -> None:
         """As ``by_param``, for an optimizer that has states by whole parameters."""
         states: list[dict[str, Any]] = []
-        wanted = self.optimizer.span_forms(seen.param)
-        device = self.optimizer.states_device(seen.param)
-        for (entry, spans), forms in zip(seen.covers, wanted, strict=True):
+        wanted = self.optimizer.span_forms(member.param)
+        device = self.optimizer.states_device(member.param)
+        for (entry, spans), forms in zip(member.covers, wanted, strict=True):
             kind = self.kinds.get(entry.name, {})
             states.append({})
             if kind:
@@ -411,16 +407,16 @@ class _Maker:
                 made = _block_entry((entry, spans), key, dtype, length, memory)
                 made.shape = self.stored[made.name][1]
                 self.made.entries.append(made)
-            states[-1]["step"] = self._whole(seen, entry.name, "step", True)
+            states[-1]["step"] = self._whole(member, entry.name, "step", True)
         if any(states):
-            self.made.by_span.append((seen.param, states))
+            self.made.by_span.append((member.param, states))
 
-    def _cut(self, seen: Seen, key: str) -> Tensor:
-        if seen.check_cut is not None:
-            seen.check_cut(key)
-        covers = [c for c in seen.covers if state_name(c[0].name, key) in self.stored]
-        dtype, local = self.stored[state_name(covers[0][0].name, key)][0], _local(seen.param)
-        old = _local(self._old(seen.param, key))
+    def _cut(self, member: OptimParam, key: str) -> Tensor:
+        if member.check_cut is not None:
+            member.check_cut(key)
+        covers = [c for c in member.covers if state_name(c[0].name, key) in self.stored]
+        dtype, local = self.stored[state_name(covers[0][0].name, key)][0], _local(member.param)
+        old = _local(self._old(member.param, key))
         fits = isinstance(old, Tensor) and (old.shape, old.dtype) == (local.shape, dtype)
         if fits and old.is_contiguous():
             target = old.detach()
@@ -435,7 +431,7 @@ class _Maker:
                     f"must have dtype {expected[0]} and shape {expected[1]} in this optimizer"
                 )
             self.made.entries.append(made)
-        return around(target, seen.param._spec) if isinstance(seen.param, DTensor) else target
+        return around(target, member.param._spec) if isinstance(member.param, DTensor) else target
 
     def _old(self, param: Tensor, key: str) -> Any:
         """What the optimizer has, of fsdpc's also what is on a disk."""
@@ -444,17 +440,17 @@ class _Maker:
             return held.get(key)
         return self.optimizer.state_memory(param, key)
 
-    def _whole(self, seen: Seen, name: str, key: str, on_device: bool) -> Tensor:
+    def _whole(self, member: OptimParam, name: str, key: str, on_device: bool) -> Tensor:
         """A flat parameter's common value is read under the first name."""
         full = state_name(name, key)
         dtype, shape = self.stored[full]
-        device = _local(seen.param).device if shape or on_device else CPU
+        device = _local(member.param).device if shape or on_device else CPU
         target = torch.empty(shape, dtype=dtype, device=device)
         spans, everyone = whole_span(target.numel()), self.made.everyone
         self.made.entries.append(Entry(full, shape, dtype, target.view(-1), spans, everyone))
         return target
 
-    def _number(self, seen: Seen, key: str, value: Any) -> Any:
+    def _number(self, member: OptimParam, key: str, value: Any) -> Any:
         """A ``step`` that is no tensor becomes one where ``load_state_dict`` makes one: in
         optimizers that take states of older versions.
         """
@@ -462,7 +458,7 @@ class _Maker:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if key != "step" or not (takes_old and is_number):
             return value
-        device = _local(seen.param).device if self.on_device else CPU
+        device = _local(member.param).device if self.on_device else CPU
         return torch.tensor(float(value), dtype=torch.float32, device=device)
 
 
@@ -500,7 +496,7 @@ def _shown(forms: dict[str, tuple[torch.dtype, int]]) -> str:
 
 
 def options_of(
-    groups: list[list[Seen]], saved: list[dict[str, Any]], chosen: set[str]
+    groups: list[list[OptimParam]], saved: list[dict[str, Any]], chosen: set[str]
 ) -> list[dict[str, Any]]:
     """Per group of the optimizer, the saved options of its parameters, whatever group they were in;
     none for a group that holds parameters which are not ``chosen``. ``ValueError``: parameters of
@@ -509,7 +505,7 @@ def options_of(
     owner = owners_of(saved)
     result = []
     for members in groups:
-        held = [name for seen in members for name in names_of(seen)]
+        held = [name for member in members for name in member.names]
         found = group_of(saved, owner, held) if chosen.issuperset(held) else None
         result.append(plain_options(found or {}))
     return result

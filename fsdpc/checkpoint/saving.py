@@ -104,7 +104,7 @@ def make_plan(
     if ranks.rank == 0:
         extras = [json.loads(planning["extra"]) for planning in planned.values]
         files[EXTRA_JSON] = dump({"world": ranks.world, "ranks": extras})
-    return Plan(target, sets, files, step, overwrite, [seen.param for seen in found.seen])
+    return Plan(target, sets, files, step, overwrite, [each.param for each in found.params])
 
 
 def _files(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdpc._companions.lane import Lane, call_before_write, ordinal_of, pinned
+from fsdpc._spans.span import moved_to
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import (
@@ -321,10 +322,8 @@ def _snapshot_of(
 def spans_over(entry: Entry, spans: np.ndarray, room: Tensor) -> Entry:
     """An entry of these spans alone, end to end in ``room``: host memory, not filled yet."""
     count = int(spans[:, 2].sum())
-    own = spans.copy()
-    own[:, 1] = np.cumsum(spans[:, 2]) - spans[:, 2]
     memory = room[: count * entry.dtype.itemsize].view(entry.dtype)
-    return Entry(entry.name, entry.shape, entry.dtype, memory, own, on_host=True)
+    return Entry(entry.name, entry.shape, entry.dtype, memory, moved_to(spans, 0), on_host=True)
 
 
 def _moves(entry: Entry, spans: np.ndarray, room: Tensor) -> list[tuple[int, int, int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fsdpc.checkpoint.model import Model
-from fsdpc.checkpoint.optimizer import IMPLEMENTATION, held_params, names_of, options_of
+from fsdpc.checkpoint.optimizer import IMPLEMENTATION, options_of, params_of
 from fsdpc.optim._base import FusedOptimizer
 from fsdpc.optim._chunks import MASTER
 
@@ -26,15 +26,15 @@ def check_keys(
     """
     if hasattr(optimizer, "span_states"):
         return  # make_state compares their forms
-    groups = held_params(optimizer, model)
+    groups = params_of(optimizer, model)
     saved = options_of(groups, saved_groups, chosen)
     for group, members, options in zip(optimizer.param_groups, groups, saved, strict=True):
         usual = _usual({**group, **options}, optimizer)
-        for seen in members:
+        for member in members:
             wanted = usual
             if wanted is None:
-                wanted = set(dict.get(optimizer.state, seen.param, {})) or None
-            for name in names_of(seen):
+                wanted = set(dict.get(optimizer.state, member.param, {})) or None
+            for name in member.names:
                 found = set(kinds.get(name, {}))
                 if found and wanted is not None:
                     _compare(name, found, wanted, type(optimizer).__name__)

@@ -11,7 +11,7 @@ from torch import nn
 
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._spans.span import moved_to, table_of
-from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.entries import Entry, OptimParam
 
 
 def handles(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
@@ -24,7 +24,7 @@ def handles(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     return found
 
 
-def add_units(found: Any, model: nn.Module, seen_type: Any) -> None:
+def add_units(found: Any, model: nn.Module) -> None:
     """Add the units' parameters. Local. ``RuntimeError``: a unit is gathered."""
     for name, module, handle in handles(model):
         flat_param = handle.flat_param
@@ -39,13 +39,11 @@ def add_units(found: Any, model: nn.Module, seen_type: Any) -> None:
         for entry, _ in entries:
             found.add(entry, [entry.name, *shared.get(entry.name, [])])
         if flat_param._params is None:
-            found.seen.append(seen_type(flat_param, [(e, spans) for e, spans in entries]))
-            found.touched.append(flat_param)
+            found.add_param(OptimParam(flat_param, entries))
             continue
         for (entry, spans), param in zip(entries, flat_param._params, strict=True):
             # The user's parameter begins with its first element here.
-            found.seen.append(seen_type(param, [(entry, moved_to(spans, 0))]))
-            found.touched.append(param)
+            found.add_param(OptimParam(param, [(entry, moved_to(spans, 0))]))
 
 
 def _entries(

@@ -10,21 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.device import CPU
 from fsdpc._fsdp1.names import FSDP_PREFIX, flat_param_name
 from fsdpc._fsdp1.state.keys import managed_names
-from fsdpc._spans.rows import device_of, dtype_of
-from fsdpc._torch import (
-    EnumerableShardingSpec,
-    Shard,
-    ShardedTensor,
-    ShardedTensorMetadata,
-    ShardMetadata,
-    TensorProperties,
-)
+from fsdpc._spans.rows import dtype_of, sharded_tensor
+from fsdpc._torch import EnumerableShardingSpec, ShardedTensor
 
 # Pieces have not torch's sizes, so a value's spec lists them; who loads torch's dicts with
 # ``weights_only=True`` has allowed the other spec alone.
@@ -156,25 +148,7 @@ def _part_of(value: Any) -> torch.Tensor | None:
 
 
 def _wrap(unit: Any, segment: dict[str, Any], flat: torch.Tensor) -> ShardedTensor:
+    piece, lengths = segment["piece_numel"], _lengths(unit, segment)
+    blocks = [([rank * piece], [length]) for rank, length in enumerate(lengths)]
     own, pg = _own_part(unit, segment, flat), unit.groups.shard_pg
-    piece = segment["piece_numel"]
-    shards = [
-        ShardMetadata(
-            [rank * piece], [length], device_of(dist.get_global_rank(pg, rank), own.device)
-        )
-        for rank, length in enumerate(_lengths(unit, segment))
-        if length > 0
-    ]
-    local = [Shard(own, shards[pg.rank()])] if own.numel() else []
-    metadata = ShardedTensorMetadata(
-        shards,
-        torch.Size([sum(shard.shard_sizes[0] for shard in shards)]),
-        TensorProperties(
-            dtype=own.dtype,
-            layout=torch.strided,
-            requires_grad=False,
-            memory_format=torch.contiguous_format,
-            pin_memory=False,
-        ),
-    )
-    return ShardedTensor._init_from_local_shards_and_global_metadata(local, metadata, pg)
+    return sharded_tensor(own, [sum(lengths)], blocks, pg)
