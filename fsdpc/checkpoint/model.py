@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.empties import is_unwritten
@@ -23,8 +23,8 @@ from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import UnitEntry, read_book
 from fsdpc._fsdp2.state import states_below
+from fsdpc._spans.dtensor import block_of
 from fsdpc._spans.span import block_spans, table_of, whole_span
-from fsdpc._torch import StridedShard
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.entries import Entry, OptimParam, flat, flat_and_home
 
@@ -266,7 +266,7 @@ def _refuse_meta(tensor: torch.Tensor, what: str) -> None:
 
 def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
     shape, local = tuple(tensor.shape), tensor.to_local().detach()
-    offsets, sizes, replica = place_of(tensor, what)
+    offsets, sizes, replica = block_of(tensor, what)
     if offsets is None:
         return Entry(name, shape, tensor.dtype, flat(local)[:0])
     if tuple(local.shape) != sizes and math.prod(sizes):
@@ -278,52 +278,3 @@ def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
     memory, home = flat_and_home(local)
     ranks = tensor.device_mesh.size()
     return Entry(name, shape, tensor.dtype, memory, spans, replica, home=home, ranks=ranks)
-
-
-def place_of(
-    tensor: DTensor, what: str
-) -> tuple[tuple[int, ...] | None, tuple[int, ...], tuple[int, int]]:
-    """Offsets and sizes of a DTensor's part on this rank, and which replica it is: ``(k, n)``.
-    Offsets ``None``: this rank is not in the mesh. ``TypeError`` for placements other than
-    ``Shard``, also behind the cuts of later mesh dimensions (tensor parallelism), and
-    ``Replicate``.
-    """
-    mesh = tensor.device_mesh
-    coordinate = mesh.get_coordinate()
-    offsets, sizes = [0] * tensor.dim(), list(tensor.shape)
-    k, n = 0, 1
-    cuts: list[tuple[int, int]] = []  # mesh and tensor dimensions, in the order of the cuts
-    for dimension in reversed(range(mesh.ndim)):
-        placement = tensor.placements[dimension]
-        if placement.is_replicate():
-            rank = coordinate[dimension] if coordinate is not None else 0
-            k, n = k + n * rank, n * mesh.size(dimension)
-        elif type(placement) is Shard:
-            cuts.insert(0, (dimension, placement.dim))
-        elif _cuts_last(tensor, dimension):
-            cuts.append((dimension, placement.dim))
-        else:
-            raise TypeError(
-                f"{what} is a DTensor with placement {placement} on mesh dimension {dimension}: "
-                "a checkpoint holds Shard and Replicate; redistribute the tensor first"
-            )
-    for dimension, cut in cuts:
-        rank = coordinate[dimension] if coordinate is not None else 0
-        block = -(-sizes[cut] // mesh.size(dimension))  # torch.chunk's
-        low, high = (min(sizes[cut], part * block) for part in (rank, rank + 1))
-        offsets[cut] += low
-        sizes[cut] = high - low
-    return (None if coordinate is None else tuple(offsets)), tuple(sizes), (k, n)
-
-
-def _cuts_last(tensor: DTensor, dimension: int) -> bool:
-    """Whether this mesh dimension cuts what all later ones have left."""
-    placement: Any = tensor.placements[dimension]
-    if type(placement) is not StridedShard:
-        return False
-    later = range(dimension + 1, tensor.device_mesh.ndim)
-    split = 1
-    for each in later:
-        if type(tensor.placements[each]) is Shard and tensor.placements[each].dim == placement.dim:
-            split *= tensor.device_mesh.size(each)
-    return bool(split == placement.split_factor)

@@ -210,14 +210,14 @@ class Store:
                     "states are offloaded already: set the option before the first step"
                 )
 
-    def states(self, memory: Any, extent: Extent, piece: Slice) -> dict[str, Tensor]:
-        """The states of some units, 1-D, over memory that has them at ``piece.places``."""
-        low, high = extent.ends(piece.begin, piece.end)
+    def states(self, memory: Any, extent: Extent, units: Slice) -> dict[str, Tensor]:
+        """The states of some units, 1-D, over memory that has them at ``units.places``."""
+        low, high = extent.ends(units.begin, units.end)
         found = {}
-        for state, place in zip(extent.states, piece.places, strict=True):
-            count = piece.end - piece.begin
+        for state, place in zip(extent.states, units.places, strict=True):
+            count = units.end - units.begin
             if not state.per_unit:
-                place += (low + extent.lead - piece.begin * extent.unit) * state.item
+                place += (low + extent.lead - units.begin * extent.unit) * state.item
                 count = high - low
             found[state.name] = self.view(memory, state.dtype, count, place)
         return found
@@ -335,20 +335,20 @@ def _step_chunk(
     shown: list[list[Tensor]] = [[] for _ in members]
     grads: list[list[Tensor]] = [[] for _ in members]
     masters: list[tuple[Tensor, Tensor]] = []
-    for piece in chunk.slices:
-        param, _, extent, is_last = store.entries[piece.number]
+    for units in chunk.slices:
+        param, _, extent, is_last = store.entries[units.number]
         if id(param) not in rows:
             continue
         number, value, grad = rows[id(param)]
-        states = store.states(buffer, extent, piece)
-        low, high = (extent.start + end for end in extent.ends(piece.begin, piece.end))
+        states = store.states(buffer, extent, units)
+        low, high = (extent.start + end for end in extent.ends(units.begin, units.end))
         part = value[low:high]
         master = states.get(MASTER)
         if master is not None:
             follow(master, part)
             masters.append((part, master))
             part = master
-        ends = Ends(low, high, is_last and piece.end == extent.units)
+        ends = Ends(low, high, is_last and units.end == extent.units)
         optimizer._lend(worker, part, param, ends, states)
         worker._store.held[id(part)] = states
         shown[number].append(part)

@@ -14,7 +14,7 @@ from fsdpc.optim._chunks import Ends, slice_of_place
 from fsdpc.optim._places import ParamSpan, Place, local_of, place_of
 
 
-class Piece(NamedTuple):
+class Stretch(NamedTuple):
     """A span of a parameter with its memory on this rank."""
 
     param: Tensor
@@ -83,13 +83,13 @@ class SpannedOptimizer(FusedOptimizer):
             self._order = {p: number for number, p in enumerate(all_params)}
         return self._order[param]
 
-    def _pieces(
+    def _stretches(
         self, params: Sequence[Tensor], values: Sequence[Tensor], grads: Sequence[Tensor]
-    ) -> Iterator[Piece]:
+    ) -> Iterator[Stretch]:
         for param, value, grad in zip(params, values, grads, strict=True):
             for span in self._spans(param):
                 key = self._key(param, span)
-                yield Piece(param, span, key, part(value, span), part(grad, span))
+                yield Stretch(param, span, key, part(value, span), part(grad, span))
 
 
 class BlockOptimizer(SpannedOptimizer):

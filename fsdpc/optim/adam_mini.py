@@ -25,7 +25,7 @@ from fsdpc.optim._chunks import MASTER, Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import ParamSpan, SharedBlocks
-from fsdpc.optim._spanned import BlockOptimizer, Piece, part
+from fsdpc.optim._spanned import BlockOptimizer, Stretch, part
 
 # The rules of the published code (Adam-mini v1.1.1), in its order: the first text found in the
 # lower-cased name decides.
@@ -37,7 +37,7 @@ WIDE = 1 << 22  # elements that are float64 at a time
 
 
 class Source(NamedTuple):
-    """The span whose blocks a piece has: its own, or that of which a chunk has a slice."""
+    """The span whose blocks a stretch has: its own, or that of which a chunk has a slice."""
 
     param: Tensor
     span: ParamSpan
@@ -74,7 +74,7 @@ class AdamMini(BlockOptimizer):
     _warned = False
     _head_dim: int | None = None
     _block: Callable[[str, tuple[int, ...]], int | None] | None = None
-    _sources: dict[int, Source] | None = None  # of a chunk's pieces, by the span's id
+    _sources: dict[int, Source] | None = None  # of a chunk's stretches, by the span's id
 
     def __init__(
         self,
@@ -287,10 +287,10 @@ class AdamMini(BlockOptimizer):
         factor = _factor_on_gpu(scaling)
         found: dict[int, tuple[ParamSpan, int, Tensor]] = {}
         for each in members:
-            for piece in self._pieces(each.params, each.values, each.grads):
-                length = self.block_length(piece.param, piece.span)
-                sums = block_squares(piece.grad, piece.span.begin, length)
-                found[id(piece.span)] = (piece.span, length, sums)
+            for stretch in self._stretches(each.params, each.values, each.grads):
+                length = self.block_length(stretch.param, stretch.span)
+                sums = block_squares(stretch.grad, stretch.span.begin, length)
+                found[id(stretch.span)] = (stretch.span, length, sums)
         self._share_on_gpu(found)
         means = {}
         for number, (span, length, sums) in found.items():
@@ -319,16 +319,16 @@ class AdamMini(BlockOptimizer):
         self, members: list[Members]
     ) -> Iterator[tuple[Tensor, ParamSpan, np.ndarray, int]]:
         for found in members:
-            for piece in self._pieces(found.params, found.values, found.grads):
-                length = self.block_length(piece.param, piece.span)
-                blocks = len(touched(piece.span, length))
+            for stretch in self._stretches(found.params, found.values, found.grads):
+                length = self.block_length(stretch.param, stretch.span)
+                blocks = len(touched(stretch.span, length))
                 sums = torch.zeros(blocks, dtype=torch.float64, device="cpu")
-                if piece.grad.is_cpu:
+                if stretch.grad.is_cpu:
                     threads = torch.get_num_threads()
-                    _C.optim_block_squares(piece.grad, piece.span.begin, length, sums, threads)
+                    _C.optim_block_squares(stretch.grad, stretch.span.begin, length, sums, threads)
                 else:
-                    sums = block_squares(piece.grad, piece.span.begin, length).cpu()
-                yield piece.param, piece.span, sums.numpy(), length
+                    sums = block_squares(stretch.grad, stretch.span.begin, length).cpu()
+                yield stretch.param, stretch.span, sums.numpy(), length
 
     def _sums(
         self, own: Iterator[tuple[Tensor, ParamSpan, np.ndarray, int]]
@@ -368,32 +368,32 @@ class AdamMini(BlockOptimizer):
             group["maximize"],
             keeps_grads=scaling.keeps_grads,
         )
-        pieces = list(self._pieces(found.params, found.values, found.grads))
-        states = [self.state[piece.param] for piece in pieces]
-        sources = [self._source(piece) for piece in pieces]
+        stretches = list(self._stretches(found.params, found.values, found.grads))
+        states = [self.state[stretch.param] for stretch in stretches]
+        sources = [self._source(stretch) for stretch in stretches]
         lengths = [self.block_length(source.param, source.span) for source in sources]
         self._step_means(sources, beta2, group["eps"], scaling)
         self._run(
             "mini",
             rule,
             scaling.control,
-            [piece.param for piece in pieces],
-            [piece.value for piece in pieces],
-            [piece.grad for piece in pieces],
+            [stretch.param for stretch in stretches],
+            [stretch.value for stretch in stretches],
+            [stretch.grad for stretch in stretches],
             (
-                [part(s["exp_avg"], p.span) for s, p in zip(states, pieces, strict=True)],
+                [part(s["exp_avg"], p.span) for s, p in zip(states, stretches, strict=True)],
                 [
                     self._denominators_of(p.span, source.span, length)
-                    for p, source, length in zip(pieces, sources, lengths, strict=True)
+                    for p, source, length in zip(stretches, sources, lengths, strict=True)
                 ],
             ),
             [state["step"] for state in states],
-            tuple((p.span.begin, p.key, n) for p, n in zip(pieces, lengths, strict=True)),
+            tuple((p.span.begin, p.key, n) for p, n in zip(stretches, lengths, strict=True)),
         )
 
-    def _source(self, piece: Piece) -> Source:
-        found = (self._sources or {}).get(id(piece.span))
-        return found or self._source_of(piece.param, piece.span)
+    def _source(self, stretch: Stretch) -> Source:
+        found = (self._sources or {}).get(id(stretch.span))
+        return found or self._source_of(stretch.param, stretch.span)
 
     def _source_of(self, param: Tensor, span: ParamSpan) -> Source:
         state, spans = self.state[param], self._place(param).spans

@@ -17,7 +17,7 @@ from fsdpc.optim._chunks import Ends, worker_of
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import ParamSpan, SharedBlocks
-from fsdpc.optim._spanned import BlockOptimizer, Piece, part
+from fsdpc.optim._spanned import BlockOptimizer, Stretch, part
 from fsdpc.optim.adam import AdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -269,46 +269,46 @@ class AdamW8bit(BlockOptimizer, AdamW):
         spans: list[ParamSpan] = []
         parts: list[np.ndarray] = []
         for group, found in zip(self.param_groups, members, strict=True):
-            pieces = [
+            stretches = [
                 p
                 for p in self._split(group, found)[0]
                 if any(slot is not None for slot in cut.slots_of(p.span)[1])
             ]
-            spans += [piece.span for piece in pieces]
-            parts.append(self._own_edges(group, pieces, scaling))
+            spans += [stretch.span for stretch in stretches]
+            parts.append(self._own_edges(group, stretches, scaling))
         edges = np.concatenate(parts)
         self._share_edges(spans, edges)
         self._edges = {id(span): edge for span, edge in zip(spans, edges, strict=True)}
 
     def _own_edges(
-        self, group: dict[str, Any], pieces: list[Piece], scaling: Scaling
+        self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling
     ) -> np.ndarray:
-        """What this rank's elements of the pieces' first and last blocks will be at most."""
-        edges = np.zeros((len(pieces), 2, 3), dtype=np.float32)
+        """What this rank's elements of the stretches' first and last blocks will be at most."""
+        edges = np.zeros((len(stretches), 2, 3), dtype=np.float32)
         store = self._store
-        away = [store is not None and store.takes(piece.param) for piece in pieces]
+        away = [store is not None and store.takes(stretch.param) for stretch in stretches]
         here = [i for i, offloaded in enumerate(away) if not offloaded]
         found = np.zeros((len(here), 2, 3), dtype=np.float32)
-        self._call("edges8", group, [pieces[i] for i in here], scaling, found)
+        self._call("edges8", group, [stretches[i] for i in here], scaling, found)
         edges[here] = found
         there = [i for i, offloaded in enumerate(away) if offloaded]
         if there:
-            edges[there] = self._edges_away(group, [pieces[i] for i in there], scaling)
+            edges[there] = self._edges_away(group, [stretches[i] for i in there], scaling)
         return edges
 
     def _edges_away(
-        self, group: dict[str, Any], pieces: list[Piece], scaling: Scaling
+        self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling
     ) -> np.ndarray:
         """Of offloaded states, of which copies of the end blocks come to the step's memory."""
         store = self._store
         assert store is not None
         store.finish()
         worker = worker_of(self)
-        ends: list[Piece] = []
-        for piece in pieces:
-            span, states = piece.span, self._held(piece)
+        ends: list[Stretch] = []
+        for stretch in stretches:
+            span, states = stretch.span, self._held(stretch)
             for low, high in _end_blocks(span):
-                value, grad = (t.view(-1)[low:high] for t in (piece.value, piece.grad))
+                value, grad = (t.view(-1)[low:high] for t in (stretch.value, stretch.grad))
                 first = (span.begin + low) // BLOCK - span.begin // BLOCK
                 held = {
                     f"{kind}.{which}": _copy(tensor[a:b], value.device)
@@ -316,11 +316,11 @@ class AdamW8bit(BlockOptimizer, AdamW):
                     for which, tensor in enumerate(states[kind])
                 }
                 own = Ends(span.at + low, span.at + high, False)
-                self._lend(worker, value, piece.param, own, held)
-                ends.append(Piece(value, worker._place(value).spans[0], piece.key, value, grad))
+                self._lend(worker, value, stretch.param, own, held)
+                ends.append(Stretch(value, worker._place(value).spans[0], stretch.key, value, grad))
         found = np.zeros((len(ends), 2, 3), dtype=np.float32)
         worker._call("edges8", group, ends, scaling, found)
-        return found.reshape(len(pieces), 2, 2, 3)[:, :, 0]
+        return found.reshape(len(stretches), 2, 2, 3)[:, :, 0]
 
     def _lend(
         self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
@@ -344,41 +344,41 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         wide, small = self._split(group, found)
         if small:
-            self._step_small(group, small, scaling, {id(piece.param) for piece in wide})
+            self._step_small(group, small, scaling, {id(stretch.param) for stretch in wide})
         if wide:
             own = np.full((2, 3), -1, dtype=np.float32)
             shared = self._edges or {}
-            edges = np.stack([shared.get(id(piece.span), own) for piece in wide])
+            edges = np.stack([shared.get(id(stretch.span), own) for stretch in wide])
             self._call("adam8", group, wide, scaling, edges if shared else None)
 
-    def _split(self, group: dict[str, Any], found: Members) -> tuple[list[Piece], list[Piece]]:
-        """The pieces of 8 bits, and the others."""
-        pieces = list(self._pieces(found.params, found.values, found.grads))
-        wide = [piece for piece in pieces if _is_8bit(group, piece.span)]
-        return wide, [piece for piece in pieces if not _is_8bit(group, piece.span)]
+    def _split(self, group: dict[str, Any], found: Members) -> tuple[list[Stretch], list[Stretch]]:
+        """The stretches of 8 bits, and the others."""
+        stretches = list(self._stretches(found.params, found.values, found.grads))
+        wide = [stretch for stretch in stretches if _is_8bit(group, stretch.span)]
+        return wide, [stretch for stretch in stretches if not _is_8bit(group, stretch.span)]
 
-    def _held(self, piece: Piece) -> dict[str, Any]:
-        spans = self._place(piece.param).spans
-        number = next(i for i, span in enumerate(spans) if span is piece.span)
-        return self.state[piece.param]["spans"][number]
+    def _held(self, stretch: Stretch) -> dict[str, Any]:
+        spans = self._place(stretch.param).spans
+        number = next(i for i, span in enumerate(spans) if span is stretch.span)
+        return self.state[stretch.param]["spans"][number]
 
     def _step_small(
-        self, group: dict[str, Any], pieces: list[Piece], scaling: Scaling, wide: set[int]
+        self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling, wide: set[int]
     ) -> None:
         """``wide``: ids of the parameters that the call for 8-bit spans will count a step for."""
-        held = [self._held(piece)["values"] for piece in pieces]
-        steps = [self.state[piece.param]["step"] for piece in pieces]
+        held = [self._held(stretch)["values"] for stretch in stretches]
+        steps = [self.state[stretch.param]["step"] for stretch in stretches]
         steps = [
-            step.clone() if id(piece.param) in wide else step
-            for step, piece in zip(steps, pieces, strict=True)
+            step.clone() if id(stretch.param) in wide else step
+            for step, stretch in zip(steps, stretches, strict=True)
         ]
         self._run(
             "adam",
             self._rule(group, scaling),
             scaling.control,
-            [piece.param for piece in pieces],
-            [piece.value for piece in pieces],
-            [piece.grad for piece in pieces],
+            [stretch.param for stretch in stretches],
+            [stretch.value for stretch in stretches],
+            [stretch.grad for stretch in stretches],
             ([values[0] for values in held], [values[1] for values in held]),
             steps,
         )
@@ -387,28 +387,28 @@ class AdamW8bit(BlockOptimizer, AdamW):
         self,
         kind: Any,
         group: dict[str, Any],
-        pieces: list[Piece],
+        stretches: list[Stretch],
         scaling: Scaling,
         edges: np.ndarray | None,
     ) -> None:
-        held = [self._held(piece) for piece in pieces]
-        if not pieces:
+        held = [self._held(stretch) for stretch in stretches]
+        if not stretches:
             return
         self._run(
             kind,
             self._rule(group, scaling),
             scaling.control,
-            [piece.param for piece in pieces],
-            [piece.value for piece in pieces],
-            [piece.grad for piece in pieces],
+            [stretch.param for stretch in stretches],
+            [stretch.value for stretch in stretches],
+            [stretch.grad for stretch in stretches],
             (
                 [h["codes"][0] for h in held],
                 [h["codes"][1] for h in held],
                 [h["scales"][0] for h in held],
                 [h["scales"][1] for h in held],
             ),
-            [self.state[piece.param]["step"] for piece in pieces],
-            tuple((piece.span.begin, piece.key, 1) for piece in pieces),
+            [self.state[stretch.param]["step"] for stretch in stretches],
+            tuple((stretch.span.begin, stretch.key, 1) for stretch in stretches),
             edges,
         )
 

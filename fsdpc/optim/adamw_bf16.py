@@ -94,19 +94,19 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         return self._place(param).spans or [ParamSpan(0, 0, 0, (0,))]
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        pieces = list(self._pieces(found.params, found.values, found.grads))
-        states = [self.state[piece.param] for piece in pieces]
+        stretches = list(self._stretches(found.params, found.values, found.grads))
+        states = [self.state[stretch.param] for stretch in stretches]
         self._run(
             "adam",
             self._rule(group, scaling),
             scaling.control,
-            [piece.param for piece in pieces],
-            [piece.value for piece in pieces],
-            [piece.grad for piece in pieces],
+            [stretch.param for stretch in stretches],
+            [stretch.value for stretch in stretches],
+            [stretch.grad for stretch in stretches],
             tuple(
-                [part(s[name], p.span) for s, p in zip(states, pieces, strict=True)]
+                [part(s[name], p.span) for s, p in zip(states, stretches, strict=True)]
                 for name in ("exp_avg", "exp_avg_sq")
             ),
             [state["step"] for state in states],
-            tuple((piece.span.begin, piece.key, 1) for piece in pieces),
+            tuple((stretch.span.begin, stretch.key, 1) for stretch in stretches),
         )
