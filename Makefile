@@ -298,8 +298,8 @@ asan-c:
 # must come first into the process; leaks of the interpreter and of torch are not ours to report.
 # On several ranks only what reaches most of the core: everything would take an hour. Of the planner
 # only what compares its numbers with the core's: the rest is Python.
-ASAN_TESTS := $(filter-out $(addprefix tests/unit/test_plan_,command.py doctor.py time.py),$(wildcard \
-    tests/unit/test_*.py)) tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_experts.py)
+ASAN_TESTS := $(filter-out $(addprefix tests/unit/test_,plan_command.py plan_doctor.py plan_time.py wall.py),\
+    $(wildcard tests/unit/test_*.py)) tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_experts.py)
 ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \
     LD_PRELOAD=$$($(CC) -print-file-name=libasan.so):$$($(CC) -print-file-name=libubsan.so) \
     PYTHONPATH=build/asan PYTHONSAFEPATH=1
