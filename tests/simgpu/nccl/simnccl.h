@@ -21,12 +21,12 @@ bool simnccl_plant(enum simnccl_fault fault, int rank, int k, int value);
 typedef struct simnccl_options {
     int version; /* 22803; what becomes of windows depends on it */
     int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls; 1 */
-    int stall_ms;      /* blocking waits for other ranks end after this, as an error; 30000 */
-    int window_error;  /* what a window comes to, and stays the communicator's error; 0: none */
-    bool aborts_end;   /* aborts that block end now */
-    bool graphs_live;  /* graphs outlive their capture, until simnccl_drop_graphs() */
-    bool symmetric;    /* windows can be had: all GPUs see each other's memory; true */
-    size_t comm_bytes; /* of device memory, which each communicator holds; 0 */
+    int stall_ms;     /* blocking waits for other ranks end after this, as an error; 30000 */
+    int window_error; /* what a window comes to, and stays the communicator's error; 0: none */
+    _Atomic bool aborts_end; /* aborts that block end now */
+    bool graphs_live;        /* graphs outlive their capture, until simnccl_drop_graphs() */
+    bool symmetric;          /* windows can be had: all GPUs see each other's memory; true */
+    size_t comm_bytes;       /* of device memory, which each communicator holds; 0 */
     /* Sums begin with rank 0 everywhere, not round the ring; $SIMNCCL_RANK_ORDER. */
     bool rank_order;
 } simnccl_options;
