@@ -79,13 +79,13 @@ def nccl() -> ctypes.CDLL:
 
 @functools.cache
 def structure(header: str, name: str) -> type[ctypes.Structure]:
-    """A struct of plain numbers, as the header declares it."""
+    """A struct of plain numbers, some of them atomic, as the header declares it."""
     text = re.sub(r"/\*.*?\*/", "", (SIMULATOR / header).read_text(), flags=re.DOTALL)
     found = re.search(rf"typedef struct {name} \{{(.*?)\}} {name};", text, flags=re.DOTALL)
     assert found is not None, f"{header} declares no struct {name}"
     fields = []
     for declaration in found[1].split(";"):
-        words = declaration.replace(",", " ").split()
+        words = declaration.replace(",", " ").replace("_Atomic ", "").split()
         fields += [(field, C_TYPES[words[0]]) for field in words[1:]]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
