@@ -66,6 +66,12 @@ _HOME = {
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
+# What companions do without being imported, by the modules that register it.
+_REGISTERED_BY = {
+    "explain": "fsdpc.plan.noticed",
+    "runs": "fsdpc._companions.runs",
+    "watch": "fsdpc.plan.noticed",
+}
 _SUBMODULES = ("api", "checkpoint", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
 
 __all__ = [
@@ -167,6 +173,18 @@ def __getattr__(name: str) -> Any:
     value = getattr(import_module(_HOME[name]), name)
     globals()[name] = value
     return value
+
+
+def _import_companion(what: str) -> None:
+    """Let the companion register itself (``_engine/companions.py``), unless its folder was left
+    away.
+    """
+    name = _REGISTERED_BY[what]
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
 
 
 def __dir__() -> list[str]:

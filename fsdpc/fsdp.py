@@ -24,12 +24,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdpc import state_dict as _state_dict
 from fsdpc._clip import clip as _clip
 from fsdpc._comm.bootstrap import make_groups
+from fsdpc._engine.companions import explain, explained
 from fsdpc._engine.compiled import call_untraced, not_traced
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.listeners import check_listeners
 from fsdpc._engine.modules import check_apart
-from fsdpc._engine.shortage import explain, explained
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import refuse_lending
 from fsdpc._fsdp1 import args as _args

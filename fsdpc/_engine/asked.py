@@ -22,7 +22,9 @@ from torch.autograd.graph import get_gradient_edge
 from fsdpc import _C
 from fsdpc._engine.interop import put_grad
 from fsdpc._engine.writeback import gathered_of, owner_of
-from fsdpc._torch import current_graph_task_id, is_batched
+from fsdpc._torch import RUN_BACKWARD, current_graph_task_id, is_batched
+
+_installed: list[bool] = []
 
 
 def asked(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -55,6 +57,13 @@ def asked(run: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return through
+
+
+def install() -> None:
+    """Let torch's backward come through ``asked``, once. Local."""
+    if not _installed:
+        _installed.append(True)
+        setattr(torch.autograd, RUN_BACKWARD, asked(getattr(torch.autograd, RUN_BACKWARD)))
 
 
 Places = dict[int, tuple[Any, Any, int]]

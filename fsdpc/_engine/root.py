@@ -19,12 +19,12 @@ from torch import nn
 from fsdpc import _C
 from fsdpc._comm import wire as _wire
 from fsdpc._engine import thaw as _thaw
+from fsdpc._engine.companions import explain
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd
 from fsdpc._engine.interop import refuse_export
 from fsdpc._engine.marks import attach_marked, hosts
 from fsdpc._engine.registered import Watch
-from fsdpc._engine.shortage import explain
 from fsdpc._engine.tree import Tree
 
 logger = logging.getLogger("fsdpc")

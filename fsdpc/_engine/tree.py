@@ -11,12 +11,13 @@ from fsdpc import _C
 from fsdpc._comm.bootstrap import trust_order
 from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._engine.interop import torch_functions
-from fsdpc._engine.shortage import TREES, private_bytes
 from fsdpc._engine.unit import Unit
 from fsdpc._engine.writeback import grads_free, renew_grads, viewed
 
+TREES: weakref.WeakSet[Any] = weakref.WeakSet()  # those that exist
 # Called with each tree that has been made.
 ON_TREE: list[Callable[[Any], None]] = []
+PROCESS = os.getpid()  # that has imported this module: another one was forked from it
 _PREFETCH = {None: 0, "pre": 1, "post": 2}
 
 
@@ -80,10 +81,6 @@ class Tree:
             unit.tree = self
         self.set_steppers()
         TREES.add(self)
-        own = ("master_bytes", "grad_bytes", "gather_bytes", "reduce_bytes")
-        stats = self.memory_stats()
-        # The host memory of everything else that the program had by then, for reports.
-        self.program_bytes = max(private_bytes() - sum(stats[k] for k in own), 0)
         for call in ON_TREE:
             call(self)
         weakref.finalize(self, self.core.close)  # gc alone would take several rounds

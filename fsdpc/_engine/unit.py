@@ -15,8 +15,10 @@ from fsdpc import _C, _torch
 from fsdpc._comm.bootstrap import Groups
 from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._comm.wire import default_dtype
+from fsdpc._engine import asked as _asked
 from fsdpc._engine import empties as _empties  # noqa: F401  wraps to_empty
 from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.companions import registered
 from fsdpc._engine.device import CPU, tensor_device
 from fsdpc._engine.interop import (
     check_trains,
@@ -28,10 +30,10 @@ from fsdpc._engine.interop import (
     version_counter,
 )
 from fsdpc._engine.released import ReleasedParameter
-from fsdpc._engine.shortage import watch
 from fsdpc._engine.whole import WholeValues
 from fsdpc._spans import rows as _sharded
 
+UNITS: weakref.WeakSet[Any] = weakref.WeakSet()  # those that exist
 # Called with each unit after its gradients were allocated.
 ON_GRADS: list[Callable[[Any], None]] = []
 
@@ -96,7 +98,9 @@ class Unit(WholeValues):
         self.trainable = [self._trainable(info) for info in infos]
         self.summoned = False
         self.tree: Any = None
-        watch(self)
+        UNITS.add(self)
+        _asked.install()
+        registered("watch")()
         self.stepper: Any = None  # steps the unit's parameters in backward
         specs = [self._spec(i) for i in range(len(infos))]
         texts = [self._describe(specs, named) for named in (True, False)]

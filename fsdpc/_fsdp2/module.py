@@ -18,8 +18,8 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 
 from fsdpc._clip import torch_utils as _clip
 from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.companions import explained
 from fsdpc._engine.compiled import not_traced
-from fsdpc._engine.shortage import explained
 from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import assigned as _assigned

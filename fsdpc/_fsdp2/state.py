@@ -15,11 +15,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from fsdpc._engine import hooked as _hooked
 from fsdpc._engine import root as _root
 from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.companions import explain
 from fsdpc._engine.compiled import call_untraced, hook, not_traced
 from fsdpc._engine.host import FrontEnd, TreeOptions
 from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
-from fsdpc._engine.shortage import explain
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2 import tied as _tied
 from fsdpc._fsdp2.all_reduce_hook import sum_and_call

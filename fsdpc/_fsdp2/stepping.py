@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.sgd import sgd
 
-from fsdpc._engine.companions import companion
+from fsdpc._engine.companions import registered
 from fsdpc._engine.interop import around
 from fsdpc._engine.writeback import gathered_of, owner_of
 from fsdpc._torch import INIT_GROUP
@@ -66,8 +66,7 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     params = (param for group in optimizer.param_groups for param in group["params"])
     if any(type(param) is DTensor and owner_of(param) is not None for param in params):
-        found = companion("_companions.runs")
-        runs = found.runs_of(optimizer) if found else None
+        runs = registered("runs")(optimizer)
         collect = functools.partial(_collect, weakref.ref(optimizer), runs)
         optimizer.__dict__[INIT_GROUP] = collect
 

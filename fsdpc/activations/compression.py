@@ -18,7 +18,7 @@ from fsdpc._companions.saved import BLOCK
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.marks import hosts
 from fsdpc._engine.released import ReleasedParameter
-from fsdpc._engine.shortage import UNITS
+from fsdpc._engine.unit import UNITS
 from fsdpc._engine.writeback import owner_of
 
 MIN_BYTES = 4096

@@ -25,10 +25,10 @@ from torch.optim.optimizer import (
 )
 
 from fsdpc._engine.marks import hosts
-from fsdpc._engine.shortage import TREES, process_bytes
-from fsdpc._engine.tree import ON_TREE
+from fsdpc._engine.tree import ON_TREE, TREES
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import tree_leaves
+from fsdpc.plan.noticed import process_bytes
 from fsdpc.plan.profiled import Boundary, Profile, Sample
 from fsdpc.plan.rows import ENGINE, SHARDS, Key
 from fsdpc.plan.sources.held import (

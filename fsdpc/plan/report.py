@@ -12,9 +12,9 @@ from torch import nn
 from fsdpc import _C
 from fsdpc._comm.nccl import held_bytes
 from fsdpc._engine.marks import hosts
-from fsdpc._engine.shortage import process_bytes
 from fsdpc.optim._host import HostStore
 from fsdpc.plan.ledger import COMM_BYTES, CONTEXT_BYTES
+from fsdpc.plan.noticed import process_bytes
 from fsdpc.plan.rows import ENGINE, SLOTS, Line
 from fsdpc.plan.show import beside, size
 from fsdpc.plan.sources.held import (

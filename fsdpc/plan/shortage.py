@@ -17,13 +17,15 @@ from typing import Any
 
 import torch
 
-from fsdpc._engine.shortage import HEAD, TREES, UNITS, process_bytes
+from fsdpc._engine.tree import TREES
+from fsdpc._engine.unit import UNITS
 from fsdpc._engine.writeback import owner_of
 from fsdpc.plan.advise import effects
 from fsdpc.plan.cards import bytes_of
 from fsdpc.plan.engine import OWN
 from fsdpc.plan.ledger import Plan, plan
 from fsdpc.plan.model import Model, Moment, Setup, Unit
+from fsdpc.plan.noticed import HEAD, PROGRAM_BYTES, process_bytes
 from fsdpc.plan.rows import SLOTS, Line, Point
 from fsdpc.plan.show import beside, size
 from fsdpc.plan.sources.held import (
@@ -55,7 +57,7 @@ def report(
     placed: Sequence[tuple[int, Any]],
     optimizer: Any,
 ) -> str:
-    """The text; see ``fsdpc._engine.shortage.explain``. Local."""
+    """The text; see ``fsdpc.plan.noticed.explain``. Local."""
     if optimizer is not None:
         units = {owner_of(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(units):
@@ -68,7 +70,7 @@ def report(
     lines = [_head(phase, name, tree), *_asked(error)]
     held = [line for line in engine_lines([tree]) if line.planned or line.actual]
     states = sum(states_of(each) for each in optimizers_of(tree.units))
-    program = 0 if gpu_of(tree) else getattr(tree, "program_bytes", 0)
+    program = 0 if gpu_of(tree) or tree.core is None else PROGRAM_BYTES.get(tree, 0)
     known = sum(line.actual for line in held) + states + program
     rest = max(_process(tree, held) - known, 0)
     model, base = _planned(tree, rest + asked_bytes(error))

@@ -335,9 +335,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     wait_for_connections(folder, rank, world)
     import jitter
 
-    from fsdpc._engine import shortage
+    from fsdpc.plan import noticed
 
-    shortage._forked.clear()  # as in a real rank: else each model reads all pages' table in 5 ms
+    noticed.PROCESS = os.getpid()  # else each model reads all pages' table in 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     with device_watch(request["faults"]), jitter.delays_of(rank), layout:
         return function(rank=rank, world=world, **pickle.loads(request["arguments"]))

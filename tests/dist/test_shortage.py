@@ -14,7 +14,7 @@ from toys import wrap
 
 import fsdpc
 from fsdpc._comm import bootstrap as _bootstrap
-from fsdpc._engine import shortage
+from fsdpc.plan import noticed
 from fsdpc.wrap import ModuleWrapPolicy
 
 sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))
@@ -74,7 +74,7 @@ def unlimited() -> None:
 
 def note_of(caught) -> str:
     unlimited()
-    notes = [note for note in caught.value.__notes__ if note.startswith(shortage.HEAD)]
+    notes = [note for note in caught.value.__notes__ if note.startswith(noticed.HEAD)]
     assert len(notes) == 1, notes
     return notes[0]
 
@@ -164,7 +164,7 @@ def test_the_other_ranks_get_the_cause(front):
     assert "out of memory on rank 1 of 2 in backward of unit 1" in outcomes[1].traceback
     assert outcomes[0].error.startswith("PeerError: rank 1")
     assert "out of memory on rank 1 of 2 in backward of unit 1" in outcomes[0].error
-    assert shortage.HEAD not in outcomes[0].traceback.partition("its error")[0]
+    assert noticed.HEAD not in outcomes[0].traceback.partition("its error")[0]
     assert outcomes[0].finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
 
 
@@ -190,7 +190,7 @@ def test_a_report_that_fails_masks_nothing(rank, world):
     with pytest.raises(RuntimeError, match="can't allocate") as caught:
         step(sharded, optimizer)
     assert "what would free most" in note_of(caught)
-    shortage.REPORT = "fsdpc.no_such_module"
+    noticed.REPORT = "fsdpc.no_such_module"
     limit()
     with pytest.raises(RuntimeError, match="can't allocate") as caught:
         step(sharded, optimizer)
@@ -230,6 +230,6 @@ def test_a_small_gpu(rank, world):
 
 @ranks(1)
 def test_a_forked_process_counts_its_share_of_its_parents_memory(rank, world):
-    whole = shortage.private_bytes()
-    shortage._forked.append(True)
-    assert 0 < shortage.private_bytes() < whole
+    whole = noticed.private_bytes()
+    noticed.PROCESS = 0  # another one
+    assert 0 < noticed.private_bytes() < whole

@@ -6,8 +6,8 @@ for the first and the ``step`` of optimizers get a handler when the first unit i
 costs nothing until something is raised. What is raised elsewhere gets its report when the exception
 ends the program.
 
-The report (``fsdpc.plan.shortage``, a companion) is loaded by name, and only then. A reserve of
-address space is freed before, so that a report can be made under an exhausted limit.
+The report (``fsdpc/plan/shortage.py``) is loaded by name, and only then. A reserve of address space
+is freed before, so that a report can be made under an exhausted limit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from fsdpc import _C
 from fsdpc._comm.bootstrap import ON_UNCAUGHT
-from fsdpc._engine.asked import asked
+from fsdpc._engine.companions import register
+from fsdpc._engine.tree import ON_TREE, PROCESS
 from fsdpc._torch import PROFILE_STEP, RUN_BACKWARD
 
 RESERVE_BYTES = 16 << 20  # of address space: no page of it is touched
@@ -34,13 +34,11 @@ REPORT = "fsdpc.plan.shortage"
 HEAD = "fsdpc: out of memory"  # of the note
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
-TREES: weakref.WeakSet[Any] = weakref.WeakSet()  # those that exist
-UNITS: weakref.WeakSet[Any] = weakref.WeakSet()
+# The host memory of everything else that the program had when a tree was made.
+PROGRAM_BYTES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 _reserve: list[mmap.mmap] = []
 _watching: list[bool] = []
-_forked: list[bool] = []
-os.register_at_fork(after_in_child=lambda: _forked.append(True))
 
 
 def is_shortage(error: BaseException) -> bool:
@@ -90,27 +88,16 @@ def explain(
         return
 
 
-@contextmanager
-def explained(phase: str, name: str = "") -> Iterator[None]:
-    """Around what allocates: a shortage gets its report."""
-    try:
-        yield
-    except BaseException as error:
-        explain(error, phase, name=name)
-        raise
-
-
-def watch(unit: Any) -> None:
+def watch() -> None:
     """From a unit's construction on: torch's backward and optimizers' steps report shortages, and
     the reserve exists. Local.
     """
-    UNITS.add(unit)
     refill()
     if _watching:
         return
     _watching.append(True)
     backward = getattr(torch.autograd, RUN_BACKWARD)
-    setattr(torch.autograd, RUN_BACKWARD, _handled(asked(backward), "backward"))
+    setattr(torch.autograd, RUN_BACKWARD, _handled(backward, "backward"))
     hooked = getattr(torch.optim.Optimizer, PROFILE_STEP)
 
     def hook(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,6 +109,13 @@ def watch(unit: Any) -> None:
         if getattr(own, "hooked", False):  # an optimizer of this class exists already
             kind.step = _handled_step(own)
     ON_UNCAUGHT.append(lambda error: explain(error, "the program, outside of the model's passes"))
+    ON_TREE.append(_note_program)
+
+
+def _note_program(tree: Any) -> None:
+    own = ("master_bytes", "grad_bytes", "gather_bytes", "reduce_bytes")
+    stats = tree.memory_stats()
+    PROGRAM_BYTES[tree] = max(private_bytes() - sum(stats[key] for key in own), 0)
 
 
 def process_bytes() -> dict[str, int]:
@@ -140,7 +134,7 @@ def private_bytes() -> int:
     """The sum of ``process_bytes`` while no other process has touched the memory that ranks share,
     0 where the kernel gives no figure. Some 0.1 ms where ``process_bytes`` takes 3 to 30.
     """
-    if _forked:  # the parent has a part of these pages
+    if os.getpid() != PROCESS:  # forked: the parent has a part of these pages
         return sum(process_bytes().values())
     try:
         with open("/proc/self/status") as file:
@@ -187,3 +181,7 @@ def _subclasses(kind: type) -> Iterator[type]:
     for one in kind.__subclasses__():
         yield one
         yield from _subclasses(one)
+
+
+register("explain", explain)
+register("watch", watch)
