@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdpc import _HOME
+
 ROOT = Path(__file__).parents[2]
 C_FILES = sorted(p for d in ("csrc", "kernels") for p in (ROOT / d).rglob("*.*"))
 SOURCES = {
@@ -302,26 +304,81 @@ PACKAGE = (
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
 # The methods of the wrapper class and what installs the class know the class's module.
 UPWARD = {("_fsdp1/optim/methods", "state_dict")}
+COMPANIONS = PACKAGE[PACKAGE.index("") + 1 :]
+# What may know companions: the tables of public names and of who registers, and the command.
+OPENINGS = {("__init__", "by name"), ("__init__", "for types"), ("__main__", "by name")}
 
 
 def package_layer(module: str) -> int:
-    folder = "ground" if module in GROUND else module.partition("/")[0] if "/" in module else ""
-    return PACKAGE.index(folder)
+    if module in GROUND:
+        return 0
+    head = module.partition("/")[0]
+    return PACKAGE.index(head if head in PACKAGE else "")
 
 
-def package_imports(text: str, modules: set[str]) -> Iterator[str]:
-    """Modules of the package that a text imports, as paths without their ending."""
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "fsdpc":
-            base = node.module.split(".")[1:]
-            for name in ("/".join([*base, alias.name]) for alias in node.names):
-                yield name if name in modules else "/".join(base)
+@functools.cache
+def package_files(root: Path = ROOT / "fsdpc") -> dict[str, str]:
+    """Texts by paths without their ending."""
+    return {str(p.relative_to(root).with_suffix("")): p.read_text() for p in root.rglob("*.py")}
 
 
-def package_files() -> dict[str, str]:
-    root = ROOT / "fsdpc"
-    found = {str(p.relative_to(root).with_suffix("")): p.read_text() for p in root.rglob("*.py")}
-    return {name: text for name, text in found.items() if not name.endswith("__init__")}
+def is_of_types(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+
+
+def names_of_import(node: ast.AST, file: str) -> list[str]:
+    """Modules, or names in modules, in full."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    here = ["fsdpc", *file.split("/")]
+    base = ".".join([*(here[: -node.level] if node.level else ()), *filter(None, [node.module])])
+    return [f"{base}.{alias.name}" for alias in node.names]
+
+
+def package_imports(file: str, text: str, modules: set[str]) -> Iterator[tuple[str, str]]:
+    """What a file imports of the package, as paths without their ending, and how: when it is
+    imported itself, in a function, for types or by a name in a string.
+    """
+
+    def path_of(name: str) -> str:
+        home = _HOME.get(name.removeprefix("fsdpc.")) or name  # of a public name
+        path = home.removeprefix("fsdpc.").replace(".", "/")
+        return path if path in modules or "/" not in path else path.rpartition("/")[0]
+
+    def walk(node: ast.AST, how: str) -> Iterator[tuple[str, str]]:
+        inner = "in a function" if isinstance(node, ast.FunctionDef | ast.Lambda) else how
+        for child in ast.iter_child_nodes(node):
+            found = names_of_import(child, file)
+            way = "for types" if is_of_types(node) else inner
+            if isinstance(child, ast.Constant) and re.fullmatch(NAMED, str(child.value)):
+                found, way = ["fsdpc." + child.value.removeprefix("fsdpc.")], "by name"
+            yield from ((path_of(n), way) for n in found if n.startswith("fsdpc."))
+            yield from walk(child, way)
+
+    return walk(ast.parse(text), "at import")
+
+
+NAMED = r"(fsdpc|_companions)(\.\w+)+"
+
+
+def arrows(files: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    """File, what it imports and how; leaves out what no folder or module of the package is."""
+    known = {*package_files(), *(file.rpartition("/")[0] for file in package_files())}
+    for file, text in files.items():
+        for name, how in package_imports(file, text, known):
+            if name in known or name.partition("/")[0] in PACKAGE:
+                yield file, name, how
+
+
+def through_the_wall(files: dict[str, str]) -> set[tuple[str, str, str]]:
+    wall = PACKAGE.index("")
+    return {
+        (file, name, how)
+        for file, name, how in arrows(files)
+        if package_layer(file) <= wall < package_layer(name) and (file, how) not in OPENINGS
+    }
 
 
 def test_the_package_imports_downwards():
@@ -329,11 +386,47 @@ def test_the_package_imports_downwards():
     assert len(files) > 50
     found = {
         (file, name)
-        for file, text in files.items()
-        for name in package_imports(text, set(files))
-        if name and package_layer(name) > package_layer(file)
+        for file, name, how in arrows(files)
+        if how != "by name" and package_layer(name) > package_layer(file) and file != "__init__"
     }
     assert found == UPWARD
+
+
+def test_what_trains_knows_no_companion():
+    assert through_the_wall(package_files()) == set()
+
+
+@pytest.mark.parametrize(
+    ("how", "text"),
+    [
+        ("at import", "import fsdpc.{}"),
+        ("at import", "from fsdpc import {}"),
+        ("at import", "from fsdpc.{}.some import name"),
+        ("at import", "class A:\n    if True:\n        import fsdpc.{}.some as other"),
+        ("in a function", "def f():\n    from fsdpc.{} import some"),
+        ("in a function", "def f():\n    def g():\n        import fsdpc.{}.some"),
+        ("for types", "if TYPE_CHECKING:\n    from fsdpc.{}.some import Name"),
+        ("for types", "if typing.TYPE_CHECKING:\n    import fsdpc.{}"),
+        ("by name", "def f():\n    import_module('fsdpc.{}.some')"),
+        ("by name", "TABLE = {{'what': 'fsdpc.{}'}}"),
+    ],
+)
+def test_what_reaches_through_the_wall_is_found(how, text):
+    for companion in COMPANIONS:
+        for file in ("_engine/unit", "_fsdp2/module", "fsdp", "api", "__init__"):
+            found = {one[::2] for one in through_the_wall({file: text.format(companion)})}
+            assert found == {(file, how)} - OPENINGS
+
+
+def test_the_wall_leaves_the_innocent_alone():
+    unit = (
+        '"""See ``fsdpc.plan.noticed``."""\nimport fsdpc\nfrom fsdpc import _C, api\n'
+        "from fsdpc._comm.wire import default_dtype\nname = 'see fsdpc.plan'\n"
+    )
+    report = "from fsdpc.fsdp import FSDP\nimport fsdpc.optim"
+    assert not through_the_wall({"_engine/unit": unit, "plan/report": report})
+    door = {"fsdp": "from fsdpc import memory_report"}  # a companion's public name
+    assert through_the_wall(door) == {("fsdp", "plan/report", "at import")}
 
 
 def test_no_two_modules_of_tests_and_benchmarks_have_one_name():

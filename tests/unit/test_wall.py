@@ -7,10 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from test_layering import PACKAGE
+from test_layering import COMPANIONS
 
 ROOT = Path(__file__).parents[2] / "fsdpc"
-COMPANIONS = PACKAGE[PACKAGE.index("") + 1 :]
 
 TRAIN = """
 import os, sys
