@@ -23,27 +23,6 @@ _EXCEPTIONS = (
     "PeerError",
     "StateError",
 )
-_API = (
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "OptimStateDictConfig",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
-)
 _FSDP2 = (
     "FSDPModule",
     "UnshardHandle",
@@ -51,9 +30,9 @@ _FSDP2 = (
     "register_fsdp_forward_method",
     "share_comm_ctx",
 )
+# Of all public names but those of fsdpc.api.
 _HOME = {
     **dict.fromkeys(_EXCEPTIONS, "fsdpc._C"),
-    **dict.fromkeys(_API, "fsdpc.api"),
     **dict.fromkeys(_FSDP2, "fsdpc._fsdp2.module"),
     "FSDP": "fsdpc.fsdp",
     "FullyShardedDataParallel": "fsdpc.fsdp",
@@ -168,9 +147,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name on first use and cache it in the module's namespace."""
     if name in _SUBMODULES:
         return import_module(f"fsdpc.{name}")
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'fsdpc' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_HOME.get(name, "fsdpc.api")), name)
     globals()[name] = value
     return value
 

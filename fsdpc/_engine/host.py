@@ -49,7 +49,6 @@ class TreeOptions:
 
     backward_prefetch: str | None = "pre"
     forward_prefetch: bool = False
-    limit_all_gathers: bool = True
 
 
 @dataclass(frozen=True)

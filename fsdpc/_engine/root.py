@@ -119,7 +119,6 @@ def _attach_tree(front: FrontEnd, root: Any, units: list[tuple[int, Any]]) -> No
         [depth for depth, _ in units],
         backward_prefetch=options.backward_prefetch,
         forward_prefetch=options.forward_prefetch,
-        limit_all_gathers=options.limit_all_gathers,
     )
     this = weakref.ref(root)
     root._tree.core.on_thaw = lambda: call_untraced(_thaw_tree, front, this())

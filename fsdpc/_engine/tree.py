@@ -46,10 +46,8 @@ class Tree:
         *,
         backward_prefetch: str | None,
         forward_prefetch: bool,
-        limit_all_gathers: bool,
     ) -> None:
         self.units, self.depths = units, depths
-        self.limit_all_gathers = limit_all_gathers  # slots bound the gathers in any case
         gather_slots, reduce_slots = _slots("FSDPC_GATHER_SLOTS"), _slots("FSDPC_REDUCE_SLOTS")
         options = [
             f"{len(units)} units",

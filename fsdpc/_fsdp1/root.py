@@ -120,9 +120,8 @@ def _prepare_member(member: Any, name: str) -> None:
 
 
 def _options(root: Any) -> TreeOptions:
-    return TreeOptions(
-        _PREFETCH[root.backward_prefetch], root.forward_prefetch, root.limit_all_gathers
-    )
+    """Without ``limit_all_gathers``: slots bound the gathers in any case."""
+    return TreeOptions(_PREFETCH[root.backward_prefetch], root.forward_prefetch)
 
 
 def tree_units(root: Any) -> list[Any]:
