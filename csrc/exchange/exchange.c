@@ -490,3 +490,9 @@ fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
                ? x->ops->announce(x, unit ? fsdpc_unit_use(unit)->id : -1, param)
                : FSDPC_OK;
 }
+
+int
+fsdpc_exchange_before_hook(fsdpc_exchange *x, const char *what)
+{
+    return x->ops->before_hook && x->world > 1 ? x->ops->before_hook(x, what) : FSDPC_OK;
+}

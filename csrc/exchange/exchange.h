@@ -127,8 +127,8 @@ const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
  * with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect the mismatch. */
 int fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param);
 
-/* On a wire the ranks compare what each does next before each collective, in an all-gather of an int32 each.
- * Before a collective of a communication hook every rank sends this value. */
-enum { FSDPC_TURN_HOOK = INT32_MAX };
+/* Before the collectives of a communication hook, `what`: fails with FSDPC_E_MISMATCH if another rank gathers
+ * or reduces a unit or ends its backward instead. A no-op for kinds that cannot detect the mismatch. */
+int fsdpc_exchange_before_hook(fsdpc_exchange *x, const char *what);
 
 #endif

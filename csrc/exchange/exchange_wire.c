@@ -49,9 +49,15 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return FSDPC_OK;
 }
 
-/* What a rank does next: 2 * unit for a gather, 2 * unit + 1 for a reduction, FSDPC_TURN_HOOK, or the end of
+/* What a rank does next: 2 * unit for a gather, 2 * unit + 1 for a reduction, TURN_HOOK, or the end of
  * a backward. Below zero: the unit and number of a parameter that is unfrozen. */
-enum { TURN_END = FSDPC_TURN_HOOK - 1, THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
+enum {
+    TURN_HOOK = INT32_MAX,
+    TURN_END = TURN_HOOK - 1,
+    THAWS_UNKNOWN = -1,
+    THAWS = -2,
+    THAW_PARAMS = 1 << 12
+};
 
 static int32_t
 thaw_turn(int unit, int param)
@@ -71,22 +77,25 @@ thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
 }
 
 static const char *
-turn_text(const fsdpc_exchange *x, int32_t turn, char text[WHAT_BYTES])
+turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[WHAT_BYTES])
 {
-    if (turn == FSDPC_TURN_HOOK) {
-        return "a communication hook";
+    if (turn == TURN_HOOK) {
+        snprintf(text, WHAT_BYTES, hook ? "the %s" : "a communication hook", hook);
+        return text;
     }
     if (turn == TURN_END) {
         return "the end of backward";
+    }
+    if (turn / 2 >= x->unit_count) {
+        return "a unit that this rank's model does not have";
     }
     snprintf(text, WHAT_BYTES, "the %s of unit %s", turn % 2 ? "reduce" : "gather",
              fsdpc_unit_name(x->units[turn / 2]));
     return text;
 }
 
-/* FSDPC_OK also for what no rank sends: a process group may be a fake, which writes nothing. */
 static int
-compare_turn(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
+compare_turn(const fsdpc_exchange *x, int32_t own, const char *what, int rank, int32_t other)
 {
     char here[WHAT_BYTES], there[WHAT_BYTES];
     if (own < 0 && other < 0) {
@@ -95,7 +104,7 @@ compare_turn(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
     if (own < 0 || other < 0) {
         return thaw_mismatch(x, own, rank, other);
     }
-    if (own == other || (other < TURN_END && other / 2 >= x->unit_count)) {
+    if (own == other) {
         return FSDPC_OK;
     }
     return fsdpc_error(
@@ -103,7 +112,7 @@ compare_turn(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
         "rank %d is at %s while rank %d is at %s: the ranks run different units. If a module "
         "chooses by data what it runs, mark it with fsdpc.mark_data_dependent(module), so that "
         "every rank gathers all units below it",
-        x->rank, turn_text(x, own, here), rank, turn_text(x, other, there));
+        x->rank, turn_text(x, own, what, here), rank, turn_text(x, other, NULL, there));
 }
 
 /* All ranks' turns are compared before a collective: one that meets another's would end the process or
@@ -120,11 +129,11 @@ compare_turns(fsdpc_exchange *x, int32_t own, const char *what)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
     }
     for (int r = 0; r < x->world; r++) {
-        turns[r] = own;
+        turns[r] = own; /* a process group may be a fake, which writes nothing */
     }
     FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, what), done);
     for (int r = 0; r < x->world && status == FSDPC_OK; r++) {
-        status = compare_turn(x, own, r, turns[r]);
+        status = compare_turn(x, own, what, r, turns[r]);
     }
 done:
     fsdpc_mem_free(turns);
@@ -135,6 +144,12 @@ static int
 announce(fsdpc_exchange *x, int unit, int param)
 {
     return compare_turns(x, thaw_turn(unit, param), "unfreezing");
+}
+
+static int
+before_hook(fsdpc_exchange *x, const char *what)
+{
+    return compare_turns(x, TURN_HOOK, what);
 }
 
 static int
@@ -337,4 +352,5 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .summed = summed,
     .end = end,
     .announce = announce,
+    .before_hook = before_hook,
 };

@@ -531,3 +531,9 @@ fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
     }
     return FSDPC_OK;
 }
+
+int
+fsdpc_tree_before_hook(fsdpc_tree *tree, int unit, const char *what)
+{
+    return fsdpc_exchange_before_hook(tree->nodes[unit].exchange, what);
+}

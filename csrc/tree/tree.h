@@ -155,6 +155,8 @@ typedef struct fsdpc_tree_memory {
 void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
 /* See fsdpc_exchange_announce. */
 int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);
+/* See fsdpc_exchange_before_hook. */
+int fsdpc_tree_before_hook(fsdpc_tree *tree, int unit, const char *what);
 /* "shared", "wire", "stream"; "none" without units; "mixed" if the exchanges differ. */
 const char *fsdpc_tree_kind(const fsdpc_tree *tree);
 

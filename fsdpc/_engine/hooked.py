@@ -116,30 +116,14 @@ class _Order:
                     used = self._agree(_END, bits, f"communication hook of {name}")
                     member.reduce(used)
 
-    def _meet(self, what: str) -> None:
-        """Raise ``MismatchError`` where another rank gathers, reduces or ends its backward: over a
-        wire its collective would meet that of ``_agree``. Collective.
-        """
-        if not self.comms or self.tree().core.kind != "wire":
-            return
-        comm = self.comms[0]
-        turns = np.full(comm.world, _C.TURN_HOOK, np.int32)
-        comm.all_gather(turns, what=what)
-        for rank in np.flatnonzero(turns != _C.TURN_HOOK):
-            raise _C.MismatchError(
-                f"rank {comm.rank} is at {what} while rank {rank} gathers or reduces a unit, or "
-                "ends its backward: the ranks run different units. If a module chooses by data "
-                "what it runs, mark it with fsdpc.mark_data_dependent(module), so that every rank "
-                "gathers all units below it"
-            )
-
     def _agree(self, number: int, own: Sequence[int], what: str) -> bytes | None:
         """Elementwise OR of ``own`` over ranks; None if ``number`` differs. Collective."""
         mine = np.zeros(4 + self.width, np.uint8)
         mine[:4] = np.array([number], np.int32).view(np.uint8)
         mine[4 : 4 + len(own)] = np.frombuffer(bytes(own), np.uint8)
         different = np.array([_DIFFERENT], np.int32).view(np.uint8)
-        self._meet(what)
+        tree = self.tree()
+        tree.core.before_hook(tree.units.index(self.members[0].unit()), what)
         for comm in self.comms:
             rows = np.tile(mine, (comm.world, 1))  # a fake process group does not write them
             comm.all_gather(rows, what=what)

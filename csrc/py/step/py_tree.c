@@ -488,16 +488,14 @@ set_step_unit(fsdpc_py_tree *self, PyObject *value, void *closure)
     return 0;
 }
 
+/* Tells the other ranks what comes next: a parameter is trained, or, with `hook`, a communication hook runs. */
 static PyObject *
-tree_announce(fsdpc_py_tree *self, PyObject *args)
+tell(fsdpc_py_tree *self, const char *method, int unit, int param, const char *hook)
 {
-    int unit, param, status = FSDPC_OK;
-    if (fsdpc_py_check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
-        return NULL;
-    }
+    int status = FSDPC_OK;
     if (unit < 0 || unit >= self->count) {
-        PyErr_Format(PyExc_IndexError, "announce: the tree has %d units; index %d is out of range",
-                     self->count, unit);
+        PyErr_Format(PyExc_IndexError, "%s: the tree has %d units; index %d is out of range",
+                     method, self->count, unit);
         return NULL;
     }
     fsdpc_py_use use;
@@ -507,7 +505,8 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
     const int open = fsdpc_py_check_open(self);
     if (open == 0) {
         Py_BEGIN_ALLOW_THREADS
-        status = fsdpc_tree_announce(self->tree, unit, param);
+        status = hook ? fsdpc_tree_before_hook(self->tree, unit, hook)
+                      : fsdpc_tree_announce(self->tree, unit, param);
         Py_END_ALLOW_THREADS
     }
     PyObject *result = open < 0             ? NULL
@@ -515,6 +514,27 @@ tree_announce(fsdpc_py_tree *self, PyObject *args)
                                             : fsdpc_py_raise(status);
     fsdpc_py_end_use(&use);
     return result;
+}
+
+static PyObject *
+tree_announce(fsdpc_py_tree *self, PyObject *args)
+{
+    int unit, param;
+    if (fsdpc_py_check_open(self) < 0 || !PyArg_ParseTuple(args, "ii:announce", &unit, &param)) {
+        return NULL;
+    }
+    return tell(self, "announce", unit, param, NULL);
+}
+
+static PyObject *
+tree_before_hook(fsdpc_py_tree *self, PyObject *args)
+{
+    int unit;
+    const char *what;
+    if (fsdpc_py_check_open(self) < 0 || !PyArg_ParseTuple(args, "is:before_hook", &unit, &what)) {
+        return NULL;
+    }
+    return tell(self, "before_hook", unit, 0, what);
 }
 
 /* A garbage collection may call this at any moment of a step: then the call is put off. */
@@ -565,6 +585,11 @@ static PyMethodDef methods[] = {
      "that "
      "begin a pass instead raise MismatchError, and so does this rank. Collective where ranks "
      "send."},
+    {"before_hook", FAST(tree_before_hook), METH_VARARGS,
+     "before_hook(unit, what)\n--\n\nBefore the collectives of a communication hook, `what`, of "
+     "this "
+     "unit or others of its communicator. MismatchError: another rank gathers, reduces or ends its "
+     "backward instead. Collective where ranks send."},
     {"close", FAST(tree_close), METH_NOARGS,
      "close()\n--\n\nDetaches the units and frees the slots, after the running hook if there is "
      "one. Local."},
@@ -632,7 +657,5 @@ static PyType_Spec spec = {
 int
 fsdpc_py_tree_exec(PyObject *module)
 {
-    return PyModule_AddIntConstant(module, "TURN_HOOK", FSDPC_TURN_HOOK) < 0
-               ? -1
-               : fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->tree_type);
+    return fsdpc_py_add_type(module, &spec, &fsdpc_py_state(module)->tree_type);
 }
