@@ -269,15 +269,26 @@ class Beside(nn.Module):
         return self.leave(self.enter(batch["x"]) + self.maybe(batch["x"], batch["runs"]))
 
 
-@ranks(2)
-@pytest.mark.parametrize("collectives", ["shm", "c10d"])
-def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
-    """Two forwards, whose backwards run in reverse order, so that nothing is gathered ahead."""
+def beside(collectives):
+    """The model with its marked module, and an unsharded copy."""
     fsdpc.set_collectives(collectives)
     torch.manual_seed(1)
     model = Beside()
     plain = copy.deepcopy(model)
     fsdpc.mark_data_dependent(model.maybe)
+    return model, plain
+
+
+def check_beside(model, plain):
+    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+
+
+@ranks(2)
+@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
+    """Two forwards, whose backwards run in reverse order, so that nothing is gathered ahead."""
+    model, plain = beside(collectives)
     fsdpc.fully_shard(model.maybe)
     fsdpc.fully_shard(model)
 
@@ -289,19 +300,14 @@ def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
         loss.backward()
     for who in range(world):
         (sum(losses(plain, who)) / world).backward()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+    check_beside(model, plain)
 
 
 @ranks(2)
 @pytest.mark.parametrize("collectives", ["shm", "c10d"])
 def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives):
     """torch's checkpoint raises out of the recomputed forward; the graph has two backwards."""
-    fsdpc.set_collectives(collectives)
-    torch.manual_seed(1)
-    model = Beside()
-    plain = copy.deepcopy(model)
-    fsdpc.mark_data_dependent(model.maybe)
+    model, plain = beside(collectives)
     fsdpc.fully_shard(model.maybe.block)
     model.maybe = checkpoint_wrapper(model.maybe)
     fsdpc.fully_shard(model)
@@ -315,5 +321,4 @@ def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives
         loss.backward(retain_graph=True)
     for who in range(world):
         (loss_of_rank(plain, who) * 2 / world).backward()
-    for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(p.grad.full_tensor(), q.grad, msg=name)
+    check_beside(model, plain)
