@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+from torch.torch_version import TorchVersion
+
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
@@ -37,6 +40,14 @@ def wrong(words: str = "") -> Expected:
 def dies(signal: str) -> Expected:
     """A signal ends a rank."""
     return Expected("dies", signal)
+
+
+# torch before 2.14 "offloads" tensors that are on the CPU to memory that it then frees.
+OFFLOADS_ON_THE_CPU = (
+    any_of(WORKS)
+    if TorchVersion(torch.__version__) >= "2.14"
+    else any_of(raises(RuntimeError, "storage"), dies("SIGSEGV"), wrong())
+)
 
 
 @dataclasses.dataclass
