@@ -31,15 +31,6 @@ own_tree(fsdpc_py_flat *self)
 }
 
 static PyObject *
-run_core(int status)
-{
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
-}
-
-static PyObject *
 run_gather(fsdpc_py_flat *self)
 {
     fsdpc_py_use use;
@@ -56,7 +47,7 @@ run_gather(fsdpc_py_flat *self)
         status = fsdpc_tree_forward_enter(tree, 0);
     }
     Py_END_ALLOW_THREADS
-    PyObject *result = run_core(status);
+    PyObject *result = fsdpc_py_none_or(status);
     fsdpc_py_end_use(&use);
     return result;
 }
@@ -65,18 +56,15 @@ static PyObject *
 run_release(fsdpc_py_flat *self)
 {
     if (!self->own_tree || fsdpc_unit_refs(self->unit) == 0) {
-        return run_core(fsdpc_error(FSDPC_E_STATE,
-                                    "release() of unit %s without a preceding gather()",
-                                    fsdpc_unit_name(self->unit)));
+        return fsdpc_py_none_or(fsdpc_error(FSDPC_E_STATE,
+                                            "release() of unit %s without a preceding gather()",
+                                            fsdpc_unit_name(self->unit)));
     }
     if (fsdpc_py_enter(self) < 0) {
         return NULL;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_forward_leave(self->tree->tree, 0, false);
-    Py_END_ALLOW_THREADS
-    return run_core(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_tree_forward_leave(self->tree->tree, 0, false));
+    return fsdpc_py_none_or(status);
 }
 
 static int
@@ -142,7 +130,7 @@ run_reduce(fsdpc_py_flat *self, PyObject *list, bool add)
         status = status ? status : fsdpc_tree_reduce(tree, 0, grads);
         status = status ? status : fsdpc_tree_end_backward(tree, true);
         Py_END_ALLOW_THREADS
-        result = run_core(status);
+        result = fsdpc_py_none_or(status);
     }
     for (int i = 0; views && i < params; i++) {
         if (views[i].owner) {

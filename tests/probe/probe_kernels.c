@@ -222,8 +222,7 @@ open_reduction(PyObject *const *args, Py_ssize_t count, PyObject *keywords,
         return -1;
     }
     int status = fsdpc_dtype_from_name(src_dtype, &reduction->src_dtype);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
     return open_sources(src, src_dtype, reduction);
@@ -242,11 +241,11 @@ run_reduction(const struct reduction *r)
 }
 
 static PyObject *
-kernel_reduce(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+kernel_reduce(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+              PyObject *keywords)
 {
     struct reduction reduction = {0};
     PyObject *result = NULL;
-    (void)module;
     if (open_reduction(args, count, keywords, &reduction) == 0) {
         PyThreadState *saved = PyEval_SaveThread();
         int status = run_reduction(&reduction);
@@ -281,7 +280,8 @@ norm_of(const fsdpc_py_buffer *src, const fsdpc_py_kernels *kernels)
 }
 
 static PyObject *
-kernel_norm2(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+kernel_norm2(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+             PyObject *keywords)
 {
     PyObject *src = NULL, *result = NULL;
     const char *dtype = NULL, *kernels = NULL;
@@ -292,7 +292,6 @@ kernel_norm2(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject
         {"dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &dtype},
         {"kernels", FSDPC_PY_STR_OR_NONE, FSDPC_PY_OPTIONAL, &kernels},
     };
-    (void)module;
     if (fsdpc_py_args("kernel_norm2", table, 3, args, count, keywords) < 0) {
         return NULL;
     }

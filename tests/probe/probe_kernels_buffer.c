@@ -32,8 +32,7 @@ fsdpc_py_buffer_open(PyObject *object, const char *dtype, bool writable,
                      const fsdpc_py_kernels *kernels, fsdpc_py_buffer *out)
 {
     int status = fsdpc_dtype_from_name(dtype, &out->dtype);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
     if (fsdpc_py_tensor_view_any(object, &out->view) < 0) {
@@ -49,12 +48,9 @@ static int
 find_gpu(const char *number, fsdpc_device **out)
 {
     char *end;
-    int status;
     const long ordinal = strtol(number, &end, 10);
     const bool known = *number && !*end && ordinal >= 0 && ordinal <= INT_MAX;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_device_cuda(known ? (int)ordinal : -1, out);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_device_cuda(known ? (int)ordinal : -1, out));
     return status;
 }
 
@@ -70,8 +66,7 @@ fsdpc_py_kernels_find(const char *name, fsdpc_py_kernels *out)
     } else {
         status = fsdpc_kernels_by_name(name, &out->table);
     }
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
     return out->device == NULL ? 0 : fsdpc_py_enter_device(out->device);
@@ -80,8 +75,5 @@ fsdpc_py_kernels_find(const char *name, fsdpc_py_kernels *out)
 PyObject *
 fsdpc_py_kernels_finish(int status)
 {
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
+    return fsdpc_py_none_or(status);
 }

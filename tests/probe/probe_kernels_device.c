@@ -45,11 +45,7 @@ read_target(PyObject *item, fsdpc_pack_target *out)
     const int status = fsdpc_dtype_from_name(dtype, &out->dtype);
     out->n = n;
     out->offset = offset < 0 ? SIZE_MAX : (size_t)offset; /* refused by the plan */
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
+    return fsdpc_py_checked(status);
 }
 
 static int
@@ -75,25 +71,18 @@ read_targets(PyObject *sequence, pack_way *way)
 static int
 make_plan(pack_way *way)
 {
-    int status;
     if (way->kernels.device == NULL) {
         PyErr_SetString(PyExc_ValueError,
                         "kernel_pack_plan needs a device, not a table of kernels");
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_device_pack_plan(way->kernels.device, way->targets, way->count, way->bytes,
-                                    &way->plan);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
+    int status = FSDPC_PY_UNLOCKED(fsdpc_device_pack_plan(way->kernels.device, way->targets,
+                                                          way->count, way->bytes, &way->plan));
+    return fsdpc_py_checked(status);
 }
 
 PyObject *
-fsdpc_py_kernel_pack_plan(PyObject *module, PyObject *const *args, Py_ssize_t count,
+fsdpc_py_kernel_pack_plan(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
                           PyObject *keywords)
 {
     PyObject *targets = NULL, *capsule = NULL;
@@ -104,7 +93,6 @@ fsdpc_py_kernel_pack_plan(PyObject *module, PyObject *const *args, Py_ssize_t co
         {"bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &bytes},
         {"kernels", FSDPC_PY_STR_OR_NONE, FSDPC_PY_OPTIONAL, &kernels},
     };
-    (void)module;
     if (fsdpc_py_args("kernel_pack_plan", table, 3, args, count, keywords) < 0) {
         return NULL;
     }
@@ -216,7 +204,8 @@ close_call(pack_call *call)
 }
 
 PyObject *
-fsdpc_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+fsdpc_py_kernel_pack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                     PyObject *keywords)
 {
     PyObject *capsule = NULL, *dst = NULL, *src = NULL, *result = NULL;
     pack_call call = {.scale = 1.0};
@@ -226,16 +215,13 @@ fsdpc_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t count, 
         {"src", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &src},
         {"scale", FSDPC_PY_DOUBLE, FSDPC_PY_OPTIONAL, &call.scale},
     };
-    (void)module;
     if (fsdpc_py_args("kernel_pack", table, 4, args, count, keywords) < 0) {
         return NULL;
     }
     if (open_call(capsule, dst, src, &call) == 0) {
-        int status;
-        Py_BEGIN_ALLOW_THREADS
-        status = fsdpc_device_pack_all(call.way->kernels.device, call.way->plan, call.dst.view.data,
-                                       call.sources, call.scale);
-        Py_END_ALLOW_THREADS
+        int status =
+            FSDPC_PY_UNLOCKED(fsdpc_device_pack_all(call.way->kernels.device, call.way->plan,
+                                                    call.dst.view.data, call.sources, call.scale));
         result = fsdpc_py_kernels_finish(status);
     }
     close_call(&call);
@@ -245,7 +231,7 @@ fsdpc_py_kernel_pack(PyObject *module, PyObject *const *args, Py_ssize_t count, 
 /* --- a factor on the device ------------------------------------------------------------------------ */
 
 PyObject *
-fsdpc_py_kernel_scale_by(PyObject *module, PyObject *const *args, Py_ssize_t count,
+fsdpc_py_kernel_scale_by(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
                          PyObject *keywords)
 {
     PyObject *x = NULL, *factor = NULL, *result = NULL;
@@ -258,7 +244,6 @@ fsdpc_py_kernel_scale_by(PyObject *module, PyObject *const *args, Py_ssize_t cou
         {"factor", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &factor},
         {"kernels", FSDPC_PY_STR_OR_NONE, FSDPC_PY_OPTIONAL, &kernels},
     };
-    (void)module;
     if (fsdpc_py_args("kernel_scale_by", table, 4, args, count, keywords) < 0 ||
         fsdpc_py_kernels_find(kernels, &where) < 0) {
         return NULL;

@@ -34,8 +34,7 @@ open_device(int32_t ordinal, struct request *out)
         return 0;
     }
     const int status = fsdpc_device_cuda(ordinal, &out->device);
-    if (status != FSDPC_OK) {
-        (void)fsdpc_py_raise(status);
+    if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
     return fsdpc_py_enter_device(out->device);
@@ -86,28 +85,25 @@ static PyObject *
 run(bool pack, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     struct request r = {0};
-    int status;
     if (request_open(pack ? "activation_pack" : "activation_unpack", args, count, keywords, &r) <
         0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = run_request(pack, &r);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(run_request(pack, &r));
     return fsdpc_py_none_or(status);
 }
 
 static PyObject *
-activation_pack(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+activation_pack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                PyObject *keywords)
 {
-    (void)module;
     return run(true, args, count, keywords);
 }
 
 static PyObject *
-activation_unpack(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+activation_unpack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                  PyObject *keywords)
 {
-    (void)module;
     return run(false, args, count, keywords);
 }
 

@@ -108,6 +108,16 @@ int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
 PyObject *fsdpc_py_raise(int status);
 /* None, or what fsdpc_py_raise does if `status` is an error. */
 PyObject *fsdpc_py_none_or(int status);
+/* 0, or -1 after fsdpc_py_raise if `status` is an error. */
+int fsdpc_py_checked(int status);
+/* The value of an expression that is computed without the GIL. */
+#define FSDPC_PY_UNLOCKED(expression)                       \
+    __extension__({                                         \
+        PyThreadState *thread_ = PyEval_SaveThread();       \
+        const __typeof__(expression) value_ = (expression); \
+        PyEval_RestoreThread(thread_);                      \
+        value_;                                             \
+    })
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);

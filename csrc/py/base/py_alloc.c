@@ -129,20 +129,16 @@ set_hooks(fsdpc_device *device, PyObject *allocate, PyObject *free_block, PyObje
 }
 
 static PyObject *
-set_cuda_allocator(PyObject *module, PyObject *args)
+set_cuda_allocator(PyObject *Py_UNUSED(module), PyObject *args)
 {
     int ordinal;
     PyObject *allocate, *free_block, *give_unused = Py_None;
     fsdpc_device *device;
-    (void)module;
     if (!PyArg_ParseTuple(args, "iOO|O:set_cuda_allocator", &ordinal, &allocate, &free_block,
                           &give_unused)) {
         return NULL;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_device_cuda(ordinal, &device);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_device_cuda(ordinal, &device));
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
@@ -154,10 +150,9 @@ set_cuda_allocator(PyObject *module, PyObject *args)
 }
 
 static PyObject *
-cuda_allocated(PyObject *module, PyObject *argument)
+cuda_allocated(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     fsdpc_device *device;
-    (void)module;
     const long ordinal = PyLong_AsLong(argument);
     if (ordinal == -1 && PyErr_Occurred()) {
         return NULL;

@@ -11,27 +11,23 @@
 #include "device/device.h"
 
 static PyObject *
-cuda_image_bytes(PyObject *module, PyObject *ignored)
+cuda_image_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     size_t bytes;
-    (void)module, (void)ignored;
     (void)fsdpc_cuda_image(&bytes);
     return PyLong_FromSize_t(bytes);
 }
 
 static PyObject *
-cuda_device(PyObject *module, PyObject *argument)
+cuda_device(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     fsdpc_device *device;
-    int status;
-    (void)module;
     const long ordinal = PyLong_AsLong(argument);
     if (ordinal == -1 && PyErr_Occurred()) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(
+        fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device));
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
@@ -45,10 +41,9 @@ cuda_device(PyObject *module, PyObject *argument)
 }
 
 static PyObject *
-cuda_waits(PyObject *module, PyObject *argument)
+cuda_waits(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     fsdpc_device *device;
-    (void)module;
     const long ordinal = PyLong_AsLong(argument);
     if (ordinal == -1 && PyErr_Occurred()) {
         return NULL;
@@ -59,11 +54,10 @@ cuda_waits(PyObject *module, PyObject *argument)
 }
 
 static PyObject *
-cuda_memory(PyObject *module, PyObject *argument)
+cuda_memory(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     fsdpc_device *device;
     size_t free_bytes, total;
-    (void)module;
     const long ordinal = PyLong_AsLong(argument);
     if (ordinal == -1 && PyErr_Occurred()) {
         return NULL;
@@ -78,11 +72,10 @@ cuda_memory(PyObject *module, PyObject *argument)
 
 /* Without the variable nothing is loaded. */
 static PyObject *
-stand_in(PyObject *module, PyObject *ignored)
+stand_in(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     const char *file = getenv("FSDPC_LIBCUDA");
     const fsdpc_cuda_driver *driver;
-    (void)module, (void)ignored;
     if (!file || !*file) {
         Py_RETURN_FALSE;
     }

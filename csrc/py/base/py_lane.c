@@ -8,23 +8,10 @@
 static const char lane_name[] = "fsdpc._C.lane", pinned_name[] = "fsdpc._C.pinned";
 
 static int
-checked(int status)
-{
-    if (status != FSDPC_OK) {
-        (void)fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
-}
-
-static int
 device_of(int32_t ordinal, fsdpc_device **out)
 {
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_device_cuda(ordinal, out);
-    Py_END_ALLOW_THREADS
-    return checked(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_device_cuda(ordinal, out));
+    return fsdpc_py_checked(status);
 }
 
 /* --- pinned memory ------------------------------------------------------------------------------- */
@@ -61,7 +48,7 @@ own_pinned(struct pinned *pinned)
 }
 
 static PyObject *
-pinned_new(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+pinned_new(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     int32_t ordinal;
     size_t bytes;
@@ -70,7 +57,6 @@ pinned_new(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         {"bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &bytes},
     };
     fsdpc_device *device;
-    (void)module;
     if (fsdpc_py_args("pinned_new", table, 2, args, count, keywords) < 0 ||
         device_of(ordinal, &device) < 0) {
         return NULL;
@@ -80,7 +66,7 @@ pinned_new(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         return PyErr_NoMemory();
     }
     *pinned = (struct pinned){.device = device, .bytes = bytes};
-    if (checked(fsdpc_device_host_alloc(device, bytes, &pinned->memory)) < 0) {
+    if (fsdpc_py_checked(fsdpc_device_host_alloc(device, bytes, &pinned->memory)) < 0) {
         fsdpc_mem_free(pinned);
         return NULL;
     }
@@ -96,14 +82,13 @@ lane_end(PyObject *capsule)
 }
 
 static PyObject *
-lane_new(PyObject *module, PyObject *argument)
+lane_new(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     fsdpc_device *device;
     fsdpc_lane *lane;
-    (void)module;
     const long ordinal = PyLong_AsLong(argument);
     if ((ordinal == -1 && PyErr_Occurred()) || device_of((int32_t)ordinal, &device) < 0 ||
-        checked(fsdpc_lane_new(device, &lane)) < 0) {
+        fsdpc_py_checked(fsdpc_lane_new(device, &lane)) < 0) {
         return NULL;
     }
     PyObject *capsule = PyCapsule_New(lane, lane_name, lane_end);
@@ -122,9 +107,8 @@ entered(PyObject *object)
 }
 
 static PyObject *
-lane_begin(PyObject *module, PyObject *object)
+lane_begin(PyObject *Py_UNUSED(module), PyObject *object)
 {
-    (void)module;
     fsdpc_lane *lane = entered(object);
     return lane == NULL ? NULL : fsdpc_py_none_or(fsdpc_lane_begin(lane));
 }
@@ -146,33 +130,30 @@ copy(const char *function, PyObject *const *args, Py_ssize_t count,
 }
 
 static PyObject *
-lane_out(PyObject *module, PyObject *const *args, Py_ssize_t count)
+lane_out(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    (void)module;
     return copy("lane_out", args, count, fsdpc_lane_out);
 }
 
 static PyObject *
-lane_in(PyObject *module, PyObject *const *args, Py_ssize_t count)
+lane_in(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    (void)module;
     return copy("lane_in", args, count, fsdpc_lane_in);
 }
 
 static PyObject *
-lane_mark(PyObject *module, PyObject *object)
+lane_mark(PyObject *Py_UNUSED(module), PyObject *object)
 {
     int64_t mark;
-    (void)module;
     fsdpc_lane *lane = entered(object);
-    if (lane == NULL || checked(fsdpc_lane_mark(lane, &mark)) < 0) {
+    if (lane == NULL || fsdpc_py_checked(fsdpc_lane_mark(lane, &mark)) < 0) {
         return NULL;
     }
     return PyLong_FromLongLong(mark);
 }
 
 static PyObject *
-lane_join(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+lane_join(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     PyObject *object;
     int64_t mark;
@@ -180,7 +161,6 @@ lane_join(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
         {"lane", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
         {"mark", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &mark},
     };
-    (void)module;
     if (fsdpc_py_args("lane_join", table, 2, args, count, keywords) < 0) {
         return NULL;
     }
@@ -189,18 +169,17 @@ lane_join(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
 }
 
 static PyObject *
-lane_finish(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+lane_finish(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+            PyObject *keywords)
 {
     PyObject *object;
     int64_t mark;
     const char *what = "copies to pinned host memory";
-    int status;
     const fsdpc_py_arg table[] = {
         {"lane", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
         {"mark", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &mark},
         {"what", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &what},
     };
-    (void)module;
     if (fsdpc_py_args("lane_finish", table, 3, args, count, keywords) < 0) {
         return NULL;
     }
@@ -208,17 +187,14 @@ lane_finish(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject 
     if (lane == NULL) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_lane_finish(lane, mark, what);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_lane_finish(lane, mark, what));
     return fsdpc_py_none_or(status);
 }
 
 static PyObject *
-lane_counts(PyObject *module, PyObject *object)
+lane_counts(PyObject *Py_UNUSED(module), PyObject *object)
 {
     fsdpc_lane_counts n;
-    (void)module;
     const fsdpc_lane *lane = PyCapsule_GetPointer(object, lane_name);
     if (lane == NULL) {
         return NULL;

@@ -126,6 +126,16 @@ fsdpc_py_none_or(int status)
     return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
 }
 
+int
+fsdpc_py_checked(int status)
+{
+    if (status != FSDPC_OK) {
+        fsdpc_py_raise(status);
+        return -1;
+    }
+    return 0;
+}
+
 /* Copies the first line of the text of `value`. */
 static void
 copy_line(PyObject *value, char *buffer, size_t bytes)

@@ -2,11 +2,10 @@
 #include "py/base/py_cuda.h"
 
 static PyObject *
-set_num_threads(PyObject *module, PyObject *argument)
+set_num_threads(PyObject *Py_UNUSED(module), PyObject *argument)
 {
     fsdpc_device *device;
     const long threads = PyLong_AsLong(argument);
-    (void)module;
     if (threads == -1 && PyErr_Occurred()) {
         return NULL;
     }
@@ -14,15 +13,13 @@ set_num_threads(PyObject *module, PyObject *argument)
     if (status == FSDPC_OK) {
         status = fsdpc_device_set_threads(device, threads > 1000 ? 1000 : (int)threads);
     }
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    return fsdpc_py_none_or(status);
 }
 
 static PyObject *
-get_num_threads(PyObject *module, PyObject *ignored)
+get_num_threads(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     fsdpc_device *device;
-    (void)module;
-    (void)ignored;
     int status = fsdpc_device_cpu(&device);
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
@@ -31,12 +28,10 @@ get_num_threads(PyObject *module, PyObject *ignored)
 }
 
 static PyObject *
-kernel_names(PyObject *module, PyObject *ignored)
+kernel_names(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     static const char *const names[] = {"plain", "avx2", "avx512"};
     PyObject *list = PyList_New(0);
-    (void)module;
-    (void)ignored;
     for (int i = 0; list != NULL && i < 3; i++) {
         const fsdpc_kernels *table;
         if (fsdpc_kernels_by_name(names[i], &table) != FSDPC_OK) {

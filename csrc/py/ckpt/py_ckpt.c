@@ -14,7 +14,8 @@ enum { COLUMNS = 6 };
 /* --- digests --------------------------------------------------------------------------------- */
 
 static PyObject *
-ckpt_crc32c(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+ckpt_crc32c(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+            PyObject *keywords)
 {
     PyObject *data = NULL;
     int64_t crc = 0;
@@ -25,15 +26,12 @@ ckpt_crc32c(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject 
         {"plain", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &plain},
     };
     Py_buffer view;
-    (void)module;
     if (fsdpc_py_args("ckpt_crc32c", table, 3, args, count, keywords) < 0 ||
         PyObject_GetBuffer(data, &view, PyBUF_C_CONTIGUOUS) < 0) {
         return NULL;
     }
-    uint32_t result;
-    Py_BEGIN_ALLOW_THREADS;
-    result = (plain ? fsdpc_crc32c_plain : fsdpc_crc32c)((uint32_t)crc, view.buf, (size_t)view.len);
-    Py_END_ALLOW_THREADS;
+    uint32_t result = FSDPC_PY_UNLOCKED(
+        (plain ? fsdpc_crc32c_plain : fsdpc_crc32c)((uint32_t)crc, view.buf, (size_t)view.len));
     PyBuffer_Release(&view);
     return PyLong_FromUnsignedLong(result);
 }
@@ -93,7 +91,8 @@ combine_run(const combine_job *job)
 }
 
 static PyObject *
-ckpt_combine(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+ckpt_combine(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+             PyObject *keywords)
 {
     PyObject *objects[4] = {NULL};
     const fsdpc_py_arg table[] = {
@@ -105,7 +104,6 @@ ckpt_combine(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject
     combine_job job;
     Py_buffer *views[] = {&job.crcs, &job.lengths, &job.counts, &job.digests};
     const Py_ssize_t sizes[] = {4, 8, 8, 4};
-    (void)module;
     if (fsdpc_py_args("ckpt_combine", table, 4, args, count, keywords) < 0) {
         return NULL;
     }
@@ -189,7 +187,8 @@ metadata_dict(const fsdpc_header *header)
 }
 
 static PyObject *
-ckpt_header(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+ckpt_header(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+            PyObject *keywords)
 {
     PyObject *json = NULL;
     int64_t data_bytes = 0;
@@ -198,16 +197,13 @@ ckpt_header(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject 
         {"data_bytes", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &data_bytes},
     };
     Py_buffer view;
-    (void)module;
     if (fsdpc_py_args("ckpt_header", table, 2, args, count, keywords) < 0 ||
         PyObject_GetBuffer(json, &view, PyBUF_C_CONTIGUOUS) < 0) {
         return NULL;
     }
     fsdpc_header header;
-    int status;
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_header_parse(view.buf, (size_t)view.len, data_bytes, &header);
-    Py_END_ALLOW_THREADS;
+    int status =
+        FSDPC_PY_UNLOCKED(fsdpc_header_parse(view.buf, (size_t)view.len, data_bytes, &header));
     PyBuffer_Release(&view);
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
@@ -337,19 +333,15 @@ close_job(range_job *job)
 }
 
 static PyObject *
-ckpt_write(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+ckpt_write(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     range_job job = {.options.direct = true};
     fsdpc_write_result result = {0};
-    int status;
-    (void)module;
     if (open_job("ckpt_write", true, args, count, keywords, &job) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS;
-    status =
-        fsdpc_range_write(job.path, job.ranges, job.count, &job.options, job.digests.buf, &result);
-    Py_END_ALLOW_THREADS;
+    int status = FSDPC_PY_UNLOCKED(
+        fsdpc_range_write(job.path, job.ranges, job.count, &job.options, job.digests.buf, &result));
     close_job(&job);
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
@@ -358,27 +350,21 @@ ckpt_write(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
 }
 
 static PyObject *
-ckpt_read(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+ckpt_read(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     range_job job = {0};
-    int status;
-    (void)module;
     if (open_job("ckpt_read", false, args, count, keywords, &job) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS;
-    status = fsdpc_range_read(job.fd, job.path, job.ranges, job.count, job.options.block_bytes,
-                              job.digests.buf);
-    Py_END_ALLOW_THREADS;
+    int status = FSDPC_PY_UNLOCKED(fsdpc_range_read(job.fd, job.path, job.ranges, job.count,
+                                                    job.options.block_bytes, job.digests.buf));
     close_job(&job);
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
+    return fsdpc_py_none_or(status);
 }
 
 static PyObject *
-ckpt_rename(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+ckpt_rename(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+            PyObject *keywords)
 {
     const char *from = NULL, *to = NULL;
     bool exchange = false;
@@ -387,15 +373,11 @@ ckpt_rename(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject 
         {"target", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &to},
         {"exchange", FSDPC_PY_BOOL, FSDPC_PY_KEYWORD, &exchange},
     };
-    (void)module;
     if (fsdpc_py_args("ckpt_rename", table, 3, args, count, keywords) < 0) {
         return NULL;
     }
     const int status = fsdpc_file_rename(from, to, exchange);
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
+    return fsdpc_py_none_or(status);
 }
 
 PyDoc_STRVAR(

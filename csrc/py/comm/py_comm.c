@@ -342,9 +342,8 @@ static PyType_Spec comm_spec = {
 };
 
 static PyObject *
-set_timeout(PyObject *module, PyObject *number)
+set_timeout(PyObject *Py_UNUSED(module), PyObject *number)
 {
-    (void)module;
     const double seconds = PyFloat_AsDouble(number);
     if (seconds == -1.0 && PyErr_Occurred()) {
         return NULL;

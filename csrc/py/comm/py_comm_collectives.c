@@ -6,12 +6,6 @@
 
 #include <string.h>
 
-static PyObject *
-done(int status)
-{
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
-}
-
 /* --- the array ------------------------------------------------------------------------------- */
 
 static int
@@ -125,11 +119,8 @@ run(job *self, PyObject *array, int (*collective)(job *), bool pieces, bool floa
     if (choose_way(self, array) == 0 &&
         (!pieces || check_pieces(&self->view, fsdpc_comm_world(self->comm)) == 0) &&
         (!floats || check_float(&self->view) == 0)) {
-        int status;
-        Py_BEGIN_ALLOW_THREADS
-        status = collective(self);
-        Py_END_ALLOW_THREADS
-        result = done(status);
+        int status = FSDPC_PY_UNLOCKED(collective(self));
+        result = fsdpc_py_none_or(status);
     }
     fsdpc_py_view_release(&self->view);
     return result;
@@ -241,11 +232,8 @@ fsdpc_py_comm_barrier(PyObject *self, PyObject *const *values, Py_ssize_t count,
         fsdpc_py_args("barrier", table, 1, values, count, keywords) < 0) {
         return NULL;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_comm_barrier(comm, what);
-    Py_END_ALLOW_THREADS
-    return done(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_comm_barrier(comm, what));
+    return fsdpc_py_none_or(status);
 }
 
 PyObject *
@@ -262,9 +250,6 @@ fsdpc_py_comm_agree(PyObject *self, PyObject *const *values, Py_ssize_t count, P
         fsdpc_py_args("agree", table, 2, values, count, keywords) < 0) {
         return NULL;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_comm_agree(comm, text, what);
-    Py_END_ALLOW_THREADS
-    return done(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_comm_agree(comm, text, what));
+    return fsdpc_py_none_or(status);
 }

@@ -13,19 +13,13 @@ made(PyObject *type, int status, fsdpc_comm *comm, PyObject *callbacks)
 int
 fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out)
 {
-    int status;
     const long ordinal = PyLong_AsLong(number);
     if (ordinal == -1 && PyErr_Occurred() != NULL) {
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, out);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
+    int status = FSDPC_PY_UNLOCKED(
+        fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, out));
+    return fsdpc_py_checked(status);
 }
 
 /* None is the CPU. */
@@ -36,11 +30,7 @@ find_device(PyObject *number, fsdpc_device **out)
         return fsdpc_py_find_gpu(number, out);
     }
     const int status = fsdpc_device_cpu(out);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
+    return fsdpc_py_checked(status);
 }
 
 PyObject *
@@ -80,9 +70,7 @@ fsdpc_py_comm_shm(PyObject *type, PyObject *const *values, Py_ssize_t count, PyO
     fsdpc_device *device = NULL;
     int status = fsdpc_device_cpu(&device);
     if (status == FSDPC_OK) {
-        Py_BEGIN_ALLOW_THREADS
-        status = fsdpc_comm_shm(device, rank, world, name, timeout, &comm);
-        Py_END_ALLOW_THREADS
+        status = FSDPC_PY_UNLOCKED(fsdpc_comm_shm(device, rank, world, name, timeout, &comm));
     }
     return made(type, status, comm, NULL);
 }

@@ -169,7 +169,6 @@ fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count, Py
 {
     request from = {.name = "", .timeout = FSDPC_DEFAULT_TIMEOUT_S, .exchange = Py_None};
     fsdpc_comm *comm = NULL;
-    int status;
     if (read_request(values, count, keywords, &from) < 0) {
         return NULL;
     }
@@ -180,9 +179,7 @@ fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count, Py
     if (set_channel(from.exchange, from.world, &options) < 0) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = make(&from, &options, ids, &comm);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(make(&from, &options, ids, &comm));
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
@@ -190,26 +187,18 @@ fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count, Py
 }
 
 static PyObject *
-nccl_id(PyObject *module, PyObject *ignored)
+nccl_id(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     char id[FSDPC_COMM_NCCL_ID_BYTES];
-    int status;
-    (void)module, (void)ignored;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_comm_nccl_id(id);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_comm_nccl_id(id));
     return status == FSDPC_OK ? PyBytes_FromStringAndSize(id, sizeof id) : fsdpc_py_raise(status);
 }
 
 static PyObject *
-nccl_version(PyObject *module, PyObject *ignored)
+nccl_version(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {
     char text[512];
-    int status;
-    (void)module, (void)ignored;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_comm_nccl_describe(text, sizeof text);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_comm_nccl_describe(text, sizeof text));
     return status == FSDPC_OK ? PyUnicode_FromString(text) : fsdpc_py_raise(status);
 }
 
@@ -230,21 +219,19 @@ nccl_of(PyObject *object)
 }
 
 static PyObject *
-nccl_stall(PyObject *module, PyObject *object)
+nccl_stall(PyObject *Py_UNUSED(module), PyObject *object)
 {
     char text[512];
-    (void)module;
     fsdpc_comm *comm = nccl_of(object);
     return comm ? Py_BuildValue("(ds)", fsdpc_comm_nccl_stall(comm, text, sizeof text), text)
                 : NULL;
 }
 
 static PyObject *
-nccl_note_others(PyObject *module, PyObject *arguments)
+nccl_note_others(PyObject *Py_UNUSED(module), PyObject *arguments)
 {
     PyObject *object;
     const char *text;
-    (void)module;
     if (!PyArg_ParseTuple(arguments, "Os:nccl_note_others", &object, &text)) {
         return NULL;
     }

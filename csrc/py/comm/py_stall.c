@@ -118,19 +118,16 @@ set_stalls(PyObject *module, PyObject *args)
 }
 
 static PyObject *
-board_open(PyObject *module, PyObject *unused)
+board_open(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
     int fd, signal_number;
-    (void)module;
-    (void)unused;
     const int status = fsdpc_board_open(&fd, &signal_number);
     return status == FSDPC_OK ? Py_BuildValue("(ii)", fd, signal_number) : fsdpc_py_raise(status);
 }
 
 static PyObject *
-board_begin(PyObject *module, PyObject *what)
+board_begin(PyObject *Py_UNUSED(module), PyObject *what)
 {
-    (void)module;
     const char *text = PyUnicode_AsUTF8(what);
     if (text == NULL) {
         return NULL;
@@ -140,10 +137,8 @@ board_begin(PyObject *module, PyObject *what)
 }
 
 static PyObject *
-board_end(PyObject *module, PyObject *unused)
+board_end(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    (void)module;
-    (void)unused;
     fsdpc_board_end();
     Py_RETURN_NONE;
 }

@@ -28,10 +28,7 @@ static void
 capsule_end(PyObject *capsule)
 {
     struct holder *holder = PyCapsule_GetPointer(capsule, capsule_name);
-    bool ended;
-    Py_BEGIN_ALLOW_THREADS
-    ended = fsdpc_disk_close(holder->disk);
-    Py_END_ALLOW_THREADS
+    bool ended = FSDPC_PY_UNLOCKED(fsdpc_disk_close(holder->disk));
     if (ended) {
         release(holder);
     }
@@ -119,7 +116,7 @@ open_holder(struct holder *holder, fsdpc_disk_options *options)
 }
 
 static PyObject *
-disk_open(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+disk_open(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     fsdpc_disk_options options = {.direct = true};
     PyObject *buffers;
@@ -132,7 +129,6 @@ disk_open(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
         {"io", FSDPC_PY_STR, FSDPC_PY_OPTIONAL, &io},
         {"direct", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.direct},
     };
-    (void)module;
     if (fsdpc_py_args("disk_open", table, 5, args, count, keywords) < 0 ||
         parse_io(io, &options.io) < 0) {
         return NULL;
@@ -152,23 +148,19 @@ disk_open(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *k
 /* --- using ------------------------------------------------------------------------------------- */
 
 static PyObject *
-disk_grow(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+disk_grow(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     PyObject *object;
     int64_t bytes;
-    int status;
     const fsdpc_py_arg table[] = {
         {"disk", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
         {"bytes", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &bytes},
     };
-    (void)module;
     struct holder *holder = parse("disk_grow", table, 2, args, count, keywords);
     if (holder == NULL) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_disk_grow(holder->disk, bytes);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_disk_grow(holder->disk, bytes));
     return fsdpc_py_none_or(status);
 }
 
@@ -191,7 +183,7 @@ read_parts(PyObject *tuple, fsdpc_disk_part *parts)
 }
 
 static PyObject *
-disk_start(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+disk_start(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     PyObject *object, *rows, *result = NULL;
     bool write;
@@ -202,7 +194,6 @@ disk_start(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         {"buffer", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &buffer},
         {"parts", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &rows},
     };
-    (void)module;
     struct holder *holder = parse("disk_start", table, 4, args, count, keywords);
     PyObject *tuple = holder ? PySequence_Tuple(rows) : NULL;
     if (tuple == NULL) {
@@ -213,10 +204,8 @@ disk_start(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
     if (parts == NULL) {
         PyErr_NoMemory();
     } else if (read_parts(tuple, parts) == 0) {
-        int status;
-        Py_BEGIN_ALLOW_THREADS
-        status = fsdpc_disk_start(holder->disk, write, buffer, parts, parts_count);
-        Py_END_ALLOW_THREADS
+        int status =
+            FSDPC_PY_UNLOCKED(fsdpc_disk_start(holder->disk, write, buffer, parts, parts_count));
         result = fsdpc_py_none_or(status);
     }
     fsdpc_mem_free(parts);
@@ -225,31 +214,26 @@ disk_start(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
 }
 
 static PyObject *
-disk_wait(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+disk_wait(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     PyObject *object;
     int32_t buffer;
-    int status;
     const fsdpc_py_arg table[] = {
         {"disk", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &object},
         {"buffer", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &buffer},
     };
-    (void)module;
     struct holder *holder = parse("disk_wait", table, 2, args, count, keywords);
     if (holder == NULL) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_disk_wait(holder->disk, buffer);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_disk_wait(holder->disk, buffer));
     return fsdpc_py_none_or(status);
 }
 
 static PyObject *
-disk_info(PyObject *module, PyObject *object)
+disk_info(PyObject *Py_UNUSED(module), PyObject *object)
 {
     fsdpc_disk_info info;
-    (void)module;
     struct holder *holder = holder_of(object);
     if (holder == NULL) {
         return NULL;

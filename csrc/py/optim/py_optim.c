@@ -296,8 +296,7 @@ read_device(struct request *request, int32_t ordinal, PyObject *control, PyObjec
     const void *values[3] = {NULL, NULL, NULL};
     fsdpc_py_view view;
     const int status = fsdpc_device_cuda(ordinal, &request->device);
-    if (status != FSDPC_OK) {
-        (void)fsdpc_py_raise(status);
+    if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
     request->place = fsdpc_py_device_of(request->device);
@@ -427,7 +426,7 @@ run(const struct request *request)
 }
 
 static PyObject *
-optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+optim_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     struct request request = {
         .places = Py_None, .edges = Py_None, .threads = 1, .place = fsdpc_py_host};
@@ -449,7 +448,6 @@ optim_step(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *
         {"control", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &control},
         {"scratch", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &scratch},
     };
-    (void)module;
     if (fsdpc_py_args("optim_step", table, 12, args, count, keywords) == 0 &&
         parse_kind(kind, &request) == 0 && fsdpc_py_optim_rule(rule, &request.rule) == 0 &&
         request_open(&request, params, grads, states, steps, device, control, scratch) == 0) {

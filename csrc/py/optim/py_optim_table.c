@@ -32,9 +32,8 @@ table_of(PyObject *object)
 }
 
 static PyObject *
-optim_table(PyObject *module, PyObject *const *args, Py_ssize_t count)
+optim_table(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    (void)module;
     if (count != 6) {
         PyErr_SetString(PyExc_TypeError,
                         "optim_table takes two types, groups, state, places and copies");
@@ -49,9 +48,8 @@ optim_table(PyObject *module, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *
-optim_table_read(PyObject *module, PyObject *const *args, Py_ssize_t count)
+optim_table_read(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    (void)module;
     struct table *self = count == 3 ? table_of(args[0]) : NULL;
     if (self == NULL || !PyList_CheckExact(args[1])) {
         (void)fsdpc_py_table_misused(
@@ -62,9 +60,8 @@ optim_table_read(PyObject *module, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *
-optim_table_squares(PyObject *module, PyObject *const *args, Py_ssize_t count)
+optim_table_squares(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    (void)module;
     struct table *self = count == 3 ? table_of(args[0]) : NULL;
     if (self == NULL) {
         (void)fsdpc_py_table_misused(
@@ -93,9 +90,8 @@ optim_table_squares(PyObject *module, PyObject *const *args, Py_ssize_t count)
             numels[found++] = self->tensors[i].numel;
         }
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_optim_sum_squares(data, types, numels, found, (int)threads, &sum);
-    Py_END_ALLOW_THREADS
+    status =
+        FSDPC_PY_UNLOCKED(fsdpc_optim_sum_squares(data, types, numels, found, (int)threads, &sum));
     result = status == FSDPC_OK ? PyFloat_FromDouble(sum) : fsdpc_py_raise(status);
 done:
     fsdpc_mem_free(numels);
@@ -109,13 +105,10 @@ step_group(struct table *self, const struct group *group, const fsdpc_optim_rule
 {
     fsdpc_optim_tensor *tensors = self->tensors + group->first;
     float *const *steps = self->steps + group->first;
-    int status;
     for (int i = 0; group->counter != NULL && i < group->count; i++) {
         tensors[i].step = (double)*steps[i] + 1; /* a group before this one may share the counter */
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_optim_step(rule, tensors, group->count, threads);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_optim_step(rule, tensors, group->count, threads));
     for (int i = 0; status == FSDPC_OK && group->counter != NULL && i < group->count; i++) {
         *steps[i] = (float)tensors[i].step;
     }
@@ -123,13 +116,12 @@ step_group(struct table *self, const struct group *group, const fsdpc_optim_rule
 }
 
 static PyObject *
-optim_table_step(PyObject *module, PyObject *const *args, Py_ssize_t count)
+optim_table_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
     static const struct {
         const char *name;
         fsdpc_optim_kind kind;
     } kinds[] = {{"adam", FSDPC_OPTIM_ADAM}, {"sgd", FSDPC_OPTIM_SGD}, {"lion", FSDPC_OPTIM_LION}};
-    (void)module;
     struct table *self = count == 5 ? table_of(args[0]) : NULL;
     fsdpc_optim_rule rule = {.kind = FSDPC_OPTIM_MINI};
     if (self == NULL) {
@@ -165,9 +157,8 @@ changed_of(const struct table *self, int i, enum changed which)
 }
 
 static PyObject *
-optim_table_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
+optim_table_changed(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    (void)module;
     struct table *self = count == 2 ? table_of(args[0]) : NULL;
     const long which = self == NULL ? -1 : PyLong_AsLong(args[1]);
     if (which < 0 || which >= CHANGED) {
@@ -188,9 +179,8 @@ optim_table_changed(PyObject *module, PyObject *const *args, Py_ssize_t count)
 }
 
 static PyObject *
-optim_table_end(PyObject *module, PyObject *capsule)
+optim_table_end(PyObject *Py_UNUSED(module), PyObject *capsule)
 {
-    (void)module;
     struct table *self = table_of(capsule);
     if (self == NULL) {
         return NULL;

@@ -43,10 +43,8 @@ sum_of(PyObject *tuple, int32_t threads)
         types[i] = view.dtype;
         numels[i] = view.numel;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_optim_sum_squares(data, types, numels, count, threads, &sum);
-    Py_END_ALLOW_THREADS
+    int status =
+        FSDPC_PY_UNLOCKED(fsdpc_optim_sum_squares(data, types, numels, count, threads, &sum));
     result = status == FSDPC_OK ? PyFloat_FromDouble(sum) : fsdpc_py_raise(status);
 done:
     fsdpc_mem_free(numels);
@@ -56,7 +54,8 @@ done:
 }
 
 static PyObject *
-optim_sum_squares(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+optim_sum_squares(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                  PyObject *keywords)
 {
     PyObject *tensors;
     int32_t threads = 1;
@@ -64,7 +63,6 @@ optim_sum_squares(PyObject *module, PyObject *const *args, Py_ssize_t count, PyO
         {"tensors", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &tensors},
         {"threads", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &threads},
     };
-    (void)module;
     if (fsdpc_py_args("optim_sum_squares", table, 2, args, count, keywords) < 0) {
         return NULL;
     }
@@ -103,7 +101,8 @@ check_count(const fsdpc_py_view *view, int64_t expected, const char *what)
 }
 
 static PyObject *
-optim_block_squares(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+optim_block_squares(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                    PyObject *keywords)
 {
     PyObject *tensor, *sums;
     int64_t first, block;
@@ -116,7 +115,6 @@ optim_block_squares(PyObject *module, PyObject *const *args, Py_ssize_t count, P
         {"sums", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sums},
         {"threads", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &threads},
     };
-    (void)module;
     if (fsdpc_py_args("optim_block_squares", table, 5, args, count, keywords) < 0 ||
         check_place(first, block) < 0 || float_view(tensor, false, &data) < 0 ||
         float_view(sums, false, &out) < 0 ||
@@ -127,11 +125,8 @@ optim_block_squares(PyObject *module, PyObject *const *args, Py_ssize_t count, P
         PyErr_SetString(PyExc_ValueError, "sums must be float64");
         return NULL;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_optim_block_squares(data.data, data.dtype, first, data.numel, block, threads,
-                                       out.data);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_optim_block_squares(data.data, data.dtype, first,
+                                                             data.numel, block, threads, out.data));
     return fsdpc_py_none_or(status);
 }
 
@@ -211,10 +206,10 @@ open_eight(const char *function, PyObject *const *args, Py_ssize_t count, PyObje
 }
 
 static PyObject *
-optim_quantise(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+optim_quantise(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+               PyObject *keywords)
 {
     struct eight e;
-    (void)module;
     if (open_eight("optim_quantise", args, count, keywords, &e) < 0) {
         return NULL;
     }
@@ -226,10 +221,10 @@ optim_quantise(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObje
 }
 
 static PyObject *
-optim_dequantise(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+optim_dequantise(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                 PyObject *keywords)
 {
     struct eight e;
-    (void)module;
     if (open_eight("optim_dequantise", args, count, keywords, &e) < 0) {
         return NULL;
     }
@@ -241,7 +236,8 @@ optim_dequantise(PyObject *module, PyObject *const *args, Py_ssize_t count, PyOb
 }
 
 static PyObject *
-optim_edges_of(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+optim_edges_of(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+               PyObject *keywords)
 {
     struct eight e;
     PyObject *values, *edges;
@@ -251,7 +247,6 @@ optim_edges_of(PyObject *module, PyObject *const *args, Py_ssize_t count, PyObje
         {"first", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &e.first},
         {"edges", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &edges},
     };
-    (void)module;
     if (fsdpc_py_args("optim_edges_of", table, 4, args, count, keywords) < 0 ||
         float_view(values, true, &e.values) < 0 || read_edges(edges, true, &e) < 0 ||
         check_eight(&e, false) < 0) {

@@ -71,7 +71,6 @@ clip(fsdpc_py_tree *self, PyObject *masks, PyObject *out, PyObject *extra,
      fsdpc_tree_clip_plan *plan)
 {
     PyObject *result = NULL;
-    int status;
     const uint8_t **list = fsdpc_mem_calloc((size_t)self->count, sizeof *list);
     if (!list) {
         return PyErr_NoMemory();
@@ -81,10 +80,8 @@ clip(fsdpc_py_tree *self, PyObject *masks, PyObject *out, PyObject *extra,
         goto done;
     }
     plan->masks = list;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_clip(self->tree, plan);
-    Py_END_ALLOW_THREADS
-    result = status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_tree_clip(self->tree, plan));
+    result = fsdpc_py_none_or(status);
 done:
     fsdpc_mem_free(list);
     return result;

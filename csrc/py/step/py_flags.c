@@ -124,7 +124,6 @@ fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args)
 {
     const char *segments;
     Py_ssize_t length;
-    int status;
     if (!PyArg_ParseTuple(args, "y#:thaw", &segments, &length)) {
         return NULL;
     }
@@ -142,10 +141,8 @@ fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args)
         (fsdpc_unit_has_local(self->unit) && fsdpc_py_drop_zeroed(self) < 0)) {
         return NULL;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_thaw(self->unit, (const uint8_t *)segments);
-    Py_END_ALLOW_THREADS
-    return status == FSDPC_OK ? Py_NewRef(Py_None) : fsdpc_py_raise(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_unit_thaw(self->unit, (const uint8_t *)segments));
+    return fsdpc_py_none_or(status);
 }
 
 PyObject *

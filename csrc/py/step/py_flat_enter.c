@@ -14,10 +14,8 @@ finish(fsdpc_py_flat *self, int status)
 }
 
 PyObject *
-fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)
+fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
-    int status;
     if (!self->tree) {
         return fsdpc_py_raise(
             fsdpc_error(FSDPC_E_STATE, "unit %s belongs to no tree", fsdpc_unit_name(self->unit)));
@@ -26,16 +24,13 @@ fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused)
         return NULL;
     }
     fsdpc_tree *tree = self->tree->tree;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_forward_enter(tree, self->id);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_tree_forward_enter(tree, self->id));
     return finish(self, status);
 }
 
 PyObject *
-fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused)
+fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     int status = FSDPC_OK;
     if (fsdpc_py_enter(self) < 0) {
         return NULL;

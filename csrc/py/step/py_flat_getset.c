@@ -33,9 +33,8 @@ GET(grads_kept, PyBool_FromLong(fsdpc_py_keeps_grads(self)))
 /* clang-format on */
 
 static int
-set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
+set_name(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     const char *name = value ? PyUnicode_AsUTF8(value) : NULL;
     if (!name) {
         if (!PyErr_Occurred()) {
@@ -49,18 +48,13 @@ set_name(fsdpc_py_flat *self, PyObject *value, void *closure)
     }
     int status = fsdpc_unit_rename(self->unit, name);
     fsdpc_py_end_use(&use);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
+    return fsdpc_py_checked(status);
 }
 
 /* (padded number of elements of the gathered unit,) when it has one segment, else bytes. */
 static PyObject *
-get_shape(fsdpc_py_flat *self, void *closure)
+get_shape(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     long long numel = layout->segment_count == 1
                           ? (long long)layout->segments[0].piece_numel * layout->world
@@ -69,18 +63,16 @@ get_shape(fsdpc_py_flat *self, void *closure)
 }
 
 static PyObject *
-get_dtype(fsdpc_py_flat *self, void *closure)
+get_dtype(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     return PyUnicode_FromString(
         fsdpc_dtype_name(layout->segment_count == 1 ? layout->segments[0].storage : FSDPC_BYTES));
 }
 
 static int
-set_sync(fsdpc_py_flat *self, PyObject *value, void *closure)
+set_sync(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     int truth = value ? PyObject_IsTrue(value) : 1;
     if (truth < 0) {
         return -1;
@@ -90,9 +82,8 @@ set_sync(fsdpc_py_flat *self, PyObject *value, void *closure)
 }
 
 static int
-set_observed(fsdpc_py_flat *self, PyObject *value, void *closure)
+set_observed(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     int truth = value ? PyObject_IsTrue(value) : 0;
     if (truth < 0) {
         return -1;
@@ -102,18 +93,16 @@ set_observed(fsdpc_py_flat *self, PyObject *value, void *closure)
 }
 
 static int
-set_shown(fsdpc_py_flat *self, PyObject *value, void *closure)
+set_shown(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     int truth = value ? PyObject_IsTrue(value) : 0;
     self->shown = truth > 0;
     return truth < 0 ? -1 : 0;
 }
 
 static int
-set_reshards(fsdpc_py_flat *self, PyObject *value, void *closure)
+set_reshards(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     int truth = value ? PyObject_IsTrue(value) : 1;
     if (truth < 0) {
         return -1;
@@ -129,9 +118,8 @@ set_reshards(fsdpc_py_flat *self, PyObject *value, void *closure)
 }
 
 static int
-set_divide(fsdpc_py_flat *self, PyObject *value, void *closure)
+set_divide(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     double divide = value ? PyFloat_AsDouble(value) : 0.0;
     if (PyErr_Occurred()) {
         return -1;
@@ -148,9 +136,8 @@ set_divide(fsdpc_py_flat *self, PyObject *value, void *closure)
 }
 
 static int
-set_members_left(fsdpc_py_flat *self, PyObject *value, void *closure)
+set_members_left(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     long number = value ? PyLong_AsLong(value) : 0;
     if (number < 0 || number > INT_MAX || PyErr_Occurred()) {
         PyErr_Clear();

@@ -8,16 +8,14 @@
 #include "unit/grad.h"
 
 PyObject *
-fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure)
+fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return Py_NewRef(self->comm_hook ? self->comm_hook : Py_None);
 }
 
 int
-fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure)
+fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    (void)closure;
     if (!self->tree || !self->tree->tree) {
         PyErr_Format(fsdpc_py_current()->state_error, "unit %s belongs to no tree",
                      fsdpc_unit_name(self->unit));
@@ -50,9 +48,8 @@ collected(const fsdpc_py_flat *self)
 }
 
 PyObject *
-fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *unused)
+fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     const fsdpc_tensor *grads = collected(self);
     PyObject *bits = PyBytes_FromStringAndSize(NULL, layout->param_count);
@@ -75,21 +72,14 @@ note(fsdpc_py_flat *self, enum fsdpc_trace_op op)
 static int
 pack(fsdpc_py_flat *self, void *buffer)
 {
-    int status;
     uint8_t *bits = fsdpc_mem_calloc((size_t)fsdpc_unit_layout(self->unit)->param_count, 1);
     if (!bits) {
         PyErr_NoMemory();
         return -1;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_grad_pack(self->unit, collected(self), buffer, bits);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_grad_pack(self->unit, collected(self), buffer, bits));
     fsdpc_mem_free(bits);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
+    return fsdpc_py_checked(status);
 }
 
 PyObject *
@@ -151,12 +141,8 @@ view_pieces(const fsdpc_py_flat *self, PyObject *pieces, fsdpc_tensor *sums)
 static int
 take(fsdpc_py_flat *self, const fsdpc_tensor *sums, const char *used)
 {
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_take_sums(self->unit, sums);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_unit_take_sums(self->unit, sums));
+    if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
     for (int i = 0; i < fsdpc_unit_layout(self->unit)->param_count; i++) {

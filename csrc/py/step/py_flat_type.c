@@ -28,12 +28,8 @@ make_unit(fsdpc_py_flat *self, fsdpc_unit_options options, PyObject *params)
         fsdpc_py_enter_device(fsdpc_comm_device(options.shard)) < 0) {
         goto done;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_new(&options, specs.specs, specs.count, &self->unit);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    int status = FSDPC_PY_UNLOCKED(fsdpc_unit_new(&options, specs.specs, specs.count, &self->unit));
+    if (fsdpc_py_checked(status) < 0) {
         goto done;
     }
     self->full = fsdpc_mem_calloc((size_t)specs.count, sizeof *self->full);
@@ -173,9 +169,8 @@ flat_dealloc(fsdpc_py_flat *self)
 /* --- the type -------------------------------------------------------------------------------- */
 
 static PyObject *
-flat_unbind(fsdpc_py_flat *self, PyObject *unused)
+flat_unbind(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_flat_in_use(self)) {
         self->unbinds = true;
         if (self->tree) {
@@ -188,16 +183,14 @@ flat_unbind(fsdpc_py_flat *self, PyObject *unused)
 }
 
 static PyObject *
-flat_layout(fsdpc_py_flat *self, PyObject *unused)
+flat_layout(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     return fsdpc_py_layout_dict(fsdpc_unit_layout(self->unit), true);
 }
 
 static PyObject *
-fsdpc_py_flat_forward_failed(fsdpc_py_flat *self, PyObject *unused)
+fsdpc_py_flat_forward_failed(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_forward_failed(self) < 0) {
         return NULL;
     }

@@ -60,8 +60,7 @@ reload_sharded(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
     for (int c = 0; c < sharded->cover_count; c++) {
         int status = fsdpc_unit_reload_grad(flat->unit, sharded->covers[c]);
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
+        if (fsdpc_py_checked(status) < 0) {
             return -1;
         }
     }
@@ -113,8 +112,7 @@ take_foreign(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
         if (length > 0) {
             status = fsdpc_unit_take_grad(flat->unit, i, values, view.dtype);
         }
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
+        if (fsdpc_py_checked(status) < 0) {
             return -1;
         }
     }
@@ -178,8 +176,7 @@ fsdpc_py_take_slot(fsdpc_py_flat *flat)
 {
     bool moved;
     const int status = fsdpc_unit_take_slot(flat->unit, &moved);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    if (fsdpc_py_checked(status) < 0) {
         return -1;
     }
     return moved && flat->on_moved ? fsdpc_py_call(flat->on_moved) : 0;
@@ -212,9 +209,8 @@ adopt_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
 }
 
 PyObject *
-fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused)
+fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     for (int i = 0; i < flat->sharded_count && !flat->shown; i++) {
         if (flat->sharded[i].grad && adopt_grad(flat, &flat->sharded[i]) == GRAD_ERROR) {
             return NULL;
@@ -230,8 +226,7 @@ start_from_zero(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded, bool zero)
     for (int c = 0; c < sharded->cover_count; c++) {
         fsdpc_grad_drop_local(flat->unit, sharded->covers[c]);
         int status = zero ? fsdpc_unit_zero_grad(flat->unit, sharded->covers[c]) : FSDPC_OK;
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
+        if (fsdpc_py_checked(status) < 0) {
             return -1;
         }
     }

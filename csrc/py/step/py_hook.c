@@ -28,16 +28,6 @@ fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind)
 }
 
 int
-fsdpc_py_checked(int status)
-{
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
-}
-
-int
 fsdpc_py_call_truth(PyObject *function)
 {
     PyObject *result = PyObject_CallNoArgs(function);

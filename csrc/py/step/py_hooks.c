@@ -169,9 +169,8 @@ call_observer(const fsdpc_py_hook *self)
 }
 
 static PyObject *
-hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *keywords)
+hook_call(PyObject *object, PyObject *const *args, size_t flags, PyObject *Py_UNUSED(keywords))
 {
-    (void)keywords;
     fsdpc_py_hook *self = (fsdpc_py_hook *)object;
     fsdpc_py_use use, tree_use = {NULL, NULL};
     PyObject *out = NULL;

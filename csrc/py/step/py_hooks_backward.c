@@ -128,7 +128,7 @@ fsdpc_py_pre_backward(fsdpc_py_hook *self)
     tree->backward.entered_done = false;
     int status;
     PyObject *range = fsdpc_py_range_open(tree, "all_gather", flat);
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_backward_enter(tree->tree, flat->id));
+    status = FSDPC_PY_UNLOCKED(fsdpc_tree_backward_enter(tree->tree, flat->id));
     fsdpc_py_range_close(range);
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || detect_second(flat) < 0) {
         return -1;
@@ -181,9 +181,9 @@ send_grads(fsdpc_py_flat *flat, bool sync)
         goto done;
     }
     if (sync) {
-        FSDPC_PY_UNLOCKED(status = fsdpc_tree_reduce(tree, flat->id, flat->grads));
+        status = FSDPC_PY_UNLOCKED(fsdpc_tree_reduce(tree, flat->id, flat->grads));
     } else {
-        FSDPC_PY_UNLOCKED(status = fsdpc_tree_keep_local(tree, flat->id, flat->grads));
+        status = FSDPC_PY_UNLOCKED(fsdpc_tree_keep_local(tree, flat->id, flat->grads));
     }
     result = fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_clear_full_grads(flat, false);
 done:

@@ -111,7 +111,6 @@ fsdpc_py_begin_backward(fsdpc_py_tree *tree)
     tree->backward.kind = local                     ? FSDPC_BACKWARD_LOCAL
                           : fsdpc_py_any_sync(tree) ? FSDPC_BACKWARD_SUMS
                                                     : FSDPC_BACKWARD_KEEPS;
-    int status;
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_backward(tree->tree));
+    int status = FSDPC_PY_UNLOCKED(fsdpc_tree_begin_backward(tree->tree));
     return fsdpc_py_checked(status) < 0 ? -1 : queue_end(tree);
 }

@@ -141,8 +141,8 @@ fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree)
     if (!touched || put_away(tree, touched) < 0) {
         goto done;
     }
-    FSDPC_PY_UNLOCKED(
-        status = fsdpc_tree_end_backward(tree->tree, tree->backward.kind == FSDPC_BACKWARD_SUMS));
+    status = FSDPC_PY_UNLOCKED(
+        fsdpc_tree_end_backward(tree->tree, tree->backward.kind == FSDPC_BACKWARD_SUMS));
     for (int i = 0; i < tree->count; i++) {
         fsdpc_py_forget_backward(tree->units[i]);
         fsdpc_unit_clear_used(tree->units[i]->unit);

@@ -75,7 +75,7 @@ fsdpc_py_end_backward(fsdpc_py_tree *tree)
     if (!tree->backward.twice) {
         fsdpc_tree_forget_kept(tree->tree);
     }
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_backward(tree->tree, sync));
+    status = FSDPC_PY_UNLOCKED(fsdpc_tree_end_backward(tree->tree, sync));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }

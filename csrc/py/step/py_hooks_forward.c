@@ -112,8 +112,7 @@ begin_pass(fsdpc_py_tree *tree)
     if (graphs == 0) {
         fsdpc_tree_forget_calls(tree->tree);
     }
-    int status;
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_begin_forward(tree->tree, tree->outer_grad));
+    int status = FSDPC_PY_UNLOCKED(fsdpc_tree_begin_forward(tree->tree, tree->outer_grad));
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark_all(tree) < 0) {
         return -1;
     }
@@ -306,7 +305,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
     }
     int status;
     PyObject *range = fsdpc_py_range_open(tree, "all_gather", flat);
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_forward_enter(tree->tree, flat->id));
+    status = FSDPC_PY_UNLOCKED(fsdpc_tree_forward_enter(tree->tree, flat->id));
     fsdpc_py_range_close(range);
     if (fsdpc_py_checked(status) < 0 || fsdpc_py_mark(flat) < 0 || fsdpc_py_install(flat) < 0) {
         return pass_broke_off(tree);
@@ -371,9 +370,8 @@ struct inputs {
 };
 
 static int
-is_same(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+is_same(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
 {
-    (void)tree;
     return tensor == argument;
 }
 
@@ -551,7 +549,7 @@ end_outermost(fsdpc_py_tree *tree, int hooked, PyObject *inputs, PyObject *outpu
     if (hooked > 0) {
         return 0;
     }
-    FSDPC_PY_UNLOCKED(status = fsdpc_tree_end_forward(tree->tree));
+    status = FSDPC_PY_UNLOCKED(fsdpc_tree_end_forward(tree->tree));
     return fsdpc_py_checked(status) < 0 ? -1 : fsdpc_py_mark_all(tree);
 }
 

@@ -24,18 +24,8 @@ typedef struct fsdpc_py_hook {
     uint64_t era;
 } fsdpc_py_hook;
 
-/* Runs a statement, as in FSDPC_PY_UNLOCKED(status = call()), without the GIL. */
-#define FSDPC_PY_UNLOCKED(statement)                          \
-    do {                                                      \
-        PyThreadState *fsdpc_py_thread = PyEval_SaveThread(); \
-        statement;                                            \
-        PyEval_RestoreThread(fsdpc_py_thread);                \
-    } while (0)
-
 /* --- py_hook.c ------------------------------------------------------------------------------- */
 
-/* 0, or -1 with the exception of a status. */
-int fsdpc_py_checked(int status);
 /* 1, 0, or -1 with an exception. */
 int fsdpc_py_call_truth(PyObject *function);
 /* self->again, a hook of this kind. Borrowed. */

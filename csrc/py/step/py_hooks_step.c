@@ -81,7 +81,7 @@ fsdpc_py_step_late(fsdpc_py_tree *tree)
 {
     while (tree->step_unit && tree->tree) {
         int unit, status;
-        FSDPC_PY_UNLOCKED(status = fsdpc_tree_next_late(tree->tree, &unit));
+        status = FSDPC_PY_UNLOCKED(fsdpc_tree_next_late(tree->tree, &unit));
         if (fsdpc_py_checked(status) < 0) {
             return -1;
         }

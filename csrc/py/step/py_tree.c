@@ -78,11 +78,8 @@ make_tree(fsdpc_py_tree *self, PyObject *depths, const fsdpc_tree_options *optio
     if (self->count > 0 && fsdpc_py_enter(self->units[0]) < 0) {
         goto done;
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_tree_new(units, levels, self->count, options, &self->tree);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
+    status = FSDPC_PY_UNLOCKED(fsdpc_tree_new(units, levels, self->count, options, &self->tree));
+    if (fsdpc_py_checked(status) < 0) {
         goto done;
     }
     result = 0;
@@ -312,9 +309,8 @@ tree_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 /* --- reports --------------------------------------------------------------------------------- */
 
 static PyObject *
-tree_detach(fsdpc_py_tree *self, PyObject *unused)
+tree_detach(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_tree_in_use(self) && !self->thaws) {
         PyErr_SetString(fsdpc_py_current()->state_error,
                         "the tree is in use; detach its units after the step has ended");
@@ -349,9 +345,8 @@ tree_detach(fsdpc_py_tree *self, PyObject *unused)
 }
 
 static PyObject *
-tree_clear_trace(fsdpc_py_tree *self, PyObject *unused)
+tree_clear_trace(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
@@ -360,9 +355,8 @@ tree_clear_trace(fsdpc_py_tree *self, PyObject *unused)
 }
 
 static PyObject *
-tree_defer(fsdpc_py_tree *self, PyObject *unused)
+tree_defer(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
@@ -397,9 +391,7 @@ share_grads(fsdpc_py_tree *self, PyObject *numbers)
         }
     }
     if (shared && self->count > 0 && fsdpc_py_enter(self->units[0]) == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        status = fsdpc_tree_share_grads(self->tree, mask);
-        Py_END_ALLOW_THREADS
+        status = FSDPC_PY_UNLOCKED(fsdpc_tree_share_grads(self->tree, mask));
     }
     if (status != FSDPC_OK) {
         fsdpc_py_raise(status);
@@ -435,9 +427,8 @@ tree_share_grads(fsdpc_py_tree *self, PyObject *numbers)
 }
 
 static PyObject *
-get_phase(fsdpc_py_tree *self, void *closure)
+get_phase(fsdpc_py_tree *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
@@ -448,9 +439,8 @@ get_phase(fsdpc_py_tree *self, void *closure)
 }
 
 static PyObject *
-get_kind(fsdpc_py_tree *self, void *closure)
+get_kind(fsdpc_py_tree *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
@@ -458,9 +448,8 @@ get_kind(fsdpc_py_tree *self, void *closure)
 }
 
 static PyObject *
-get_backwards(fsdpc_py_tree *self, void *closure)
+get_backwards(fsdpc_py_tree *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
@@ -468,9 +457,8 @@ get_backwards(fsdpc_py_tree *self, void *closure)
 }
 
 static PyObject *
-get_entered(fsdpc_py_tree *self, void *closure)
+get_entered(fsdpc_py_tree *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return self->backward.entered < 0
                ? Py_NewRef(Py_None)
                : Py_BuildValue("iO", self->backward.entered,
@@ -504,10 +492,8 @@ tell(fsdpc_py_tree *self, const char *method, int unit, int param, const char *h
     }
     const int open = fsdpc_py_check_open(self);
     if (open == 0) {
-        Py_BEGIN_ALLOW_THREADS
-        status = hook ? fsdpc_tree_before_hook(self->tree, unit, hook)
-                      : fsdpc_tree_announce(self->tree, unit, param);
-        Py_END_ALLOW_THREADS
+        status = FSDPC_PY_UNLOCKED(hook ? fsdpc_tree_before_hook(self->tree, unit, hook)
+                                        : fsdpc_tree_announce(self->tree, unit, param));
     }
     PyObject *result = open < 0             ? NULL
                        : status == FSDPC_OK ? Py_NewRef(Py_None)
@@ -539,9 +525,8 @@ tree_before_hook(fsdpc_py_tree *self, PyObject *args)
 
 /* A garbage collection may call this at any moment of a step: then the call is put off. */
 static PyObject *
-tree_close(fsdpc_py_tree *self, PyObject *unused)
+tree_close(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_tree_in_use(self)) {
         self->closes = self->late_work = true;
     } else {

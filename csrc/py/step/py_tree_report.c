@@ -17,9 +17,8 @@ fsdpc_py_check_open(const fsdpc_py_tree *self)
 }
 
 PyObject *
-fsdpc_py_tree_memory(fsdpc_py_tree *self, PyObject *unused)
+fsdpc_py_tree_memory(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
@@ -74,9 +73,8 @@ fsdpc_py_tree_trace(fsdpc_py_tree *self, PyObject *args)
 }
 
 PyObject *
-fsdpc_py_tree_references(fsdpc_py_tree *self, PyObject *unused)
+fsdpc_py_tree_references(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     PyObject *counts = fsdpc_py_check_open(self) < 0 ? NULL : PyTuple_New(self->count);
     for (int i = 0; counts && i < self->count; i++) {
         PyObject *count = PyLong_FromLong(fsdpc_unit_refs(self->units[i]->unit));

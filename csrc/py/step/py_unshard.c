@@ -15,9 +15,8 @@ is_outside(const fsdpc_py_tree *tree)
 }
 
 PyObject *
-fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
+fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (!self->tree) {
         return fsdpc_py_raise(fsdpc_error(FSDPC_E_STATE, "unshard: unit %s belongs to no tree",
                                           fsdpc_unit_name(self->unit)));
@@ -56,9 +55,8 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused)
 }
 
 PyObject *
-fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *unused)
+fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
-    (void)unused;
     if (fsdpc_py_end_stay(self) < 0) {
         return NULL;
     }

@@ -264,9 +264,8 @@ put_hook_dict(PyObject *tensor, PyObject *node, PyObject *argument)
 
 /* Registers `argument` on the autograd node that made the tensor. */
 int
-fsdpc_py_watch_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+fsdpc_py_watch_node(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
 {
-    (void)tree;
     PyObject *node = fsdpc_py_field(tensor, FSDPC_PY_GRAD_FN);
     if (!node || node == Py_None) {
         Py_XDECREF(node);
@@ -304,9 +303,8 @@ node_number(PyObject *tensor, long long *out)
 
 /* *argument (long long): the largest sequence number among the tensors' nodes. */
 static int
-newest_node(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+newest_node(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
 {
-    (void)tree;
     long long number, *newest = argument;
     if (node_number(tensor, &number) < 0) {
         return -1;
@@ -382,10 +380,9 @@ contains(const fsdpc_py_flat *flat, const void *data)
 }
 
 static int
-address_lies_in(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
+address_lies_in(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
 {
     const void *data = NULL;
-    (void)tree;
     if (fsdpc_py_torch_data(tensor, &data) < 0) {
         PyErr_Clear();
         return 0;

@@ -152,8 +152,7 @@ fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
         if (status == FSDPC_OK) {
             status = fsdpc_unit_scale_grad(flat->unit, sharded->covers[c], -1.0);
         }
-        if (status != FSDPC_OK) {
-            fsdpc_py_raise(status);
+        if (fsdpc_py_checked(status) < 0) {
             return -1;
         }
     }

@@ -106,11 +106,10 @@ move(fsdpc_py_flat *self, PyObject *numbers, PyObject *tensors, bool write)
         if (write) {
             fsdpc_py_touch(self);
         }
-        Py_BEGIN_ALLOW_THREADS
-        status = write ? fsdpc_unit_write_blocks(self->unit, all.block,
-                                                 (const void *const *)all.data, place)
-                       : fsdpc_unit_read_blocks(self->unit, all.block, all.data, place);
-        Py_END_ALLOW_THREADS
+        status = FSDPC_PY_UNLOCKED(
+            write ? fsdpc_unit_write_blocks(self->unit, all.block, (const void *const *)all.data,
+                                            place)
+                  : fsdpc_unit_read_blocks(self->unit, all.block, all.data, place));
         result = fsdpc_py_met(self, status);
     }
     release(&all);

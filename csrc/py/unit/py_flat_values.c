@@ -75,19 +75,15 @@ fsdpc_py_flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count
     int failed = fsdpc_py_side(self, &view, &side), status = FSDPC_OK;
     fsdpc_py_touch(self);
     if (!failed) {
-        Py_BEGIN_ALLOW_THREADS
-        status = fsdpc_unit_write(self->unit, which, i, view.data,
-                                  side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE);
-        Py_END_ALLOW_THREADS
+        status = FSDPC_PY_UNLOCKED(
+            fsdpc_unit_write(self->unit, which, i, view.data,
+                             side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE));
     }
     fsdpc_py_view_release(&view);
     if (failed) {
         return NULL;
     }
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
+    return fsdpc_py_none_or(status);
 }
 
 static PyObject *
@@ -114,10 +110,8 @@ read_into(fsdpc_py_flat *self, enum fsdpc_which which, PyObject *tensors)
             goto done;
         }
     }
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_read(self->unit, which, full,
-                             side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE);
-    Py_END_ALLOW_THREADS
+    status = FSDPC_PY_UNLOCKED(fsdpc_unit_read(
+        self->unit, which, full, side == FSDPC_ON_HOST ? FSDPC_ON_HOST : FSDPC_ON_DEVICE));
     result = fsdpc_py_met(self, status);
 done:
     for (int i = 0; i < held; i++) {
@@ -184,10 +178,7 @@ fsdpc_py_flat_grad_norm(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     fsdpc_norm norm;
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_grad_norm(self->unit, mask, p, &norm);
-    Py_END_ALLOW_THREADS
+    int status = FSDPC_PY_UNLOCKED(fsdpc_unit_grad_norm(self->unit, mask, p, &norm));
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
@@ -206,12 +197,6 @@ fsdpc_py_flat_scale_grads(fsdpc_py_flat *self, PyObject *args)
     if (!mask) {
         return NULL;
     }
-    int status;
-    Py_BEGIN_ALLOW_THREADS
-    status = fsdpc_unit_scale_grads(self->unit, mask, factor);
-    Py_END_ALLOW_THREADS
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
-    }
-    Py_RETURN_NONE;
+    int status = FSDPC_PY_UNLOCKED(fsdpc_unit_scale_grads(self->unit, mask, factor));
+    return fsdpc_py_none_or(status);
 }

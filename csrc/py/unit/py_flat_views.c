@@ -197,23 +197,20 @@ whole_view(fsdpc_py_flat *self, bool full)
 }
 
 PyObject *
-fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *closure)
+fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return whole_view(self, false);
 }
 
 PyObject *
-fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *closure)
+fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     return whole_view(self, true);
 }
 
 PyObject *
-fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure)
+fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {
-    (void)closure;
     const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
     if (layout->segment_count != 1) {
         return host_view(self, fsdpc_unit_grad(self->unit), FSDPC_BYTES,

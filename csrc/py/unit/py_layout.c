@@ -7,11 +7,7 @@ static int
 parse_dtype(const char *name, fsdpc_dtype *out)
 {
     int status = fsdpc_dtype_from_name(name, out);
-    if (status != FSDPC_OK) {
-        fsdpc_py_raise(status);
-        return -1;
-    }
-    return 0;
+    return fsdpc_py_checked(status);
 }
 
 static int

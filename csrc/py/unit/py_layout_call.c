@@ -36,9 +36,8 @@ parse_request(PyObject *const *args, Py_ssize_t nargs, struct request *out)
 }
 
 static PyObject *
-layout(PyObject *module, PyObject *const *args, Py_ssize_t nargs)
+layout(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
 {
-    (void)module;
     struct request request = {0};
     fsdpc_layout *made = NULL;
     PyObject *result = NULL;

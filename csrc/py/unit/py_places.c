@@ -56,9 +56,8 @@ check_list(PyObject *object, const char *function)
 }
 
 static PyObject *
-places(PyObject *module, PyObject *tensors)
+places(PyObject *Py_UNUSED(module), PyObject *tensors)
 {
-    (void)module;
     uint64_t words[WORDS];
     if (!check_list(tensors, "places")) {
         return NULL;
@@ -105,9 +104,8 @@ lie_at(PyObject *all, const char *expected, Py_ssize_t size)
 }
 
 static PyObject *
-at_places(PyObject *module, PyObject *const *args, Py_ssize_t count)
+at_places(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
-    (void)module;
     if (count != 2 || !PyBytes_Check(args[1])) {
         PyErr_SetString(PyExc_TypeError, "at_places takes a list of tensors and bytes of places()");
         return NULL;

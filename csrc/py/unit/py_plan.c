@@ -22,9 +22,8 @@ footprint_dict(const fsdpc_layout *layout, const fsdpc_footprint *print)
 }
 
 static PyObject *
-footprint(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+footprint(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
-    (void)module;
     PyObject *list = NULL, *result = NULL;
     int32_t world = 1;
     size_t align = 0;
@@ -147,9 +146,8 @@ done:
 }
 
 static PyObject *
-plan_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+plan_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, PyObject *names)
 {
-    (void)module;
     PyObject *list = NULL;
     int32_t per_level = 0;
     const fsdpc_py_arg table[] = {
@@ -174,9 +172,9 @@ plan_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *
 }
 
 static PyObject *
-plan_reduce_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+plan_reduce_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs,
+                  PyObject *names)
 {
-    (void)module;
     int32_t world = 1, wanted = 0;
     bool any_offload = false, wire = false;
     size_t largest = 0;
@@ -195,9 +193,9 @@ plan_reduce_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyO
 }
 
 static PyObject *
-plan_grad_slots(PyObject *module, PyObject *const *args, Py_ssize_t nargs, PyObject *names)
+plan_grad_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs,
+                PyObject *names)
 {
-    (void)module;
     size_t largest = 0, all = 0;
     int32_t reduce_slots = 0;
     const fsdpc_py_arg table[] = {
