@@ -23,8 +23,9 @@ fsdpc_set_timeout(double seconds)
     atomic_store_explicit(&process_timeout, seconds, memory_order_relaxed);
 }
 
-void
-fsdpc_name_ranks(const int *ranks, int count, char *text, size_t bytes)
+/* "rank 2", "ranks 2, 5 and 7" */
+static void
+name_ranks(const int *ranks, int count, char *text, size_t bytes)
 {
     enum { SHOWN = 16 };
     size_t used = (size_t)snprintf(text, bytes, count == 1 ? "rank" : "ranks");
@@ -42,7 +43,7 @@ fsdpc_late_text(const fsdpc_late *late, char *text, size_t bytes)
 {
     char ranks[128] = "the other ranks";
     if (late->missing && late->missing_count > 0) {
-        fsdpc_name_ranks(late->missing, late->missing_count, ranks, sizeof ranks);
+        name_ranks(late->missing, late->missing_count, ranks, sizeof ranks);
     }
     snprintf(text, bytes, "rank %d waited %g s in %s for %s (FSDPC_TIMEOUT sets this limit)%s",
              late->rank, late->seconds, late->what, ranks, late->more ? late->more : "");

@@ -27,7 +27,5 @@ void fsdpc_late_text(const fsdpc_late *late, char *text, size_t bytes);
 int fsdpc_late_error(const fsdpc_late *late);
 /* FSDPC_E_TIMEOUT: "a norm: the GPU has not finished in 600 s (FSDPC_TIMEOUT sets this limit)" */
 int fsdpc_late_gpu(const char *what, double seconds);
-/* "rank 2", "ranks 2, 5 and 7" */
-void fsdpc_name_ranks(const int *ranks, int count, char *text, size_t bytes);
 
 #endif

@@ -114,9 +114,9 @@ fsdpc_device_accumulate(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, c
              : FSDPC_OK;
 }
 
-int
-fsdpc_device_check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
-                          fsdpc_dtype src_type, int64_t n)
+static int
+check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
+             fsdpc_dtype src_type, int64_t n)
 {
     FSDPC_TRY(check_accumulator("reduce", acc_type));
     FSDPC_TRY(check_float("reduce", src_type));
@@ -131,7 +131,7 @@ int
 fsdpc_device_reduce(fsdpc_device *device, void *acc, fsdpc_dtype acc_type, const void *const *src,
                     int src_count, fsdpc_dtype src_type, int64_t n, double scale, bool add)
 {
-    FSDPC_TRY(fsdpc_device_check_reduce(acc, acc_type, src, src_count, src_type, n));
+    FSDPC_TRY(check_reduce(acc, acc_type, src, src_count, src_type, n));
     return n ? device->i->reduce(device->context, acc, acc_type, src, src_count, src_type, n, scale,
                                  add)
              : FSDPC_OK;

@@ -188,27 +188,22 @@ typedef struct fsdpc_pack_source {
 } fsdpc_pack_source;
 typedef struct fsdpc_pack_plan fsdpc_pack_plan;
 
-/* A plan to pack tensors into a buffer of `bytes`: targets by rising offset, without overlap; gaps between
- * them become zeros. Made once for a unit. FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
-int fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets, int count,
-                           size_t bytes, fsdpc_pack_plan **out);
-void fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan);
-/* One source per target, with as many elements. One launch on a device that queues. */
-int fsdpc_device_pack_all(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
-                          const fsdpc_pack_source *sources, double scale);
-
 /* Where a target's elements lie in a second buffer, the base: F32 or F64, aligned to the item. */
 typedef struct fsdpc_pack_base {
     size_t offset;
     fsdpc_dtype dtype;
 } fsdpc_pack_base;
-/* With a base for each target (bases NULL: no source is added); keep_gaps leaves the gaps unchanged. */
-int fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *targets,
-                                const fsdpc_pack_base *bases, int count, size_t bytes,
-                                bool keep_gaps, fsdpc_pack_plan **out);
-/* pack_all with such a plan; where sources[i].add the target becomes base + source * scale, in the
- * base's type, rounded once (without data: the base's values). `base` may be `buffer` itself if
- * offsets and types agree. One launch on a device that queues. */
+
+/* A plan to pack tensors into a buffer of `bytes`: targets by rising offset, without overlap, with a base
+ * for each (bases NULL: no source is added). Gaps between targets become zeros, unless keep_gaps leaves
+ * them unchanged. Made once for a unit. FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
+int fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets,
+                           const fsdpc_pack_base *bases, int count, size_t bytes, bool keep_gaps,
+                           fsdpc_pack_plan **out);
+void fsdpc_device_pack_plan_free(fsdpc_device *device, fsdpc_pack_plan *plan);
+/* One source per target, with as many elements; where sources[i].add the target becomes base + source *
+ * scale, in the base's type, rounded once (without data: the base's values). `base` may be NULL, if no
+ * source is added, and `buffer` itself, if offsets and types agree. One launch on a device that queues. */
 int fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
                            const void *base, const fsdpc_pack_source *sources, double scale);
 

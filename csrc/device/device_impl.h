@@ -110,9 +110,7 @@ struct fsdpc_device {
 /* After an allocation failed: true if some memory may have gone back to the driver. */
 bool fsdpc_device_trim(fsdpc_device *device);
 
-/* The checks of device.c that device_norm.c needs, too. */
-int fsdpc_device_check_reduce(void *acc, fsdpc_dtype acc_type, const void *const *src,
-                              int src_count, fsdpc_dtype src_type, int64_t n);
+/* The check of device.c that device_norm.c needs, too. */
 int fsdpc_device_check_scale(const void *x, fsdpc_dtype type, int64_t n);
 
 #endif

@@ -56,9 +56,10 @@ check_base(const fsdpc_pack_base *base, int index)
                              index, (int)base->dtype, base->offset);
 }
 
-static int
-make_plan(fsdpc_device *device, const fsdpc_pack_target *targets, const fsdpc_pack_base *bases,
-          int count, size_t bytes, bool keep_gaps, fsdpc_pack_plan **out)
+int
+fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets,
+                       const fsdpc_pack_base *bases, int count, size_t bytes, bool keep_gaps,
+                       fsdpc_pack_plan **out)
 {
     int status = FSDPC_OK;
     size_t end = 0;
@@ -85,21 +86,6 @@ fail:
     fsdpc_mem_free(plan->bases);
     fsdpc_mem_free(plan);
     return status;
-}
-
-int
-fsdpc_device_pack_plan(fsdpc_device *device, const fsdpc_pack_target *targets, int count,
-                       size_t bytes, fsdpc_pack_plan **out)
-{
-    return make_plan(device, targets, NULL, count, bytes, false, out);
-}
-
-int
-fsdpc_device_pack_plan_onto(fsdpc_device *device, const fsdpc_pack_target *targets,
-                            const fsdpc_pack_base *bases, int count, size_t bytes, bool keep_gaps,
-                            fsdpc_pack_plan **out)
-{
-    return make_plan(device, targets, bases, count, bytes, keep_gaps, out);
 }
 
 void
@@ -279,11 +265,4 @@ fsdpc_device_pack_onto(fsdpc_device *device, const fsdpc_pack_plan *plan, void *
     return device->i->pack_onto
                ? device->i->pack_onto(device->context, plan, buffer, base, sources, scale)
                : pack_each(device, plan, buffer, base, sources, scale);
-}
-
-int
-fsdpc_device_pack_all(fsdpc_device *device, const fsdpc_pack_plan *plan, void *buffer,
-                      const fsdpc_pack_source *sources, double scale)
-{
-    return fsdpc_device_pack_onto(device, plan, buffer, NULL, sources, scale);
 }

@@ -150,8 +150,9 @@ check_mark(const fsdpc_lane *lane, int64_t mark)
                              (long long)mark, (long long)lane->marked);
 }
 
-bool
-fsdpc_lane_finished(const fsdpc_lane *lane, int64_t mark)
+/* Whether the host has finished this mark or a later one. */
+static bool
+is_finished(const fsdpc_lane *lane, int64_t mark)
 {
     return mark <= atomic_load(&lane->finished);
 }
@@ -161,7 +162,7 @@ fsdpc_lane_join(fsdpc_lane *lane, int64_t mark)
 {
     FSDPC_TRY(check_mark(lane, mark));
     fsdpc_stream *caller = fsdpc_device_current(lane->device);
-    if (fsdpc_lane_finished(lane, mark) || (lane->joined >= mark && lane->joined_by == caller)) {
+    if (is_finished(lane, mark) || (lane->joined >= mark && lane->joined_by == caller)) {
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_device_wait(lane->device, lane->events[mark % EVENTS]));
@@ -175,7 +176,7 @@ int
 fsdpc_lane_finish(fsdpc_lane *lane, int64_t mark, const char *what)
 {
     FSDPC_TRY(check_mark(lane, mark));
-    if (fsdpc_lane_finished(lane, mark)) {
+    if (is_finished(lane, mark)) {
         return FSDPC_OK;
     }
     FSDPC_TRY(

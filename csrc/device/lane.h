@@ -42,8 +42,6 @@ int fsdpc_lane_mark(fsdpc_lane *lane, int64_t *mark);
 int fsdpc_lane_join(fsdpc_lane *lane, int64_t mark);
 /* FSDPC_E_TIMEOUT naming `what` after the process's deadline. */
 int fsdpc_lane_finish(fsdpc_lane *lane, int64_t mark, const char *what);
-/* Whether the host has finished this mark or a later one. */
-bool fsdpc_lane_finished(const fsdpc_lane *lane, int64_t mark);
 void fsdpc_lane_count(const fsdpc_lane *lane, fsdpc_lane_counts *out);
 
 #endif

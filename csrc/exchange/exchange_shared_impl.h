@@ -126,6 +126,5 @@ void fsdpc_shared_reduce_close(fsdpc_exchange *x, bool last);
 int fsdpc_shared_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
 bool fsdpc_shared_summed(fsdpc_exchange *x, const fsdpc_unit *unit);
 int fsdpc_shared_end(fsdpc_exchange *x);
-struct fsdpc_post_ctl *fsdpc_shared_post(fsdpc_exchange *x, int unit, int rank);
 
 #endif

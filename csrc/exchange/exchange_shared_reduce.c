@@ -24,8 +24,8 @@
 #include "base/mem.h"
 #include "base/status.h"
 
-struct fsdpc_post_ctl *
-fsdpc_shared_post(fsdpc_exchange *x, int unit, int rank)
+static struct fsdpc_post_ctl *
+post_of(fsdpc_exchange *x, int unit, int rank)
 {
     struct fsdpc_shared *s = x->shared;
     return (struct fsdpc_post_ctl *)(s->posts + s->post_offset[unit] +
@@ -67,7 +67,7 @@ round_is_complete(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
     for (int r = 0; r < x->world; r++) {
         const struct fsdpc_rank_ctl *ctl = &x->shared->ranks[r];
-        if (atomic_load(&fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->round) < round &&
+        if (atomic_load(&post_of(x, fsdpc_unit_use(unit)->id, r)->round) < round &&
             atomic_load(round == round_tag(x, 1) ? &ctl->first : &ctl->ended) <= x->backwards) {
             return false;
         }
@@ -88,7 +88,7 @@ static int
 differs_in_sync(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
     int r = 0;
-    while (atomic_load(&fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->round) != round) {
+    while (atomic_load(&post_of(x, fsdpc_unit_use(unit)->id, r)->round) != round) {
         r++;
     }
     return fsdpc_error(FSDPC_E_MISMATCH,
@@ -108,7 +108,7 @@ consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
         return differs_in_sync(x, unit, round);
     }
     for (int r = 0; r < x->world; r++) {
-        struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r);
+        struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);
         bool present = atomic_load(&post->round) == round;
         sources[r] = present ? slot_memory(x, r, (int)post->slot) : NULL;
         own = own || (present && r == x->rank);
@@ -118,7 +118,7 @@ consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
     }
     FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));
     for (int r = 0; r < x->world; r++) {
-        struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r);
+        struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);
         if (atomic_load(&post->round) == round) { /* slots of no bytes have no address */
             acknowledge(x, r, (int)post->slot);
         }
@@ -133,7 +133,7 @@ static bool
 anyone_posted(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
     for (int r = 0; r < x->world; r++) {
-        if (atomic_load(&fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, r)->round) == round) {
+        if (atomic_load(&post_of(x, fsdpc_unit_use(unit)->id, r)->round) == round) {
             return true;
         }
     }
@@ -172,7 +172,7 @@ slot_is_free(fsdpc_exchange *x, int slot)
 static bool
 previous_post_is_done(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
-    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, x->rank);
+    struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, x->rank);
     return atomic_load(&post->round) == 0 ||
            x->shared->slot_user[post->slot] != fsdpc_unit_use(unit)->id ||
            slot_is_free(x, (int)post->slot);
@@ -228,7 +228,7 @@ post(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     int slot;
     FSDPC_TRY(acquire_slot(x, unit, &slot));
-    struct fsdpc_post_ctl *post = fsdpc_shared_post(x, fsdpc_unit_use(unit)->id, x->rank);
+    struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, x->rank);
     FSDPC_TRY(fsdpc_grad_pack(unit, grads, slot_memory(x, x->rank, slot), post_used(post)));
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     x->shared->slot_user[slot] = fsdpc_unit_use(unit)->id;
@@ -253,7 +253,7 @@ fsdpc_shared_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     const struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     for (int r = 0; r < x->world; r++) {
-        if (atomic_load(&fsdpc_shared_post(x, use->id, r)->round) != round_tag(x, 1)) {
+        if (atomic_load(&post_of(x, use->id, r)->round) != round_tag(x, 1)) {
             return false;
         }
     }

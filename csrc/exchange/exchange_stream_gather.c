@@ -27,8 +27,8 @@ plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
         };
     }
     /* The gaps between this rank's pieces are the other ranks' pieces: kept. */
-    FSDPC_GOTO(fsdpc_device_pack_plan_onto(x->streams->device, targets, NULL, layout->segment_count,
-                                           layout->full_bytes, true, out),
+    FSDPC_GOTO(fsdpc_device_pack_plan(x->streams->device, targets, NULL, layout->segment_count,
+                                      layout->full_bytes, true, out),
                done);
 done:
     fsdpc_mem_free(targets);

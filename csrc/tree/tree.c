@@ -472,12 +472,6 @@ fsdpc_tree_note(fsdpc_tree *tree, int unit, enum fsdpc_trace_op op, uint64_t byt
     fsdpc_exchange_note(tree->nodes[unit].exchange, op, tree->nodes[unit].unit, bytes);
 }
 
-uint64_t
-fsdpc_tree_backwards(const fsdpc_tree *tree)
-{
-    return tree->backwards;
-}
-
 fsdpc_trace *
 fsdpc_tree_trace(const fsdpc_tree *tree)
 {

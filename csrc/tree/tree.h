@@ -126,7 +126,6 @@ bool fsdpc_tree_is_running(const fsdpc_tree *tree, int unit);
 bool fsdpc_tree_any_order(const fsdpc_tree *tree, int unit);
 /* Adds an entry of the unit to the trace. */
 void fsdpc_tree_note(fsdpc_tree *tree, int unit, enum fsdpc_trace_op op, uint64_t bytes);
-uint64_t fsdpc_tree_backwards(const fsdpc_tree *tree);
 fsdpc_trace *fsdpc_tree_trace(const fsdpc_tree *tree);
 
 typedef struct fsdpc_tree_clip_plan {

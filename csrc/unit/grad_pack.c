@@ -32,8 +32,9 @@ segment_of(const fsdpc_unit *unit, int param)
 
 /* --- local ------------------------------------------------------------------------------------ */
 
-char *
-fsdpc_grad_local_at(const fsdpc_unit *unit, int param)
+/* Where the gradient of parameter i starts in `local`. */
+static char *
+local_at(const fsdpc_unit *unit, int param)
 {
     const fsdpc_param_place *place = &unit->layout->params[param];
     size_t item = fsdpc_dtype_bytes(segment_of(unit, param)->accumulate);
@@ -102,7 +103,7 @@ plan_params(fsdpc_unit *unit, enum plan_kind kind, size_t bytes, fsdpc_pack_plan
     /* Reduce buffers and slots of gradients serve many units: the bytes between parameters must be set
      * to zero. */
     FSDPC_GOTO(
-        fsdpc_device_pack_plan_onto(unit->device, targets, bases, count, bytes, kind == KEEP, out),
+        fsdpc_device_pack_plan(unit->device, targets, bases, count, bytes, kind == KEEP, out),
         done);
 done:
     fsdpc_mem_free(targets);
@@ -129,8 +130,8 @@ plan_segments(fsdpc_unit *unit, fsdpc_pack_plan **out)
             bases[count++] = (fsdpc_pack_base){seg->grad_offset, seg->accumulate};
         }
     }
-    FSDPC_GOTO(fsdpc_device_pack_plan_onto(unit->device, targets, bases, count,
-                                           unit->layout->grad_bytes, true, out),
+    FSDPC_GOTO(fsdpc_device_pack_plan(unit->device, targets, bases, count, unit->layout->grad_bytes,
+                                      true, out),
                done);
 done:
     fsdpc_mem_free(targets);
@@ -311,7 +312,7 @@ list_first(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits)
         *source = source_of(grads ? &grads[i] : NULL);
         if (unit->grads.local_used[i]) {
             left = left || source->data;
-            *source = (fsdpc_pack_source){.data = fsdpc_grad_local_at(unit, i),
+            *source = (fsdpc_pack_source){.data = local_at(unit, i),
                                           .dtype = segment_of(unit, i)->accumulate};
         }
         source->add = add;

@@ -112,8 +112,6 @@ double fsdpc_grad_last_scale(const fsdpc_unit *unit);
 /* --- grad_pack.c ----------------------------------------------------------------------------- */
 
 void fsdpc_grad_close(fsdpc_unit *unit);
-/* Where the gradient of parameter i starts in `local`. */
-char *fsdpc_grad_local_at(const fsdpc_unit *unit, int param);
 int fsdpc_grad_make_local(fsdpc_unit *unit);
 
 #endif

@@ -1,5 +1,6 @@
 /* Training steps through a tree: which unit is gathered, kept, reduced and let go when. */
 #include "engine.h"
+#include "tree/tree_impl.h"
 
 enum { UNITS = 5, ROOT = 0 };
 
@@ -200,7 +201,7 @@ run_steps(int rank, ranks_run *run)
         }
         set_version(&m, step + 1);
     }
-    CHECK_INT(fsdpc_tree_backwards(m.tree), 5);
+    CHECK_INT(m.tree->backwards, 5);
     fsdpc_tree_get_memory(m.tree, &after);
     CHECK(memcmp(&before, &after, sizeof before) == 0 || setup.own_order);
     CHECK(setup.own_order || after.spare_count == 0);
@@ -267,7 +268,7 @@ run_unusual_steps(int rank, ranks_run *run)
     /* Accumulation on this rank, then a backward that sends both. */
     REQUIRE_OK(forward(&m, true));
     REQUIRE_OK(backward(&m, 9, false));
-    CHECK_INT(fsdpc_tree_backwards(m.tree), 0);
+    CHECK_INT(m.tree->backwards, 0);
     fsdpc_tree_memory memory;
     fsdpc_tree_get_memory(m.tree, &memory);
     CHECK(memory.local_bytes > 0);

@@ -76,8 +76,8 @@ make_plan(pack_way *way)
                         "kernel_pack_plan needs a device, not a table of kernels");
         return -1;
     }
-    int status = FSDPC_PY_UNLOCKED(fsdpc_device_pack_plan(way->kernels.device, way->targets,
-                                                          way->count, way->bytes, &way->plan));
+    int status = FSDPC_PY_UNLOCKED(fsdpc_device_pack_plan(
+        way->kernels.device, way->targets, NULL, way->count, way->bytes, false, &way->plan));
     return fsdpc_py_checked(status);
 }
 
@@ -219,9 +219,9 @@ fsdpc_py_kernel_pack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssiz
         return NULL;
     }
     if (open_call(capsule, dst, src, &call) == 0) {
-        int status =
-            FSDPC_PY_UNLOCKED(fsdpc_device_pack_all(call.way->kernels.device, call.way->plan,
-                                                    call.dst.view.data, call.sources, call.scale));
+        int status = FSDPC_PY_UNLOCKED(fsdpc_device_pack_onto(call.way->kernels.device,
+                                                              call.way->plan, call.dst.view.data,
+                                                              NULL, call.sources, call.scale));
         result = fsdpc_py_kernels_finish(status);
     }
     close_call(&call);

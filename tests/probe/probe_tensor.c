@@ -47,7 +47,7 @@ static open_function
 function_of(const char *how)
 {
     if (strcmp(how, "any") == 0) {
-        return fsdpc_py_tensor_view;
+        return fsdpc_py_tensor_view_any;
     }
     if (strcmp(how, "torch") == 0) {
         return fsdpc_py_torch_view;
@@ -117,7 +117,7 @@ export_dlpack(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t c
     const fsdpc_py_arg table[] = {{"array", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &array}};
     fsdpc_py_view view;
     if (fsdpc_py_args("export_dlpack", table, 1, values, count, keywords) < 0 ||
-        fsdpc_py_tensor_view(array, &view) < 0) {
+        fsdpc_py_tensor_view_any(array, &view) < 0) {
         return NULL;
     }
     PyObject *capsule = NULL;

@@ -654,14 +654,18 @@ wrong_plans_are_refused(void)
     const fsdpc_pack_source sources[] = {{.data = x, .dtype = FSDPC_F32},
                                          {x, FSDPC_F32, 1, shape, strides, false}};
     const fsdpc_pack_source bytes[] = {{.data = x, .dtype = FSDPC_BYTES}, {.data = NULL}};
-    CHECK_ERROR(fsdpc_device_pack_plan(gpu, good, 2, 20, &plan), FSDPC_E_INVAL, "target 1");
+    CHECK_ERROR(fsdpc_device_pack_plan(gpu, good, NULL, 2, 20, false, &plan), FSDPC_E_INVAL,
+                "target 1");
     CHECK(plan == NULL);
-    CHECK_ERROR(fsdpc_device_pack_plan(cpu, lapping, 2, 64, &plan), FSDPC_E_INVAL, "target 1");
-    CHECK_ERROR(fsdpc_device_pack_plan(cpu, askew, 1, 64, &plan), FSDPC_E_INVAL, "byte 2");
-    REQUIRE_OK(fsdpc_device_pack_plan(cpu, good, 2, 24, &plan));
-    CHECK_ERROR(fsdpc_device_pack_all(cpu, plan, x, sources, 1), FSDPC_E_INVAL, "3 elements");
-    CHECK_ERROR(fsdpc_device_pack_all(cpu, plan, x, bytes, 1), FSDPC_E_INVAL, "uint8");
-    CHECK_ERROR(fsdpc_device_pack_all(cpu, plan, NULL, sources, 1), FSDPC_E_INVAL, "NULL");
+    CHECK_ERROR(fsdpc_device_pack_plan(cpu, lapping, NULL, 2, 64, false, &plan), FSDPC_E_INVAL,
+                "target 1");
+    CHECK_ERROR(fsdpc_device_pack_plan(cpu, askew, NULL, 1, 64, false, &plan), FSDPC_E_INVAL,
+                "byte 2");
+    REQUIRE_OK(fsdpc_device_pack_plan(cpu, good, NULL, 2, 24, false, &plan));
+    CHECK_ERROR(fsdpc_device_pack_onto(cpu, plan, x, NULL, sources, 1), FSDPC_E_INVAL,
+                "3 elements");
+    CHECK_ERROR(fsdpc_device_pack_onto(cpu, plan, x, NULL, bytes, 1), FSDPC_E_INVAL, "uint8");
+    CHECK_ERROR(fsdpc_device_pack_onto(cpu, plan, NULL, NULL, sources, 1), FSDPC_E_INVAL, "NULL");
     fsdpc_device_pack_plan_free(cpu, plan);
 }
 
@@ -670,7 +674,7 @@ plan_and_free(void *device)
 {
     const fsdpc_pack_target targets[] = {{4, 0, FSDPC_F32}, {4, 64, FSDPC_BF16}};
     fsdpc_pack_plan *plan;
-    FSDPC_TRY(fsdpc_device_pack_plan(device, targets, 2, 128, &plan));
+    FSDPC_TRY(fsdpc_device_pack_plan(device, targets, NULL, 2, 128, false, &plan));
     fsdpc_device_pack_plan_free(device, plan);
     return FSDPC_OK;
 }

@@ -152,7 +152,7 @@ run_pack(const pack *p, fsdpc_device *device, const fsdpc_pack_plan *plan, char 
          const char *base, double scale)
 {
     return p->adds ? fsdpc_device_pack_onto(device, plan, buffer, base, p->sources, scale)
-                   : fsdpc_device_pack_all(device, plan, buffer, p->sources, scale);
+                   : fsdpc_device_pack_onto(device, plan, buffer, NULL, p->sources, scale);
 }
 
 /* Twice by the same plan: the second time nothing is made. */
@@ -163,9 +163,10 @@ compare(const pack *p, fsdpc_device *device, double scale)
     char *buffer = memory(p->bytes), *base = p->in_place ? buffer : memory(p->base_bytes);
     char *want = new_bytes(p->bytes), *before = new_bytes(p->base_bytes);
     const bool keep = p->adds && (p->in_place || below(2));
-    REQUIRE_OK(p->adds ? fsdpc_device_pack_plan_onto(device, p->targets, p->bases, p->count,
-                                                     p->bytes, keep, &plan)
-                       : fsdpc_device_pack_plan(device, p->targets, p->count, p->bytes, &plan));
+    REQUIRE_OK(
+        p->adds
+            ? fsdpc_device_pack_plan(device, p->targets, p->bases, p->count, p->bytes, keep, &plan)
+            : fsdpc_device_pack_plan(device, p->targets, NULL, p->count, p->bytes, false, &plan));
     for (int time = 0; time < 2; time++) {
         memset(buffer, GUARD, p->bytes);
         if (p->base_bytes) {
@@ -210,11 +211,11 @@ refusals(void)
     fsdpc_device *const devices[] = {gpu, cpu};
     float buffer[4];
     for (int d = 0; d < 2; d++) {
-        CHECK_INT(fsdpc_device_pack_plan_onto(devices[d], &target, &narrow, 1, 16, true, &plan),
+        CHECK_INT(fsdpc_device_pack_plan(devices[d], &target, &narrow, 1, 16, true, &plan),
                   FSDPC_E_INVAL);
-        CHECK_INT(fsdpc_device_pack_plan_onto(devices[d], &target, &askew, 1, 16, true, &plan),
+        CHECK_INT(fsdpc_device_pack_plan(devices[d], &target, &askew, 1, 16, true, &plan),
                   FSDPC_E_INVAL);
-        REQUIRE_OK(fsdpc_device_pack_plan_onto(devices[d], &target, NULL, 1, 16, true, &plan));
+        REQUIRE_OK(fsdpc_device_pack_plan(devices[d], &target, NULL, 1, 16, true, &plan));
         CHECK_INT(fsdpc_device_pack_onto(devices[d], plan, buffer, buffer, &source, 1.0),
                   FSDPC_E_INVAL);
         fsdpc_device_pack_plan_free(devices[d], plan);

@@ -79,7 +79,8 @@ start(engine *e, int rank)
     e->grads = floats(e, UNITS * PIECE, "shard gradients");
     e->local = floats(e, NUMEL, "gradients");
     e->parts = (char *)floats(e, 64, "norm parts");
-    REQUIRE_OK(fsdpc_device_pack_plan(e->device, &target, 1, NUMEL * sizeof(float), &e->plan));
+    REQUIRE_OK(fsdpc_device_pack_plan(e->device, &target, NULL, 1, NUMEL * sizeof(float), false,
+                                      &e->plan));
 }
 
 static void
@@ -159,7 +160,7 @@ reduce(engine *e, int unit, const float *act)
         e->local[i] = 0.01f * act[i] * (float)(unit + 1);
     }
     CHECK_INT(fsdpc_device_wait(e->device, e->reduced[s]), FSDPC_OK);
-    CHECK_INT(fsdpc_device_pack_all(e->device, e->plan, e->sums[s], &source, 0.5), FSDPC_OK);
+    CHECK_INT(fsdpc_device_pack_onto(e->device, e->plan, e->sums[s], NULL, &source, 0.5), FSDPC_OK);
     CHECK_INT(fsdpc_device_record(e->device, e->packed[s]), FSDPC_OK);
     on(e, e->reduce);
     CHECK_INT(fsdpc_device_wait(e->device, e->packed[s]), FSDPC_OK);

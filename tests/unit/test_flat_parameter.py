@@ -220,7 +220,7 @@ def test_a_unit_belongs_to_one_tree(flat):
     with pytest.raises(ValueError, match="depths"):
         _probe.Tree([flat], [-1])
     tree = _probe.Tree([flat], [0])
-    assert (tree.kind, tree.phase, tree.backwards) == ("wire", "idle", 0)
+    assert (tree.kind, tree.phase) == ("wire", "idle")
     with pytest.raises(_probe.StateError, match="unit layers.0 belongs to another tree"):
         _probe.Tree([flat], [0])
     with pytest.raises(_probe.StateError, match="unit layers.0 belongs to a tree"):

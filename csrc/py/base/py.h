@@ -207,10 +207,8 @@ typedef struct fsdpc_py_view {
     PyObject *owner; /* keeps the memory alive until fsdpc_py_view_release */
 } fsdpc_py_view;
 
-/* Any object with __dlpack__ (host memory only) or the buffer protocol. The view keeps the memory
- * alive until fsdpc_py_view_release. TypeError, BufferError. */
-int fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out);
-/* The same; a torch tensor may also be in a GPU's memory. */
+/* Any object with __dlpack__ or the buffer protocol; only a torch tensor may be in a GPU's memory. The view
+ * keeps the memory alive until fsdpc_py_view_release. TypeError, BufferError. */
 int fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out);
 void fsdpc_py_view_release(fsdpc_py_view *view);
 /* A torch.Tensor in host memory, without ownership: valid as long as the tensor keeps its storage,

@@ -135,31 +135,23 @@ set_cuda_allocator(PyObject *Py_UNUSED(module), PyObject *args)
     PyObject *allocate, *free_block, *give_unused = Py_None;
     fsdpc_device *device;
     if (!PyArg_ParseTuple(args, "iOO|O:set_cuda_allocator", &ordinal, &allocate, &free_block,
-                          &give_unused)) {
+                          &give_unused) ||
+        fsdpc_py_gpu(ordinal, &device) < 0) {
         return NULL;
-    }
-    int status = FSDPC_PY_UNLOCKED(fsdpc_device_cuda(ordinal, &device));
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
     }
     if (allocate != Py_None) {
         return set_hooks(device, allocate, free_block, give_unused) < 0 ? NULL : Py_NewRef(Py_None);
     }
-    status = fsdpc_device_set_allocator(device, NULL);
-    return fsdpc_py_none_or(status);
+    return fsdpc_py_none_or(fsdpc_device_set_allocator(device, NULL));
 }
 
 static PyObject *
-cuda_allocated(PyObject *Py_UNUSED(module), PyObject *argument)
+cuda_allocated(PyObject *Py_UNUSED(module), PyObject *number)
 {
     fsdpc_device *device;
-    const long ordinal = PyLong_AsLong(argument);
-    if (ordinal == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    int status = fsdpc_device_cuda((int)ordinal, &device);
-    return status == FSDPC_OK ? PyLong_FromSize_t(fsdpc_device_foreign_bytes(device))
-                              : fsdpc_py_raise(status);
+    return fsdpc_py_find_gpu(number, &device) < 0
+               ? NULL
+               : PyLong_FromSize_t(fsdpc_device_foreign_bytes(device));
 }
 
 PyMethodDef fsdpc_py_alloc_methods[] = {

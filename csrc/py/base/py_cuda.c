@@ -3,7 +3,6 @@
 #include "py/base/py_cuda.h"
 
 #include <limits.h>
-
 #include <stdlib.h>
 
 #include "device/cuda_driver.h"
@@ -18,18 +17,29 @@ cuda_image_bytes(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
     return PyLong_FromSize_t(bytes);
 }
 
+int
+fsdpc_py_gpu(int ordinal, fsdpc_device **out)
+{
+    int status = FSDPC_PY_UNLOCKED(fsdpc_device_cuda(ordinal, out));
+    return fsdpc_py_checked(status);
+}
+
+int
+fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out)
+{
+    const long ordinal = PyLong_AsLong(number);
+    if (ordinal == -1 && PyErr_Occurred()) {
+        return -1;
+    }
+    return fsdpc_py_gpu(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, out);
+}
+
 static PyObject *
-cuda_device(PyObject *Py_UNUSED(module), PyObject *argument)
+cuda_device(PyObject *Py_UNUSED(module), PyObject *number)
 {
     fsdpc_device *device;
-    const long ordinal = PyLong_AsLong(argument);
-    if (ordinal == -1 && PyErr_Occurred()) {
+    if (fsdpc_py_find_gpu(number, &device) < 0) {
         return NULL;
-    }
-    int status = FSDPC_PY_UNLOCKED(
-        fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device));
-    if (status != FSDPC_OK) {
-        return fsdpc_py_raise(status);
     }
     const fsdpc_device_caps *caps = fsdpc_device_get_caps(device);
     return Py_BuildValue("{s:s,s:s,s:O,s:O,s:n,s:n,s:z}", "device", fsdpc_device_name(device),
@@ -41,33 +51,23 @@ cuda_device(PyObject *Py_UNUSED(module), PyObject *argument)
 }
 
 static PyObject *
-cuda_waits(PyObject *Py_UNUSED(module), PyObject *argument)
+cuda_waits(PyObject *Py_UNUSED(module), PyObject *number)
 {
     fsdpc_device *device;
-    const long ordinal = PyLong_AsLong(argument);
-    if (ordinal == -1 && PyErr_Occurred()) {
-        return NULL;
-    }
-    int status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
-    return status == FSDPC_OK ? PyLong_FromLongLong(fsdpc_device_waits(device))
-                              : fsdpc_py_raise(status);
+    return fsdpc_py_find_gpu(number, &device) < 0 ? NULL
+                                                  : PyLong_FromLongLong(fsdpc_device_waits(device));
 }
 
 static PyObject *
-cuda_memory(PyObject *Py_UNUSED(module), PyObject *argument)
+cuda_memory(PyObject *Py_UNUSED(module), PyObject *number)
 {
     fsdpc_device *device;
     size_t free_bytes, total;
-    const long ordinal = PyLong_AsLong(argument);
-    if (ordinal == -1 && PyErr_Occurred()) {
+    if (fsdpc_py_find_gpu(number, &device) < 0 ||
+        fsdpc_py_checked(fsdpc_device_free_bytes(device, &free_bytes, &total)) < 0) {
         return NULL;
     }
-    int status = fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, &device);
-    if (status == FSDPC_OK) {
-        status = fsdpc_device_free_bytes(device, &free_bytes, &total);
-    }
-    return status == FSDPC_OK ? Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)total)
-                              : fsdpc_py_raise(status);
+    return Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)total);
 }
 
 /* Without the variable nothing is loaded. */

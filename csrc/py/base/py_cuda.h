@@ -4,6 +4,10 @@
 
 #include "py/base/py.h"
 
+/* A GPU by its ordinal, or by a number from Python. The first call starts the CUDA driver. */
+int fsdpc_py_gpu(int ordinal, fsdpc_device **out);
+int fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out);
+
 extern PyMethodDef fsdpc_py_cuda_methods[];
 /* py_alloc.c */
 extern PyMethodDef fsdpc_py_alloc_methods[];

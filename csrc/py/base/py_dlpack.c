@@ -213,19 +213,6 @@ view_by_dlpack(PyObject *object, fsdpc_py_view *out)
 /* --- in: entry ------------------------------------------------------------------------------- */
 
 int
-fsdpc_py_tensor_view(PyObject *object, fsdpc_py_view *out)
-{
-    if (fsdpc_py_tensor_view_any(object, out) < 0) {
-        return -1;
-    }
-    if (fsdpc_py_check_device(out, fsdpc_py_host) < 0) {
-        fsdpc_py_view_release(out);
-        return -1;
-    }
-    return 0;
-}
-
-int
 fsdpc_py_tensor_view_any(PyObject *object, fsdpc_py_view *out)
 {
     memset(out, 0, sizeof *out);

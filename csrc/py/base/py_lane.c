@@ -7,13 +7,6 @@
 
 static const char lane_name[] = "fsdpc._C.lane", pinned_name[] = "fsdpc._C.pinned";
 
-static int
-device_of(int32_t ordinal, fsdpc_device **out)
-{
-    int status = FSDPC_PY_UNLOCKED(fsdpc_device_cuda(ordinal, out));
-    return fsdpc_py_checked(status);
-}
-
 /* --- pinned memory ------------------------------------------------------------------------------- */
 
 struct pinned {
@@ -58,7 +51,7 @@ pinned_new(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
     };
     fsdpc_device *device;
     if (fsdpc_py_args("pinned_new", table, 2, args, count, keywords) < 0 ||
-        device_of(ordinal, &device) < 0) {
+        fsdpc_py_gpu(ordinal, &device) < 0) {
         return NULL;
     }
     struct pinned *pinned = fsdpc_mem_calloc(1, sizeof *pinned);
@@ -82,12 +75,11 @@ lane_end(PyObject *capsule)
 }
 
 static PyObject *
-lane_new(PyObject *Py_UNUSED(module), PyObject *argument)
+lane_new(PyObject *Py_UNUSED(module), PyObject *number)
 {
     fsdpc_device *device;
     fsdpc_lane *lane;
-    const long ordinal = PyLong_AsLong(argument);
-    if ((ordinal == -1 && PyErr_Occurred()) || device_of((int32_t)ordinal, &device) < 0 ||
+    if (fsdpc_py_find_gpu(number, &device) < 0 ||
         fsdpc_py_checked(fsdpc_lane_new(device, &lane)) < 0) {
         return NULL;
     }

@@ -21,8 +21,6 @@ typedef PyObject *fsdpc_py_method(PyObject *self, PyObject *const *values, Py_ss
 fsdpc_py_method fsdpc_py_comm_self_;
 fsdpc_py_method fsdpc_py_comm_shm;
 fsdpc_py_method fsdpc_py_comm_c10d;
-/* A GPU by its number. 0, or -1 with an exception set. */
-int fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out);
 
 /* --- py_comm_collectives.c ------------------------------------------------------------------- */
 

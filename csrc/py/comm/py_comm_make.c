@@ -1,25 +1,12 @@
 /* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks. */
+#include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
-
-#include <limits.h>
 
 /* An object over `comm`, or the exception of the `status` of making it. */
 static PyObject *
 made(PyObject *type, int status, fsdpc_comm *comm, PyObject *callbacks)
 {
     return status == FSDPC_OK ? fsdpc_py_comm_wrap(type, comm, callbacks) : fsdpc_py_raise(status);
-}
-
-int
-fsdpc_py_find_gpu(PyObject *number, fsdpc_device **out)
-{
-    const long ordinal = PyLong_AsLong(number);
-    if (ordinal == -1 && PyErr_Occurred() != NULL) {
-        return -1;
-    }
-    int status = FSDPC_PY_UNLOCKED(
-        fsdpc_device_cuda(ordinal < 0 || ordinal > INT_MAX ? -1 : (int)ordinal, out));
-    return fsdpc_py_checked(status);
 }
 
 /* None is the CPU. */

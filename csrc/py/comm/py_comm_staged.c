@@ -1,4 +1,5 @@
 /* Comm.staged(): the same ranks' communicator for a GPU's memory. It keeps the Comm that carries it. */
+#include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
 
 static void

@@ -211,8 +211,9 @@ fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end)
 
 /* --- gradients that arrive ------------------------------------------------------------------- */
 
-int
-fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param)
+/* Raises StateError: a gradient of this parameter was computed while the unit was not gathered. -1. */
+static int
+not_gathered(const fsdpc_py_flat *flat, int param)
 {
     /* autograd runs the operations of one thread in reverse order, but not those of several. */
     bool early = flat->tree && flat->closed == flat->tree->backward.number;
@@ -271,8 +272,8 @@ count_from_now_on(fsdpc_py_flat *flat)
     fsdpc_py_drop_held(flat);
 }
 
-bool
-fsdpc_py_has_frozen(const fsdpc_py_flat *flat)
+static bool
+has_frozen(const fsdpc_py_flat *flat)
 {
     return flat->expected < fsdpc_unit_layout(flat->unit)->param_count;
 }
@@ -288,8 +289,7 @@ fsdpc_py_has_nested(const fsdpc_py_flat *flat)
 bool
 fsdpc_py_is_used_late(const fsdpc_py_flat *flat)
 {
-    return flat->observed || fsdpc_py_has_frozen(flat) ||
-           (flat->reentrant && !fsdpc_py_has_nested(flat));
+    return flat->observed || has_frozen(flat) || (flat->reentrant && !fsdpc_py_has_nested(flat));
 }
 
 /* 1: the unit's last gradient has arrived in another backward than entered the unit. 0, or -1. */
@@ -366,9 +366,9 @@ fsdpc_py_grad_arrived(fsdpc_py_hook *self)
         return -1;
     }
     if (fsdpc_unit_refs(flat->unit) == 0) {
-        return fsdpc_py_not_gathered(flat, self->param);
+        return not_gathered(flat, self->param);
     }
-    int expects = fsdpc_py_has_frozen(flat) ? still_trains(flat, self->param) : 1;
+    int expects = has_frozen(flat) ? still_trains(flat, self->param) : 1;
     if (expects <= 0) {
         return expects;
     }
@@ -417,7 +417,7 @@ fsdpc_py_find_unwatched(fsdpc_py_flat *flat)
         return some < 0 ? -1 : 0;
     }
     if (!flat->backward.entered) {
-        return fsdpc_py_not_gathered(flat, 0);
+        return not_gathered(flat, 0);
     }
     flat->backward.arrived_count = 1;
     return fsdpc_py_watch_all(flat);

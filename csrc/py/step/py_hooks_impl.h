@@ -62,7 +62,6 @@ int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
 int fsdpc_py_pre_backward(fsdpc_py_hook *self);
 int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
 int fsdpc_py_input_done(fsdpc_py_hook *self);
-bool fsdpc_py_has_frozen(const fsdpc_py_flat *flat);
 /* Whether the parameters' gradients alone do not show that the unit's values are no longer
  * needed. */
 bool fsdpc_py_is_used_late(const fsdpc_py_flat *flat);
@@ -84,9 +83,6 @@ int fsdpc_py_step_before(fsdpc_py_tree *tree, int unit);
 int fsdpc_py_step_rest(fsdpc_py_tree *tree);
 /* Those whose values lie in host memory, each when its own sum is there. */
 int fsdpc_py_step_late(fsdpc_py_tree *tree);
-/* Raises StateError: a gradient of this parameter was computed while the unit was not gathered.
- * -1. */
-int fsdpc_py_not_gathered(const fsdpc_py_flat *flat, int param);
 
 /* --- py_hooks_end.c -------------------------------------------------------------------------- */
 

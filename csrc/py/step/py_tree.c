@@ -448,15 +448,6 @@ get_kind(fsdpc_py_tree *self, void *Py_UNUSED(closure))
 }
 
 static PyObject *
-get_backwards(fsdpc_py_tree *self, void *Py_UNUSED(closure))
-{
-    if (fsdpc_py_check_open(self) < 0) {
-        return NULL;
-    }
-    return PyLong_FromUnsignedLongLong(fsdpc_tree_backwards(self->tree));
-}
-
-static PyObject *
 get_entered(fsdpc_py_tree *self, void *Py_UNUSED(closure))
 {
     return self->backward.entered < 0
@@ -612,8 +603,6 @@ static PyGetSetDef getset[] = {
      "Called as observer(kind, unit) after each hook of a step: kind as in a Hook's repr, unit an "
      "index into the tree. What it raises goes to sys.unraisablehook.",
      FSDPC_PY_MEMBER(fsdpc_py_tree, observer)},
-    {"backwards", (getter)get_backwards, NULL, "Number of synchronised backwards that have ended.",
-     NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };
 
