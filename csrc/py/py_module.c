@@ -48,29 +48,30 @@ add_exceptions(PyObject *module, fsdpc_py_module_state *state)
                       PyExc_RuntimeError, NULL, &state->comm_error) < 0) {
         return -1;
     }
-    if (add_exception(
-            module, "fsdpc.PeerError",
-            "Another rank died, left or raised; the message names the rank and the reason.",
-            state->comm_error, NULL, &state->peer_error) < 0) {
-        return -1;
+    const struct {
+        const char *name, *doc;
+        PyObject *base, *other, **slot;
+    } rows[] = {
+        {"fsdpc.PeerError",
+         "Another rank died, left or raised; the message names the rank and the reason.",
+         state->comm_error, NULL, &state->peer_error},
+        {"fsdpc.CommTimeout",
+         "A rank did not arrive in time; the message names the rank and the operation.",
+         state->comm_error, PyExc_TimeoutError, &state->comm_timeout},
+        {"fsdpc.MismatchError", "Ranks made calls that differ; the message quotes the difference.",
+         state->comm_error, PyExc_ValueError, &state->mismatch_error},
+        {"fsdpc.StateError", "A call was made in the wrong state.", PyExc_RuntimeError, NULL,
+         &state->state_error},
+        {"fsdpc.OutOfMemoryError", "Device memory is exhausted.", PyExc_MemoryError, NULL,
+         &state->out_of_memory_error},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        if (add_exception(module, rows[i].name, rows[i].doc, rows[i].base, rows[i].other,
+                          rows[i].slot) < 0) {
+            return -1;
+        }
     }
-    if (add_exception(
-            module, "fsdpc.CommTimeout",
-            "A rank did not arrive in time; the message names the rank and the operation.",
-            state->comm_error, PyExc_TimeoutError, &state->comm_timeout) < 0) {
-        return -1;
-    }
-    if (add_exception(module, "fsdpc.MismatchError",
-                      "Ranks made calls that differ; the message quotes the difference.",
-                      state->comm_error, PyExc_ValueError, &state->mismatch_error) < 0) {
-        return -1;
-    }
-    if (add_exception(module, "fsdpc.StateError", "A call was made in the wrong state.",
-                      PyExc_RuntimeError, NULL, &state->state_error) < 0) {
-        return -1;
-    }
-    return add_exception(module, "fsdpc.OutOfMemoryError", "Device memory is exhausted.",
-                         PyExc_MemoryError, NULL, &state->out_of_memory_error);
+    return 0;
 }
 
 static int

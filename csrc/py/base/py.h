@@ -160,6 +160,23 @@ typedef struct fsdpc_py_arg {
 int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
                   PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
 
+/* --- tables of methods ----------------------------------------------------------------------- */
+
+/* A row of a table: the name in Python, the C function, how the function is called, the arguments as help()
+ * shows them, what the method does. */
+#define FSDPC_PY_METHOD(name, function, flags, arguments, doc) \
+    {#name, (PyCFunction)(void (*)(void))(function), flags, #name arguments "\n--\n\n" doc}
+/* The same for a C function with the method's name. */
+#define FSDPC_PY_FUNCTION(name, flags, arguments, doc) \
+    FSDPC_PY_METHOD(name, name, flags, arguments, doc)
+#define FSDPC_PY_KEYWORDS (METH_FASTCALL | METH_KEYWORDS)
+/* The getter get_name of an attribute of `type`, which is one expression of `self`. */
+#define FSDPC_PY_GETTER(type, name, value)                            \
+    static PyObject *get_##name(type *self, void *Py_UNUSED(closure)) \
+    {                                                                 \
+        return value;                                                 \
+    }
+
 /* --- attributes (py_args.c) ------------------------------------------------------------------ */
 
 /* The getter and setter of an attribute that is a member of a type: any object, or NULL, which is None. */

@@ -17,14 +17,10 @@ int fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *o
 /* A Comm object that takes over `comm`, even on failure. `callbacks` (or NULL) is the object that
  * the communicator keeps, for the garbage collector. */
 PyObject *fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks);
-/* Comm.nccl(), and the functions beside it (py_comm_nccl.c). */
-PyObject *fsdpc_py_comm_nccl(PyObject *type, PyObject *const *values, Py_ssize_t count,
-                             PyObject *keywords);
+/* Functions beside Comm.nccl() (py_comm_nccl.c). */
 extern PyMethodDef fsdpc_py_nccl_methods[];
 /* The board and the reports of stalls (py_stall.c). */
 extern PyMethodDef fsdpc_py_stall_methods[];
-/* Comm.staged(device). */
-PyObject *fsdpc_py_comm_staged(PyObject *self, PyObject *device);
 
 /* Adds the type to the module and points fsdpc_shm_interrupt_check at the signal check. */
 int fsdpc_py_comm_exec(PyObject *module);

@@ -1,4 +1,4 @@
-/* A Comm object, and the methods of Comm that are not in py_comm.c (their docstrings are there). */
+/* A Comm object, and the methods of Comm that are not in py_comm.c (their rows are there). */
 #ifndef FSDPC_PY_COMM_IMPL_H
 #define FSDPC_PY_COMM_IMPL_H
 
@@ -15,20 +15,14 @@ typedef struct fsdpc_py_comm {
 typedef PyObject *fsdpc_py_method(PyObject *self, PyObject *const *values, Py_ssize_t count,
                                   PyObject *keywords);
 
-/* --- py_comm_make.c -------------------------------------------------------------------------- */
-
-/* Class methods: the first argument is the type. */
-fsdpc_py_method fsdpc_py_comm_self_;
-fsdpc_py_method fsdpc_py_comm_shm;
-fsdpc_py_method fsdpc_py_comm_c10d;
-
-/* --- py_comm_collectives.c ------------------------------------------------------------------- */
-
-fsdpc_py_method fsdpc_py_comm_all_gather;
-fsdpc_py_method fsdpc_py_comm_reduce_scatter;
-fsdpc_py_method fsdpc_py_comm_all_reduce;
-fsdpc_py_method fsdpc_py_comm_broadcast;
-fsdpc_py_method fsdpc_py_comm_barrier;
-fsdpc_py_method fsdpc_py_comm_agree;
+/* py_comm_make.c; class methods: the first argument is the type. */
+fsdpc_py_method fsdpc_py_comm_self_, fsdpc_py_comm_shm, fsdpc_py_comm_c10d;
+/* py_comm_nccl.c */
+fsdpc_py_method fsdpc_py_comm_nccl;
+/* py_comm_collectives.c */
+fsdpc_py_method fsdpc_py_comm_all_gather, fsdpc_py_comm_reduce_scatter, fsdpc_py_comm_all_reduce;
+fsdpc_py_method fsdpc_py_comm_broadcast, fsdpc_py_comm_barrier, fsdpc_py_comm_agree;
+/* py_comm_staged.c */
+PyObject *fsdpc_py_comm_staged(PyObject *self, PyObject *device);
 
 #endif

@@ -10,7 +10,7 @@
 #include "base/deadline.h"
 #include "comm/comm_nccl.h"
 #include "base/mem.h"
-#include "py/comm/py_comm.h"
+#include "py/comm/py_comm_impl.h"
 #include "py/base/py_numpy.h"
 
 typedef struct channel {

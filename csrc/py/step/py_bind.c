@@ -222,9 +222,8 @@ check_row_dims(const fsdpc_py_flat *flat, PyObject *row_dims)
 }
 
 PyObject *
-fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+fsdpc_py_flat_bind(fsdpc_py_flat *flat, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
-    fsdpc_py_flat *flat = (fsdpc_py_flat *)self;
     PyObject *full, *sites, *sharded, *watched, *versions = Py_None;
     PyObject *row_dims = Py_None;
     bool by_gather = false, dtensors = false;

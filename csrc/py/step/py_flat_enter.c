@@ -14,7 +14,7 @@ finish(fsdpc_py_flat *self, int status)
 }
 
 PyObject *
-fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
+fsdpc_py_flat_enter_forward(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
     if (!self->tree) {
         return fsdpc_py_raise(
@@ -29,7 +29,7 @@ fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 }
 
 PyObject *
-fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
+fsdpc_py_flat_leave_forward(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
 {
     int status = FSDPC_OK;
     if (fsdpc_py_enter(self) < 0) {

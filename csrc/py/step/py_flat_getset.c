@@ -4,12 +4,7 @@
 #include <limits.h>
 
 /* Attributes that are read by one call. */
-#define GET(name, value)                                            \
-    static PyObject *get_##name(fsdpc_py_flat *self, void *closure) \
-    {                                                               \
-        (void)closure;                                              \
-        return value;                                               \
-    }
+#define GET(name, value) FSDPC_PY_GETTER(fsdpc_py_flat, name, value)
 
 /* clang-format off */
 GET(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)))
@@ -70,32 +65,35 @@ get_dtype(fsdpc_py_flat *self, void *Py_UNUSED(closure))
         fsdpc_dtype_name(layout->segment_count == 1 ? layout->segments[0].storage : FSDPC_BYTES));
 }
 
+/* The truth of what an attribute is set to; `deleted`: what deleting it stands for. 1, 0, or -1. */
+static int
+truth_of(PyObject *value, int deleted)
+{
+    return value ? PyObject_IsTrue(value) : deleted;
+}
+
 static int
 set_sync(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    int truth = value ? PyObject_IsTrue(value) : 1;
-    if (truth < 0) {
-        return -1;
+    const int truth = truth_of(value, 1);
+    if (truth >= 0) {
+        fsdpc_unit_set_withholds(self->unit, truth == 0);
     }
-    fsdpc_unit_set_withholds(self->unit, truth == 0);
-    return 0;
+    return truth < 0 ? -1 : 0;
 }
 
 static int
 set_observed(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    int truth = value ? PyObject_IsTrue(value) : 0;
-    if (truth < 0) {
-        return -1;
-    }
-    self->observed = truth != 0;
-    return 0;
+    const int truth = truth_of(value, 0);
+    self->observed = truth < 0 ? self->observed : truth != 0;
+    return truth < 0 ? -1 : 0;
 }
 
 static int
 set_shown(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    int truth = value ? PyObject_IsTrue(value) : 0;
+    const int truth = truth_of(value, 0);
     self->shown = truth > 0;
     return truth < 0 ? -1 : 0;
 }
@@ -103,7 +101,7 @@ set_shown(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 static int
 set_reshards(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
-    int truth = value ? PyObject_IsTrue(value) : 1;
+    const int truth = truth_of(value, 1);
     if (truth < 0) {
         return -1;
     }

@@ -231,126 +231,107 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
     return NULL;
 }
 
-/* Methods that call the core pass the unit's gate: guarded_name(self, ...) calls
- * fsdpc_py_flat_name. */
-#define GUARDED(name, parameters, given)               \
-    static PyObject *guarded_##name parameters         \
-    {                                                  \
-        fsdpc_py_use use;                              \
-        if (fsdpc_py_use_flat(self, &use) < 0) {       \
-            return NULL;                               \
-        }                                              \
-        PyObject *result = fsdpc_py_flat_##name given; \
-        fsdpc_py_end_use(&use);                        \
-        return result;                                 \
-    }
-#define GUARDED_ONE(name) GUARDED(name, (fsdpc_py_flat * self, PyObject * one), (self, one))
-#define GUARDED_FAST(name)                                                                       \
-    GUARDED(name,                                                                                \
-            (fsdpc_py_flat * self, PyObject *const *args, Py_ssize_t count, PyObject *keywords), \
-            (self, args, count, keywords))
-
+/* Methods that call the core pass the unit's gate: one list, of which the wrapper gated_name, which calls
+ * fsdpc_py_flat_name, and the method's row are made. X(parameters, name, flags, arguments in help(), text). */
 /* clang-format off */
-GUARDED_FAST(write)
-GUARDED_FAST(read)
-GUARDED_ONE(read_blocks)
-GUARDED_ONE(write_blocks)
-GUARDED_ONE(grad_norm)
-GUARDED_ONE(scale_grads)
-GUARDED_ONE(replace)
-GUARDED_ONE(thaw)
-GUARDED_ONE(place)
-GUARDED_ONE(replace_grad)
-GUARDED_ONE(grad_bits)
-GUARDED_ONE(pack_grads)
-GUARDED_ONE(take_sums)
-GUARDED_ONE(adopt)
-GUARDED_ONE(enter)
-GUARDED_ONE(leave)
-GUARDED_ONE(unshard)
-GUARDED_ONE(reshard)
-GUARDED_ONE(forward_failed)
+#define GATED_METHODS(X) \
+    X(FAST, write, FSDPC_PY_KEYWORDS, "(param, tensor, grad=False)", \
+      "Copies this rank's part from a full tensor. Local.") \
+    X(FAST, read, FSDPC_PY_KEYWORDS, "(tensors, grad=False)", \
+      "Fills full tensors (None: skipped) from all ranks' parts. Collective.") \
+    X(ONE, read_blocks, METH_VARARGS, "(blocks, tensors)", \
+      "Fills this rank's block of each parameter: elements [rank * blocks[i], (rank + 1) * " \
+      "blocks[i]), cut at the end; 0 and None: skipped. Collective.") \
+    X(ONE, write_blocks, METH_VARARGS, "(blocks, tensors)", \
+      "Replaces values by all ranks' blocks. Collective.") \
+    X(ONE, grad_norm, METH_VARARGS, "(mask, p)", \
+      "(sum |g|^p, max |g|, non-finite seen) over this rank's part.") \
+    X(ONE, scale_grads, METH_VARARGS, "(mask, factor)", \
+      "Multiplies this rank's gradients in place.") \
+    X(ONE, replace_param, METH_VARARGS, "(number, param)", \
+      "Replaces the parameter in row `number` of bind()'s `sharded`, over the same memory.") \
+    X(ONE, place_param, METH_VARARGS, "(number, dict, key)", \
+      "The module entry where the parameter in that row has to stand when a forward begins.") \
+    X(ONE, replace_grad, METH_VARARGS, "(number, grad)", \
+      "Replaces the gradient in row `number` of bind()'s `sharded` by another tensor over the " \
+      "same memory.") \
+    X(ONE, grad_bits, METH_NOARGS, "()", \
+      "One byte per parameter: this rank has a gradient of it to send.") \
+    X(ONE, pack_grads, METH_O, "(buffer)", \
+      "Writes this rank's gradients into a buffer of layout()['reduce_bytes'] bytes, each " \
+      "segment in rank order, gaps and missing gradients as zeros.") \
+    X(ONE, take_sums, METH_VARARGS, "(pieces, used)", \
+      "Adds this rank's pieces (one per trainable segment) of sums made elsewhere to the " \
+      "gradient; `used`: bytes as of grad_bits() over all ranks.") \
+    X(ONE, thaw, METH_VARARGS, "(segments)", \
+      "Allocates gradients of more segments (one byte each). All gradients move, so " \
+      "renew_grads() must follow. Only without a tree; the same call on every rank.") \
+    X(ONE, adopt_grads, METH_NOARGS, "()", \
+      "Copies gradients that the user assigned to .grad into the unit's memory.") \
+    X(ONE, enter_forward, METH_NOARGS, "()", \
+      "One more reference to the gathered values, within a pass.") \
+    X(ONE, leave_forward, METH_NOARGS, "()", \
+      "Undoes one enter_forward().") \
+    X(ONE, unshard, METH_NOARGS, "()", \
+      "Shows the gathered parameters in the modules until reshard() or the next pass. " \
+      "Collective outside of a pass.") \
+    X(ONE, reshard, METH_NOARGS, "()", \
+      "Undoes unshard(); without one a no-op.") \
+    X(ONE, forward_failed, METH_NOARGS, "()", \
+      "Must be called when the module's forward raised.")
 /* clang-format on */
 
-#define FAST(function) (PyCFunction)(void (*)(void)) function
+#define GATED(kind, name, ...)                                \
+    static PyObject *gated_##name kind##_PARAMETERS           \
+    {                                                         \
+        fsdpc_py_use use;                                     \
+        if (fsdpc_py_use_flat(self, &use) < 0) {              \
+            return NULL;                                      \
+        }                                                     \
+        PyObject *result = fsdpc_py_flat_##name kind##_GIVEN; \
+        fsdpc_py_end_use(&use);                               \
+        return result;                                        \
+    }
+#define ONE_PARAMETERS (fsdpc_py_flat * self, PyObject * one)
+#define ONE_GIVEN (self, one)
+#define FAST_PARAMETERS \
+    (fsdpc_py_flat * self, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+#define FAST_GIVEN (self, args, count, keywords)
+#define ROW(kind, name, flags, arguments, doc) \
+    FSDPC_PY_METHOD(name, gated_##name, flags, arguments, doc),
+
+GATED_METHODS(GATED)
 
 static PyMethodDef methods[] = {
-    {"layout", FAST(flat_layout), METH_NOARGS, "layout()\n--\n\nThe placement of all parameters."},
-    {"shard_part", FAST(fsdpc_py_flat_shard_part), METH_O,
-     "shard_part(i)\n--\n\nDLPack capsule: this rank's part of parameter i (1-D, storage dtype)."},
-    {"grad_part", FAST(fsdpc_py_flat_grad_part), METH_O,
-     "grad_part(i)\n--\n\nDLPack capsule: gradient of this rank's part of parameter i (1-D)."},
-    {"shard_segment", FAST(fsdpc_py_flat_shard_segment), METH_O,
-     "shard_segment(s)\n--\n\nDLPack capsule: this rank's piece of segment s."},
-    {"grad_segment", FAST(fsdpc_py_flat_grad_segment), METH_O,
-     "grad_segment(s)\n--\n\nDLPack capsule: gradient of this rank's piece of segment s."},
-    {"full_param", FAST(fsdpc_py_flat_full_param), METH_FASTCALL,
-     "full_param(i, shape)\n--\n\nDLPack capsule over the gathered parameter i: valid while the "
-     "unit is gathered, at an address that never changes."},
-    {"write", FAST(guarded_write), METH_FASTCALL | METH_KEYWORDS,
-     "write(param, tensor, grad=False)\n--\n\nCopies this rank's part from a full tensor. Local."},
-    {"read", FAST(guarded_read), METH_FASTCALL | METH_KEYWORDS,
-     "read(tensors, grad=False)\n--\n\nFills full tensors (None: skipped) from all ranks' parts. "
-     "Collective."},
-    {"read_blocks", FAST(guarded_read_blocks), METH_VARARGS,
-     "read_blocks(blocks, tensors)\n--\n\nFills this rank's block of each parameter: elements "
-     "[rank * blocks[i], (rank + 1) * blocks[i]), cut at the end; 0 and None: skipped. "
-     "Collective."},
-    {"write_blocks", FAST(guarded_write_blocks), METH_VARARGS,
-     "write_blocks(blocks, tensors)\n--\n\nReplaces values by all ranks' blocks. Collective."},
-    {"grad_norm", FAST(guarded_grad_norm), METH_VARARGS,
-     "grad_norm(mask, p)\n--\n\n(sum |g|^p, max |g|, non-finite seen) over this rank's part."},
-    {"scale_grads", FAST(guarded_scale_grads), METH_VARARGS,
-     "scale_grads(mask, factor)\n--\n\nMultiplies this rank's gradients in place."},
-    {"replace_param", FAST(guarded_replace), METH_VARARGS,
-     "replace_param(number, param)\n--\n\nReplaces the parameter in row `number` of bind()'s "
-     "`sharded`, over the same memory."},
-    {"place_param", FAST(guarded_place), METH_VARARGS,
-     "place_param(number, dict, key)\n--\n\nThe module entry where the parameter in that row has "
-     "to stand when a forward begins."},
-    {"replace_grad", FAST(guarded_replace_grad), METH_VARARGS,
-     "replace_grad(number, grad)\n--\n\nReplaces the gradient in row `number` of bind()'s "
-     "`sharded` "
-     "by "
-     "another tensor over the same memory."},
-    {"grad_bits", FAST(guarded_grad_bits), METH_NOARGS,
-     "grad_bits()\n--\n\nOne byte per parameter: this rank has a gradient of it to send."},
-    {"pack_grads", FAST(guarded_pack_grads), METH_O,
-     "pack_grads(buffer)\n--\n\nWrites this rank's gradients into a buffer of "
-     "layout()['reduce_bytes'] bytes, each segment in rank order, gaps and missing gradients as "
-     "zeros."},
-    {"take_sums", FAST(guarded_take_sums), METH_VARARGS,
-     "take_sums(pieces, used)\n--\n\nAdds this rank's pieces (one per trainable segment) of sums "
-     "made elsewhere to the gradient; `used`: bytes as of grad_bits() over all ranks."},
-    {"unbind", FAST(flat_unbind), METH_NOARGS,
-     "unbind()\n--\n\nDrops the torch objects. torch's hooks on these objects keep the unit alive "
-     "in cycles that gc cannot see."},
-    {"thaw", FAST(guarded_thaw), METH_VARARGS,
-     "thaw(segments)\n--\n\nAllocates gradients of more segments (one byte each). All gradients "
-     "move, so renew_grads() must follow. Only without a tree; the same call on every rank."},
-    {"renew_grads", FAST(fsdpc_py_flat_renew_grads), METH_O,
-     "renew_grads(grads)\n--\n\nSets the tensors over the gradients after thaw(), None where a "
-     "parameter has no gradient memory."},
-    {"adopt_grads", FAST(guarded_adopt), METH_NOARGS,
-     "adopt_grads()\n--\n\nCopies gradients that the user assigned to .grad into the unit's "
-     "memory."},
-    {"bind", FAST(fsdpc_py_flat_bind), METH_FASTCALL | METH_KEYWORDS,
-     "bind(full, sites, sharded, watched, versions=None, by_gather=False, dtensors=False, "
-     "row_dims=None)\n--\n\nSets the torch objects of this unit. versions: a tensor that shares "
-     "the version counter of `full`; by_gather: sites show `full` while the unit is gathered. "
-     "row_dims: bytes, the dimension of each of `full` that lies first in the unit's memory."},
-    {"hook", FAST(hook_of), METH_VARARGS, "hook(kind, param=-1)\n--\n\nA C callable for torch."},
-    {"enter_forward", FAST(guarded_enter), METH_NOARGS,
-     "enter_forward()\n--\n\nOne more reference to the gathered values, within a pass."},
-    {"leave_forward", FAST(guarded_leave), METH_NOARGS,
-     "leave_forward()\n--\n\nUndoes one enter_forward()."},
-    {"unshard", FAST(guarded_unshard), METH_NOARGS,
-     "unshard()\n--\n\nShows the gathered parameters in the modules until reshard() or the next "
-     "pass. Collective outside of a pass."},
-    {"reshard", FAST(guarded_reshard), METH_NOARGS,
-     "reshard()\n--\n\nUndoes unshard(); without one a no-op."},
-    {"forward_failed", FAST(guarded_forward_failed), METH_NOARGS,
-     "forward_failed()\n--\n\nMust be called when the module's forward raised."},
+    /* clang-format off */
+    GATED_METHODS(ROW)
+    /* clang-format on */
+    FSDPC_PY_METHOD(layout, flat_layout, METH_NOARGS, "()", "The placement of all parameters."),
+    FSDPC_PY_METHOD(shard_part, fsdpc_py_flat_shard_part, METH_O, "(i)",
+                    "DLPack capsule: this rank's part of parameter i (1-D, storage dtype)."),
+    FSDPC_PY_METHOD(grad_part, fsdpc_py_flat_grad_part, METH_O, "(i)",
+                    "DLPack capsule: gradient of this rank's part of parameter i (1-D)."),
+    FSDPC_PY_METHOD(shard_segment, fsdpc_py_flat_shard_segment, METH_O, "(s)",
+                    "DLPack capsule: this rank's piece of segment s."),
+    FSDPC_PY_METHOD(grad_segment, fsdpc_py_flat_grad_segment, METH_O, "(s)",
+                    "DLPack capsule: gradient of this rank's piece of segment s."),
+    FSDPC_PY_METHOD(full_param, fsdpc_py_flat_full_param, METH_FASTCALL, "(i, shape)",
+                    "DLPack capsule over the gathered parameter i: valid while the unit is "
+                    "gathered, at an address that never changes."),
+    FSDPC_PY_METHOD(unbind, flat_unbind, METH_NOARGS, "()",
+                    "Drops the torch objects. torch's hooks on these objects keep the unit alive "
+                    "in cycles that gc cannot see."),
+    FSDPC_PY_METHOD(renew_grads, fsdpc_py_flat_renew_grads, METH_O, "(grads)",
+                    "Sets the tensors over the gradients after thaw(), None where a parameter has "
+                    "no gradient memory."),
+    FSDPC_PY_METHOD(
+        bind, fsdpc_py_flat_bind, FSDPC_PY_KEYWORDS,
+        "(full, sites, sharded, watched, versions=None, by_gather=False, dtensors=False, "
+        "row_dims=None)",
+        "Sets the torch objects of this unit. versions: a tensor that shares the version counter "
+        "of `full`; by_gather: sites show `full` while the unit is gathered. row_dims: bytes, the "
+        "dimension of each of `full` that lies first in the unit's memory."),
+    FSDPC_PY_METHOD(hook, hook_of, METH_VARARGS, "(kind, param=-1)", "A C callable for torch."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -209,7 +209,7 @@ adopt_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
 }
 
 PyObject *
-fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *Py_UNUSED(unused))
+fsdpc_py_flat_adopt_grads(fsdpc_py_flat *flat, PyObject *Py_UNUSED(unused))
 {
     for (int i = 0; i < flat->sharded_count && !flat->shown; i++) {
         if (flat->sharded[i].grad && adopt_grad(flat, &flat->sharded[i]) == GRAD_ERROR) {

@@ -31,6 +31,15 @@ int fsdpc_py_hook_exec(PyObject *module);
 
 /* py_flat_getset.c */
 extern PyGetSetDef fsdpc_py_flat_getset[];
+/* More methods of FlatParameter, in py_bind.c, py_flat_enter.c, py_unshard.c, py_flat_hooked.c, */
+fsdpc_py_flat_fast fsdpc_py_flat_bind;
+fsdpc_py_flat_method fsdpc_py_flat_enter_forward, fsdpc_py_flat_leave_forward;
+fsdpc_py_flat_method fsdpc_py_flat_unshard, fsdpc_py_flat_reshard;
+fsdpc_py_flat_method fsdpc_py_flat_grad_bits, fsdpc_py_flat_pack_grads, fsdpc_py_flat_take_sums;
+/* in py_flags.c, py_writeback.c and py_grads_sharded.c. */
+fsdpc_py_flat_method fsdpc_py_flat_thaw, fsdpc_py_flat_renew_grads;
+fsdpc_py_flat_method fsdpc_py_flat_replace_param, fsdpc_py_flat_place_param;
+fsdpc_py_flat_method fsdpc_py_flat_replace_grad, fsdpc_py_flat_adopt_grads;
 
 /* --- py_flat_hooked.c ------------------------------------------------------------------------ */
 
@@ -38,19 +47,9 @@ PyObject *fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure);
 int fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure);
 /* Calls comm_hook for the gradients collected. 1: the unit had its turn; 0: not yet; -1: exception. */
 int fsdpc_py_call_comm_hook(fsdpc_py_flat *flat);
-PyObject *fsdpc_py_flat_grad_bits(fsdpc_py_flat *self, PyObject *unused);
-PyObject *fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer);
-PyObject *fsdpc_py_flat_take_sums(fsdpc_py_flat *self, PyObject *args);
-
-/* --- py_flat_enter.c ------------------------------------------------------------------------- */
-
-PyObject *fsdpc_py_flat_enter(fsdpc_py_flat *self, PyObject *unused);
-PyObject *fsdpc_py_flat_leave(fsdpc_py_flat *self, PyObject *unused);
 
 /* --- py_bind.c ------------------------------------------------------------------------------- */
 
-PyObject *fsdpc_py_flat_bind(PyObject *self, PyObject *const *args, Py_ssize_t count,
-                             PyObject *keywords);
 void fsdpc_py_flat_unbind(fsdpc_py_flat *flat);
 /* Swap the modules' entries; counted. */
 int fsdpc_py_install(fsdpc_py_flat *flat);
@@ -63,11 +62,6 @@ int fsdpc_py_end_stay(fsdpc_py_flat *flat);
 int fsdpc_py_end_hold(fsdpc_py_flat *flat);
 /* What the modules show while the gathered tensors are not in them: the stand-ins or the sharded. */
 int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
-
-/* --- py_unshard.c ---------------------------------------------------------------------------- */
-
-PyObject *fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *unused);
-PyObject *fsdpc_py_flat_reshard(fsdpc_py_flat *self, PyObject *unused);
 
 /* --- py_stay.c ------------------------------------------------------------------------------- */
 
@@ -90,8 +84,6 @@ int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
 /* Copies flags that the program has set on gathered tensors to the parameters: while the modules show these
  * tensors, and later (`lent`). */
 int fsdpc_py_take_shown_flags(fsdpc_py_flat *flat);
-PyObject *fsdpc_py_flat_thaw(fsdpc_py_flat *self, PyObject *args);
-PyObject *fsdpc_py_flat_renew_grads(fsdpc_py_flat *self, PyObject *list);
 
 /* --- py_range.c ------------------------------------------------------------------------------ */
 
@@ -126,11 +118,6 @@ int fsdpc_py_take_slot(fsdpc_py_flat *flat);
 /* Reads what the user did to the sharded parameters' gradients since the last backward (cleared,
  * replaced) and sets up accumulation. Once per backward. */
 int fsdpc_py_prepare_grads(fsdpc_py_flat *flat);
-/* replace_grad(number, grad): another object stands for the gradient of the number-th sharded
- * parameter. */
-PyObject *fsdpc_py_flat_replace_grad(fsdpc_py_flat *self, PyObject *args);
-/* Copies gradients that the user assigned into the unit's memory. */
-PyObject *fsdpc_py_flat_adopt(fsdpc_py_flat *flat, PyObject *unused);
 /* After a backward: shows the gradients that exist. With `sync`, when they are complete, *listened
  * gets the parameters that have listeners, as by fsdpc_py_note_listeners. */
 int fsdpc_py_show_grads(fsdpc_py_flat *flat, bool sync, PyObject **listened);
@@ -157,8 +144,6 @@ int fsdpc_py_clear_full_grads(fsdpc_py_flat *flat, bool all);
 int fsdpc_py_detect_changes(fsdpc_py_flat *flat);
 /* -1 with StateError: a gathered tensor points at other memory than the unit's. */
 int fsdpc_py_check_gathered(const fsdpc_py_flat *flat);
-PyObject *fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args);
-PyObject *fsdpc_py_flat_place(fsdpc_py_flat *self, PyObject *args);
 /* `sharded` shows zeros for gradients that wait. */
 int fsdpc_py_show_waiting(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded);
 /* What autograd has counted of writes to `grad`; -1 with an exception. */

@@ -354,22 +354,30 @@ tree_clear_trace(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+/* The gate of a tree that is open and stays so: a thread that used the tree before may have closed it. */
+static int
+use_open(fsdpc_py_tree *self, fsdpc_py_use *use)
+{
+    if (fsdpc_py_check_open(self) < 0 || fsdpc_py_use_tree(self, use) < 0) {
+        return -1;
+    }
+    if (fsdpc_py_check_open(self) < 0) {
+        fsdpc_py_end_use(use);
+        return -1;
+    }
+    return 0;
+}
+
 static PyObject *
 tree_defer(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    if (fsdpc_py_check_open(self) < 0) {
-        return NULL;
-    }
     fsdpc_py_use use;
-    if (fsdpc_py_use_tree(self, &use) < 0) {
+    if (use_open(self, &use) < 0) {
         return NULL;
     }
-    int open = fsdpc_py_check_open(self);
-    if (open == 0) {
-        fsdpc_tree_defer_reduces(self->tree, true);
-    }
+    fsdpc_tree_defer_reduces(self->tree, true);
     fsdpc_py_end_use(&use);
-    return open == 0 ? Py_NewRef(Py_None) : NULL;
+    Py_RETURN_NONE;
 }
 
 /* The units whose numbers are listed and that share memory now. */
@@ -418,10 +426,10 @@ tree_share_grads(fsdpc_py_tree *self, PyObject *numbers)
         PyErr_SetString(PyExc_TypeError, "share_grads takes a tuple of numbers of units");
         return NULL;
     }
-    if (fsdpc_py_check_open(self) < 0 || fsdpc_py_use_tree(self, &use) < 0) {
+    if (use_open(self, &use) < 0) {
         return NULL;
     }
-    PyObject *shared = fsdpc_py_check_open(self) == 0 ? share_grads(self, numbers) : NULL;
+    PyObject *shared = share_grads(self, numbers);
     fsdpc_py_end_use(&use);
     return shared;
 }
@@ -471,24 +479,18 @@ set_step_unit(fsdpc_py_tree *self, PyObject *value, void *closure)
 static PyObject *
 tell(fsdpc_py_tree *self, const char *method, int unit, int param, const char *hook)
 {
-    int status = FSDPC_OK;
     if (unit < 0 || unit >= self->count) {
         PyErr_Format(PyExc_IndexError, "%s: the tree has %d units; index %d is out of range",
                      method, self->count, unit);
         return NULL;
     }
     fsdpc_py_use use;
-    if (fsdpc_py_use_tree(self, &use) < 0) {
+    if (use_open(self, &use) < 0) {
         return NULL;
     }
-    const int open = fsdpc_py_check_open(self);
-    if (open == 0) {
-        status = FSDPC_PY_UNLOCKED(hook ? fsdpc_tree_before_hook(self->tree, unit, hook)
+    int status = FSDPC_PY_UNLOCKED(hook ? fsdpc_tree_before_hook(self->tree, unit, hook)
                                         : fsdpc_tree_announce(self->tree, unit, param));
-    }
-    PyObject *result = open < 0             ? NULL
-                       : status == FSDPC_OK ? Py_NewRef(Py_None)
-                                            : fsdpc_py_raise(status);
+    PyObject *result = fsdpc_py_none_or(status);
     fsdpc_py_end_use(&use);
     return result;
 }

@@ -84,7 +84,7 @@ fsdpc_py_detect_changes(fsdpc_py_flat *flat)
 /* replace_param(number, param): another object stands for the number-th sharded parameter from now on,
  * over the same memory. */
 PyObject *
-fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
+fsdpc_py_flat_replace_param(fsdpc_py_flat *self, PyObject *args)
 {
     int number;
     PyObject *param;
@@ -109,7 +109,7 @@ fsdpc_py_flat_replace(fsdpc_py_flat *self, PyObject *args)
 }
 
 PyObject *
-fsdpc_py_flat_place(fsdpc_py_flat *self, PyObject *args)
+fsdpc_py_flat_place_param(fsdpc_py_flat *self, PyObject *args)
 {
     int number;
     PyObject *dict, *key;

@@ -254,27 +254,27 @@ bool fsdpc_py_tree_in_use(const fsdpc_py_tree *tree);
 /* Whether a tensor is the unit's device's or the host's: *side, an enum fsdpc_memory_kind, -1 before the
  * first; all tensors of one call are on one side. 0, or -1 with BufferError or ValueError. */
 int fsdpc_py_side(const fsdpc_py_flat *flat, const fsdpc_py_view *view, int *side);
-PyObject *fsdpc_py_flat_write(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
-                              PyObject *keywords);
-PyObject *fsdpc_py_flat_read(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
-                             PyObject *keywords);
-PyObject *fsdpc_py_flat_grad_norm(fsdpc_py_flat *self, PyObject *args);
-PyObject *fsdpc_py_flat_scale_grads(fsdpc_py_flat *self, PyObject *args);
+
+/* --- methods of FlatParameter ---------------------------------------------------------------- */
+
+/* They are listed and described in py_flat_type.c, which enters the unit's gate around those that need it. */
+typedef PyObject *fsdpc_py_flat_method(fsdpc_py_flat *self, PyObject *argument);
+typedef PyObject *fsdpc_py_flat_fast(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count,
+                                     PyObject *keywords);
+/* py_flat_values.c */
+fsdpc_py_flat_fast fsdpc_py_flat_write, fsdpc_py_flat_read;
+fsdpc_py_flat_method fsdpc_py_flat_grad_norm, fsdpc_py_flat_scale_grads;
+/* py_flat_blocks.c */
+fsdpc_py_flat_method fsdpc_py_flat_read_blocks, fsdpc_py_flat_write_blocks;
+/* py_flat_views.c */
+fsdpc_py_flat_method fsdpc_py_flat_shard_part, fsdpc_py_flat_grad_part;
+fsdpc_py_flat_method fsdpc_py_flat_shard_segment, fsdpc_py_flat_grad_segment;
+PyObject *fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count);
 
 /* --- py_flat_views.c ------------------------------------------------------------------------- */
 
-PyObject *fsdpc_py_flat_shard_part(fsdpc_py_flat *self, PyObject *index);
-PyObject *fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index);
-PyObject *fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count);
-PyObject *fsdpc_py_flat_shard_segment(fsdpc_py_flat *self, PyObject *index);
-PyObject *fsdpc_py_flat_grad_segment(fsdpc_py_flat *self, PyObject *index);
 PyObject *fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *closure);
 PyObject *fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *closure);
 PyObject *fsdpc_py_flat_get_grad(fsdpc_py_flat *self, void *closure);
-
-/* --- py_flat_blocks.c ------------------------------------------------------------------------ */
-
-PyObject *fsdpc_py_flat_read_blocks(fsdpc_py_flat *self, PyObject *args);
-PyObject *fsdpc_py_flat_write_blocks(fsdpc_py_flat *self, PyObject *args);
 
 #endif
