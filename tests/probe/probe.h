@@ -9,7 +9,4 @@ extern PyMethodDef fsdpc_probe_flat_methods[];
 extern PyMethodDef fsdpc_probe_kernel_methods[];
 extern PyMethodDef fsdpc_probe_tensor_methods[];
 
-#define FSDPC_PROBE_FAST(function) \
-    (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
-
 #endif

@@ -8,11 +8,6 @@
 
 #include <string.h>
 
-PyDoc_STRVAR(set_deadline_doc,
-             "set_deadline(comm, seconds)\n--\n\n"
-             "The deadline of this rank's later waits in a communicator over shared memory, of\n"
-             "fsdpc._C or of this module; the other ranks keep theirs.");
-
 static PyObject *
 set_deadline(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t count,
              PyObject *keywords)
@@ -41,6 +36,8 @@ set_deadline(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t co
 }
 
 PyMethodDef fsdpc_probe_comm_methods[] = {
-    {"set_deadline", FSDPC_PROBE_FAST(set_deadline), set_deadline_doc},
+    FSDPC_PY_FUNCTION(set_deadline, FSDPC_PY_KEYWORDS, "(comm, seconds)",
+                      "The deadline of this rank's later waits in a communicator over shared\n"
+                      "memory, of fsdpc._C or of this module; the other ranks keep theirs."),
     {NULL, NULL, 0, NULL},
 };

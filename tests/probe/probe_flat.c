@@ -191,14 +191,13 @@ reduce(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyO
 }
 
 PyMethodDef fsdpc_probe_flat_methods[] = {
-    {"gather", gather, METH_O,
-     "gather(unit, /)\n--\n\n"
-     "Makes all ranks' values readable in `unit.full`; counted. The unit must be in no tree of\n"
-     "the caller's. Collective. StateError."},
-    {"release", release, METH_O, "release(unit, /)\n--\n\nUndoes one gather(). Local. StateError."},
-    {"reduce", FSDPC_PROBE_FAST(reduce),
-     "reduce(unit, grads, add=False)\n--\n\n"
-     "Sums full gradients (one array or None per parameter) over ranks, divides, keeps this\n"
-     "rank's piece in `unit.grad`. Collective. StateError, ValueError."},
+    FSDPC_PY_FUNCTION(gather, METH_O, "(unit, /)",
+                      "Makes all ranks' values readable in `unit.full`; counted. The unit must be\n"
+                      "in no tree of the caller's. Collective. StateError."),
+    FSDPC_PY_FUNCTION(release, METH_O, "(unit, /)", "Undoes one gather(). Local. StateError."),
+    FSDPC_PY_FUNCTION(
+        reduce, FSDPC_PY_KEYWORDS, "(unit, grads, add=False)",
+        "Sums full gradients (one array or None per parameter) over ranks, divides, keeps this\n"
+        "rank's piece in `unit.grad`. Collective. StateError, ValueError."),
     {NULL, NULL, 0, NULL},
 };

@@ -306,29 +306,30 @@ kernel_norm2(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t coun
 /* --- tables ---------------------------------------------------------------------------------- */
 
 PyMethodDef fsdpc_probe_kernel_methods[] = {
-    {"kernel_cast", FSDPC_PROBE_FAST(kernel_cast),
-     "kernel_cast(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
-     "dst[i] = convert(src[i] * scale)."},
-    {"kernel_accumulate", FSDPC_PROBE_FAST(kernel_accumulate),
-     "kernel_accumulate(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)\n--\n\n"
-     "dst[i] += src[i] * scale."},
-    {"kernel_reduce", FSDPC_PROBE_FAST(kernel_reduce),
-     "kernel_reduce(acc, acc_dtype, src, src_dtype, scale=1.0, add=False, kernels=None)"
-     "\n--\n\n"
-     "acc[i] = (src[0][i] + src[1][i] + ...) * scale, added to acc[i] if add. None is skipped."},
-    {"kernel_norm2", FSDPC_PROBE_FAST(kernel_norm2),
-     "kernel_norm2(src, dtype, kernels=None)\n--\n\n"
-     "Returns (sum of squares, largest magnitude, whether any element is not finite)."},
-    {"kernel_pack_plan", FSDPC_PROBE_FAST(fsdpc_py_kernel_pack_plan),
-     "kernel_pack_plan(targets, bytes, kernels=None)\n--\n\n"
-     "A plan for packing tensors into a buffer of `bytes` bytes. targets: (elements, offset in\n"
-     "bytes, dtype) each, by rising offset; gaps between them are zeroed."},
-    {"kernel_pack", FSDPC_PROBE_FAST(fsdpc_py_kernel_pack),
-     "kernel_pack(plan, dst, src, scale=1.0)\n--\n\n"
-     "Packs tensors of any strides, one for each of the plan's targets (None: zeros), times "
-     "scale."},
-    {"kernel_scale_by", FSDPC_PROBE_FAST(fsdpc_py_kernel_scale_by),
-     "kernel_scale_by(x, dtype, factor, kernels=None)\n--\n\n"
-     "x[i] *= factor, one float64 in GPU memory, without a host sync."},
+    FSDPC_PY_FUNCTION(kernel_cast, FSDPC_PY_KEYWORDS,
+                      "(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)",
+                      "dst[i] = convert(src[i] * scale)."),
+    FSDPC_PY_FUNCTION(kernel_accumulate, FSDPC_PY_KEYWORDS,
+                      "(dst, dst_dtype, src, src_dtype, scale=1.0, kernels=None)",
+                      "dst[i] += src[i] * scale."),
+    FSDPC_PY_FUNCTION(
+        kernel_reduce, FSDPC_PY_KEYWORDS,
+        "(acc, acc_dtype, src, src_dtype, scale=1.0, add=False, kernels=None)",
+        "acc[i] = (src[0][i] + src[1][i] + ...) * scale, added to acc[i] if add. None is skipped."),
+    FSDPC_PY_FUNCTION(
+        kernel_norm2, FSDPC_PY_KEYWORDS, "(src, dtype, kernels=None)",
+        "Returns (sum of squares, largest magnitude, whether any element is not finite)."),
+    FSDPC_PY_METHOD(
+        kernel_pack_plan, fsdpc_py_kernel_pack_plan, FSDPC_PY_KEYWORDS,
+        "(targets, bytes, kernels=None)",
+        "A plan for packing tensors into a buffer of `bytes` bytes. targets: (elements, offset in\n"
+        "bytes, dtype) each, by rising offset; gaps between them are zeroed."),
+    FSDPC_PY_METHOD(kernel_pack, fsdpc_py_kernel_pack, FSDPC_PY_KEYWORDS,
+                    "(plan, dst, src, scale=1.0)",
+                    "Packs tensors of any strides, one for each of the plan's targets (None: "
+                    "zeros), times scale."),
+    FSDPC_PY_METHOD(kernel_scale_by, fsdpc_py_kernel_scale_by, FSDPC_PY_KEYWORDS,
+                    "(x, dtype, factor, kernels=None)",
+                    "x[i] *= factor, one float64 in GPU memory, without a host sync."),
     {NULL, NULL, 0, NULL},
 };

@@ -59,13 +59,6 @@ function_of(const char *how)
     return NULL;
 }
 
-PyDoc_STRVAR(
-    tensor_info_doc,
-    "tensor_info(tensor, how='any', repeat=1)\n--\n\n"
-    "What the extension sees of a tensor or an array: data, dtype, itemsize, numel, shape,\n"
-    "strides (in elements), contiguous, readonly. how: 'any' (DLPack, buffer), 'torch'\n"
-    "(fast), 'methods' (by the tensor's methods). ns: time per view over `repeat` views.");
-
 static PyObject *
 tensor_info(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t count,
             PyObject *keywords)
@@ -103,12 +96,6 @@ tensor_info(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t cou
     return result;
 }
 
-PyDoc_STRVAR(
-    export_dlpack_doc,
-    "export_dlpack(array)\n--\n\n"
-    "A 'dltensor' capsule over the memory of a contiguous array or tensor, which lives as\n"
-    "long as the consumer's tensor. Types fsdpc does not compute with become bytes.");
-
 static PyObject *
 export_dlpack(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t count,
               PyObject *keywords)
@@ -138,7 +125,14 @@ export_dlpack(PyObject *Py_UNUSED(module), PyObject *const *values, Py_ssize_t c
 }
 
 PyMethodDef fsdpc_probe_tensor_methods[] = {
-    {"tensor_info", FSDPC_PROBE_FAST(tensor_info), tensor_info_doc},
-    {"export_dlpack", FSDPC_PROBE_FAST(export_dlpack), export_dlpack_doc},
+    FSDPC_PY_FUNCTION(tensor_info, FSDPC_PY_KEYWORDS, "(tensor, how='any', repeat=1)",
+                      "What the extension sees of a tensor or an array: data, dtype, itemsize,\n"
+                      "numel, shape, strides (in elements), contiguous, readonly. how: 'any'\n"
+                      "(DLPack, buffer), 'torch' (fast), 'methods' (by the tensor's methods). ns:\n"
+                      "time per view over `repeat` views."),
+    FSDPC_PY_FUNCTION(
+        export_dlpack, FSDPC_PY_KEYWORDS, "(array)",
+        "A 'dltensor' capsule over the memory of a contiguous array or tensor, which lives as\n"
+        "long as the consumer's tensor. Types fsdpc does not compute with become bytes."),
     {NULL, NULL, 0, NULL},
 };

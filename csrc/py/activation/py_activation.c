@@ -107,15 +107,12 @@ activation_unpack(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t
     return run(false, args, count, keywords);
 }
 
-#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS
-
 PyMethodDef fsdpc_py_activation_methods[] = {
-    {"activation_pack", KEYWORDS(activation_pack),
-     "activation_pack(values, codes, scales, device=-1)\n--\n\n"
-     "Codes of 8 bits (int8) and a float32 scale per 256 elements, of contiguous memory: the\n"
-     "host's, or that of the GPU with the ordinal `device`, on its current stream."},
-    {"activation_unpack", KEYWORDS(activation_unpack),
-     "activation_unpack(values, codes, scales, device=-1)\n--\n\n"
-     "Writes the values of codes and scales into `values`."},
+    FSDPC_PY_FUNCTION(
+        activation_pack, FSDPC_PY_KEYWORDS, "(values, codes, scales, device=-1)",
+        "Codes of 8 bits (int8) and a float32 scale per 256 elements, of contiguous memory: the\n"
+        "host's, or that of the GPU with the ordinal `device`, on its current stream."),
+    FSDPC_PY_FUNCTION(activation_unpack, FSDPC_PY_KEYWORDS, "(values, codes, scales, device=-1)",
+                      "Writes the values of codes and scales into `values`."),
     {NULL, NULL, 0, NULL},
 };

@@ -155,15 +155,15 @@ cuda_allocated(PyObject *Py_UNUSED(module), PyObject *number)
 }
 
 PyMethodDef fsdpc_py_alloc_methods[] = {
-    {"set_cuda_allocator", set_cuda_allocator, METH_VARARGS,
-     "set_cuda_allocator(ordinal, alloc, free, trim=None, /)\n--\n\n"
-     "Memory that units allocate on that GPU (except for slots) comes from\n"
-     "alloc(bytes, stream) -> address from now on, and is returned by free(address) when the GPU\n"
-     "has finished with it. trim() must return unused memory to the driver; it is called when the\n"
-     "driver has no memory for a slot. alloc and free None: the driver allocates again. All are\n"
-     "called with the GIL; not in a step, once a model runs as before."},
-    {"cuda_allocated", cuda_allocated, METH_O,
-     "cuda_allocated(ordinal, /)\n--\n\n"
-     "Returns the bytes now allocated from the allocators that were set for that GPU."},
+    FSDPC_PY_FUNCTION(
+        set_cuda_allocator, METH_VARARGS, "(ordinal, alloc, free, trim=None, /)",
+        "Memory that units allocate on that GPU (except for slots) comes from alloc(bytes,\n"
+        "stream) -> address from now on, and is returned by free(address) when the GPU has\n"
+        "finished with it. trim() must return unused memory to the driver; it is called when the\n"
+        "driver has no memory for a slot. alloc and free None: the driver allocates again. All\n"
+        "are called with the GIL; not in a step, once a model runs as before."),
+    FSDPC_PY_FUNCTION(
+        cuda_allocated, METH_O, "(ordinal, /)",
+        "Returns the bytes now allocated from the allocators that were set for that GPU."),
     {NULL, NULL, 0, NULL},
 };

@@ -87,26 +87,25 @@ stand_in(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 }
 
 PyMethodDef fsdpc_py_cuda_methods[] = {
-    {"set_stream_function", fsdpc_py_set_stream_function, METH_O,
-     "set_stream_function(function, /)\n--\n\n"
-     "function(ordinal) returns the driver's handle of that GPU's current stream on this thread."},
-    {"stand_in", stand_in, METH_NOARGS,
-     "stand_in()\n--\n\n"
-     "True if $FSDPC_LIBCUDA names a simulated driver, whose memory is host memory: CPU models\n"
-     "are then sharded on its GPU. NotImplementedError if that library cannot be loaded."},
-    {"cuda_image_bytes", cuda_image_bytes, METH_NOARGS,
-     "cuda_image_bytes()\n--\n\n"
-     "Returns the size of the CUDA kernels in this extension; 0: it was built without nvcc."},
-    {"cuda_device", cuda_device, METH_O,
-     "cuda_device(ordinal, /)\n--\n\n"
-     "Returns a GPU's properties: device, kernels, virtual_memory, stand_in, align_bytes,\n"
-     "grain_bytes, note.\n"
-     "NotImplementedError where there is no such GPU, driver or kernel."},
-    {"cuda_waits", cuda_waits, METH_O,
-     "cuda_waits(ordinal, /)\n--\n\n"
-     "Returns the number of host syncs with that GPU in this process, without torch's."},
-    {"cuda_memory", cuda_memory, METH_O,
-     "cuda_memory(ordinal, /)\n--\n\n"
-     "Returns (free, total) bytes of that GPU; what any process uses is not free."},
+    FSDPC_PY_METHOD(set_stream_function, fsdpc_py_set_stream_function, METH_O, "(function, /)",
+                    "function(ordinal) returns the driver's handle of that GPU's current stream on "
+                    "this thread."),
+    FSDPC_PY_FUNCTION(stand_in, METH_NOARGS, "()",
+                      "True if $FSDPC_LIBCUDA names a simulated driver, whose memory is host\n"
+                      "memory: CPU models are then sharded on its GPU. NotImplementedError if\n"
+                      "that library cannot be loaded."),
+    FSDPC_PY_FUNCTION(
+        cuda_image_bytes, METH_NOARGS, "()",
+        "Returns the size of the CUDA kernels in this extension; 0: it was built without nvcc."),
+    FSDPC_PY_FUNCTION(cuda_device, METH_O, "(ordinal, /)",
+                      "Returns a GPU's properties: device, kernels, virtual_memory, stand_in,\n"
+                      "align_bytes, grain_bytes, note. NotImplementedError where there is no such\n"
+                      "GPU, driver or kernel."),
+    FSDPC_PY_FUNCTION(
+        cuda_waits, METH_O, "(ordinal, /)",
+        "Returns the number of host syncs with that GPU in this process, without torch's."),
+    FSDPC_PY_FUNCTION(
+        cuda_memory, METH_O, "(ordinal, /)",
+        "Returns (free, total) bytes of that GPU; what any process uses is not free."),
     {NULL, NULL, 0, NULL},
 };

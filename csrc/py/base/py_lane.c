@@ -199,38 +199,30 @@ lane_counts(PyObject *Py_UNUSED(module), PyObject *object)
                          (long long)n.finishes);
 }
 
-#define FAST(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
-#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS
-
 PyMethodDef fsdpc_py_lane_methods[] = {
-    {"pinned_new", KEYWORDS(pinned_new),
-     "pinned_new(ordinal, bytes)\n--\n\n"
-     "Zeroed pinned host memory of that GPU, as a DLPack capsule of uint8. MemoryError. Freeing\n"
-     "it is a host sync."},
-    {"lane_new", lane_new, METH_O,
-     "lane_new(ordinal, /)\n--\n\n"
-     "A stream of that GPU for copies between its memory and pinned host memory."},
-    {"lane_begin", lane_begin, METH_O,
-     "lane_begin(lane, /)\n--\n\n"
-     "Later copies come behind all work of torch's current stream so far. StateError: that stream\n"
-     "is captured into a CUDA graph."},
-    {"lane_out", FAST(lane_out),
-     "lane_out(lane, host, source, bytes, /)\n--\n\n"
-     "Queue a copy from an address on the GPU to one in pinned memory. Both stay valid, and the\n"
-     "source unchanged, until the copy is done."},
-    {"lane_in", FAST(lane_in),
-     "lane_in(lane, target, host, bytes, /)\n--\n\n"
-     "Queue a copy from an address in pinned memory to one on the GPU."},
-    {"lane_mark", lane_mark, METH_O,
-     "lane_mark(lane, /)\n--\n\nReturns the number that stands for all copies so far."},
-    {"lane_join", KEYWORDS(lane_join),
-     "lane_join(lane, mark)\n--\n\nLater work of torch's current stream comes behind the mark."},
-    {"lane_finish", KEYWORDS(lane_finish),
-     "lane_finish(lane, mark, what=...)\n--\n\n"
-     "Host sync: until the mark's copies are done. TimeoutError after FSDPC_TIMEOUT seconds."},
-    {"lane_counts", lane_counts, METH_O,
-     "lane_counts(lane, /)\n--\n\n"
-     "Returns copies_out, copies_in, bytes_out, bytes_in, and how often the lane waited for a\n"
-     "stream (begins), a stream for the lane (joins), the host for the lane (finishes)."},
+    FSDPC_PY_FUNCTION(pinned_new, FSDPC_PY_KEYWORDS, "(ordinal, bytes)",
+                      "Zeroed pinned host memory of that GPU, as a DLPack capsule of uint8.\n"
+                      "MemoryError. Freeing it is a host sync."),
+    FSDPC_PY_FUNCTION(lane_new, METH_O, "(ordinal, /)",
+                      "A stream of that GPU for copies between its memory and pinned host memory."),
+    FSDPC_PY_FUNCTION(lane_begin, METH_O, "(lane, /)",
+                      "Later copies come behind all work of torch's current stream so far.\n"
+                      "StateError: that stream is captured into a CUDA graph."),
+    FSDPC_PY_FUNCTION(lane_out, METH_FASTCALL, "(lane, host, source, bytes, /)",
+                      "Queue a copy from an address on the GPU to one in pinned memory. Both stay\n"
+                      "valid, and the source unchanged, until the copy is done."),
+    FSDPC_PY_FUNCTION(lane_in, METH_FASTCALL, "(lane, target, host, bytes, /)",
+                      "Queue a copy from an address in pinned memory to one on the GPU."),
+    FSDPC_PY_FUNCTION(lane_mark, METH_O, "(lane, /)",
+                      "Returns the number that stands for all copies so far."),
+    FSDPC_PY_FUNCTION(lane_join, FSDPC_PY_KEYWORDS, "(lane, mark)",
+                      "Later work of torch's current stream comes behind the mark."),
+    FSDPC_PY_FUNCTION(
+        lane_finish, FSDPC_PY_KEYWORDS, "(lane, mark, what=...)",
+        "Host sync: until the mark's copies are done. TimeoutError after FSDPC_TIMEOUT seconds."),
+    FSDPC_PY_FUNCTION(
+        lane_counts, METH_O, "(lane, /)",
+        "Returns copies_out, copies_in, bytes_out, bytes_in, and how often the lane waited for a\n"
+        "stream (begins), a stream for the lane (joins), the host for the lane (finishes)."),
     {NULL, NULL, 0, NULL},
 };

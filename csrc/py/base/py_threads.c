@@ -48,13 +48,12 @@ kernel_names(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 }
 
 PyMethodDef fsdpc_py_thread_methods[] = {
-    {"set_num_threads", set_num_threads, METH_O,
-     "set_num_threads(threads, /)\n--\n\nSets how many threads big kernels of this process use."},
-    {"get_num_threads", get_num_threads, METH_NOARGS,
-     "get_num_threads()\n--\n\nReturns how many threads big kernels of this process use."},
-    {"kernel_names", kernel_names, METH_NOARGS,
-     "kernel_names()\n--\n\nReturns the names of the instruction sets that this processor's "
-     "kernels "
-     "have."},
+    FSDPC_PY_FUNCTION(set_num_threads, METH_O, "(threads, /)",
+                      "Sets how many threads big kernels of this process use."),
+    FSDPC_PY_FUNCTION(get_num_threads, METH_NOARGS, "()",
+                      "Returns how many threads big kernels of this process use."),
+    FSDPC_PY_FUNCTION(
+        kernel_names, METH_NOARGS, "()",
+        "Returns the names of the instruction sets that this processor's kernels have."),
     {NULL, NULL, 0, NULL},
 };

@@ -380,42 +380,32 @@ ckpt_rename(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count
     return fsdpc_py_none_or(status);
 }
 
-PyDoc_STRVAR(
-    rename_doc,
-    "ckpt_rename($module, /, source, target, *, exchange=False)\n--\n\n"
-    "Renames as a whole onto a free name, or swaps two names. FileExistsError: the name is\n"
-    "taken; NotImplementedError: this file system cannot swap; OSError.");
-PyDoc_STRVAR(crc32c_doc,
-             "ckpt_crc32c($module, /, data, crc=0, *, plain=False)\n--\n\n"
-             "CRC-32C of what `crc` covers followed by a buffer; `plain`: without the processor's\n"
-             "instruction.");
-PyDoc_STRVAR(combine_doc,
-             "ckpt_combine($module, /, crcs, lengths, counts, digests)\n--\n\n"
-             "CRC-32C of groups of parts, one behind the other, from theirs (uint32) and their\n"
-             "lengths in bytes (int64); `counts` (int64): parts of each group. Fills `digests`\n"
-             "(uint32), one a group; 0 for no parts. ValueError.");
-PyDoc_STRVAR(header_doc,
-             "ckpt_header($module, /, json, data_bytes)\n--\n\n"
-             "A safetensors header, without its length field, of a file with so many bytes behind\n"
-             "it: ([(name, dtype, shape, begin, end)], metadata). ValueError names what is wrong.");
-PyDoc_STRVAR(
-    write_doc,
-    "ckpt_write($module, /, path, ranges, block_bytes, digests, *, direct=True,\n"
-    "           skip_edges=False, no_sync=False)\n--\n\n"
-    "Writes sorted ranges of memory into a file that exists, makes them durable and fills\n"
-    "`digests` (uint32). Returns the bytes written past the page cache and through it.\n"
-    "OSError, ValueError.");
-PyDoc_STRVAR(read_doc,
-             "ckpt_read($module, /, path, ranges, block_bytes, digests, fd)\n--\n\n"
-             "Reads ranges of the open file `fd`, which errors call `path`, into memory and fills\n"
-             "`digests` (uint32). OSError, ValueError.");
-
-#define METHOD(name, doc) \
-    {#name, (PyCFunction)(void (*)(void))name, METH_FASTCALL | METH_KEYWORDS, doc}
-
 PyMethodDef fsdpc_py_ckpt_methods[] = {
-    METHOD(ckpt_crc32c, crc32c_doc), METHOD(ckpt_combine, combine_doc),
-    METHOD(ckpt_rename, rename_doc), METHOD(ckpt_header, header_doc),
-    METHOD(ckpt_write, write_doc),   METHOD(ckpt_read, read_doc),
+    FSDPC_PY_FUNCTION(ckpt_crc32c, FSDPC_PY_KEYWORDS, "($module, /, data, crc=0, *, plain=False)",
+                      "CRC-32C of what `crc` covers followed by a buffer; `plain`: without the\n"
+                      "processor's instruction."),
+    FSDPC_PY_FUNCTION(ckpt_combine, FSDPC_PY_KEYWORDS,
+                      "($module, /, crcs, lengths, counts, digests)",
+                      "CRC-32C of groups of parts, one behind the other, from theirs (uint32) and\n"
+                      "their lengths in bytes (int64); `counts` (int64): parts of each group.\n"
+                      "Fills `digests` (uint32), one a group; 0 for no parts. ValueError."),
+    FSDPC_PY_FUNCTION(
+        ckpt_rename, FSDPC_PY_KEYWORDS, "($module, /, source, target, *, exchange=False)",
+        "Renames as a whole onto a free name, or swaps two names. FileExistsError: the name is\n"
+        "taken; NotImplementedError: this file system cannot swap; OSError."),
+    FSDPC_PY_FUNCTION(
+        ckpt_header, FSDPC_PY_KEYWORDS, "($module, /, json, data_bytes)",
+        "A safetensors header, without its length field, of a file with so many bytes behind it:\n"
+        "([(name, dtype, shape, begin, end)], metadata). ValueError names what is wrong."),
+    FSDPC_PY_FUNCTION(ckpt_write, FSDPC_PY_KEYWORDS,
+                      "($module, /, path, ranges, block_bytes, digests, *, direct=True, "
+                      "skip_edges=False, no_sync=False)",
+                      "Writes sorted ranges of memory into a file that exists, makes them durable\n"
+                      "and fills `digests` (uint32). Returns the bytes written past the page\n"
+                      "cache and through it. OSError, ValueError."),
+    FSDPC_PY_FUNCTION(ckpt_read, FSDPC_PY_KEYWORDS,
+                      "($module, /, path, ranges, block_bytes, digests, fd)",
+                      "Reads ranges of the open file `fd`, which errors call `path`, into memory\n"
+                      "and fills `digests` (uint32). OSError, ValueError."),
     {NULL, NULL, 0, NULL},
 };

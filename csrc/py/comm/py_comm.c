@@ -91,64 +91,52 @@ comm_late_text(PyObject *Py_UNUSED(type), PyObject *arguments)
 
 static PyMethodDef comm_methods[] = {
     METHOD(self_, METH_CLASS, "($type, device=None)",
-           "A communicator of this rank alone. device: a GPU's number,\n"
-           "None for the CPU. NotImplementedError where there is no such GPU."),
+           "A communicator of this rank alone. device: a GPU's number, None for the CPU.\n"
+           "NotImplementedError where there is no such GPU."),
     METHOD(shm, METH_CLASS, "($type, rank, world, name, timeout)",
-           "A communicator of ranks of this host over shared memory. Collective: all ranks of the "
-           "group\n"
-           "call it with the same name, which is unique to the group. timeout is in seconds and "
-           "holds\n"
-           "for this call and for every later wait. Raises ValueError, CommTimeout, PeerError, "
-           "OSError."),
+           "A communicator of ranks of this host over shared memory. Collective: all ranks of the\n"
+           "group call it with the same name, which is unique to the group. timeout is in seconds\n"
+           "and holds for this call and for every later wait. Raises ValueError, CommTimeout,\n"
+           "PeerError, OSError."),
     METHOD(c10d, METH_CLASS, "($type, rank, world, callbacks)",
-           "A communicator whose collectives are methods of the object `callbacks`: "
-           "all_gather(array,\n"
-           "piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what), "
-           "all_reduce(array, numel,\n"
-           "dtype, op, what), broadcast(array, root, what) and barrier(what). array is a 1-D NumPy "
-           "array\n"
-           "of bytes over the memory, valid for the call. What they raise becomes the cause of "
-           "CommError."),
+           "A communicator whose collectives are methods of the object `callbacks`:\n"
+           "all_gather(array, piece_bytes, what), reduce_scatter(array, piece_numel, dtype,\n"
+           "what), all_reduce(array, numel, dtype, op, what), broadcast(array, root, what) and\n"
+           "barrier(what). array is a 1-D NumPy array of bytes over the memory, valid for the\n"
+           "call. What they raise becomes the cause of CommError."),
     METHOD(nccl, METH_CLASS,
            "($type, rank, world, id, reduce_id, device, name='', timeout=" TEXT_OF(
                FSDPC_DEFAULT_TIMEOUT_S) ", exchange=None, *, register=False)",
-           "A communicator of GPUs over NCCL, and a second one for its reductions. Collective: all "
-           "ranks\n"
-           "pass the same two ids of nccl_id(). device: this rank's GPU by number. timeout is in "
-           "seconds\n"
-           "and holds for this call and each later collective. exchange(memory, piece_bytes, "
-           "what):\n"
-           "an all-gather between hosts, on a 1-D array of bytes, for messages outside of steps; "
-           "without\n"
-           "exchange these messages go over the GPU. register: slots are registered with NCCL "
-           "where NCCL\n"
-           "supports that; the same on all ranks. Methods take arrays in host memory, sent by "
-           "exchange,\n"
-           "and torch's tensors on the GPU, sent by NCCL on torch's current stream.\n"
-           "Raises ValueError, CommTimeout, CommError, NotImplementedError."),
+           "A communicator of GPUs over NCCL, and a second one for its reductions. Collective:\n"
+           "all ranks pass the same two ids of nccl_id(). device: this rank's GPU by number.\n"
+           "timeout is in seconds and holds for this call and each later collective.\n"
+           "exchange(memory, piece_bytes, what): an all-gather between hosts, on a 1-D array of\n"
+           "bytes, for messages outside of steps; without exchange these messages go over the\n"
+           "GPU. register: slots are registered with NCCL where NCCL supports that; the same on\n"
+           "all ranks. Methods take arrays in host memory, sent by exchange, and torch's tensors\n"
+           "on the GPU, sent by NCCL on torch's current stream. Raises ValueError, CommTimeout,\n"
+           "CommError, NotImplementedError."),
     FSDPC_PY_METHOD(
         staged, fsdpc_py_comm_staged, METH_O, "($self, device, /)",
-        "A communicator of the same ranks for the memory of a GPU, given by its number: "
-        "each\n"
+        "A communicator of the same ranks for the memory of a GPU, given by its number: each\n"
         "collective runs on a copy in host memory, and the host waits for it. Keeps this\n"
-        "communicator alive; collectives of the two must not overlap. ValueError if "
-        "this one is a\n"
+        "communicator alive; collectives of the two must not overlap. ValueError if this one is a\n"
         "GPU's, NotImplementedError where there is no such GPU. Local."),
     METHOD(all_gather, 0, "($self, array, what='')",
            "In place: the array holds one piece per rank; this rank's piece is set before the\n"
            "call, all pieces after. Any dtype. Collective. `what` is quoted in errors."),
     METHOD(reduce_scatter, 0, "($self, array, what='')",
-           "In place: the array holds one piece per rank; after the call this rank's piece is\n"
-           "the sum over ranks and the others are unspecified. Floating point. Collective."),
+           "In place: the array holds one piece per rank; after the call this rank's piece is the\n"
+           "sum over ranks and the others are unspecified. Floating point. Collective."),
     METHOD(all_reduce, 0, "($self, array, op='sum', what='')",
-           "In place: every rank gets the sum ('max', 'min') of all arrays.\n"
-           "Floating point. Collective."),
+           "In place: every rank gets the sum ('max', 'min') of all arrays. Floating point.\n"
+           "Collective."),
     METHOD(broadcast, 0, "($self, array, root=0, what='')",
            "In place: every rank gets the array of `root`. Any dtype. Collective."),
     METHOD(barrier, 0, "($self, what='')", "Returns when all ranks have called it."),
     METHOD(agree, 0, "($self, text, what='')",
-           "Raises MismatchError on every rank, quoting the first differing line,\n"
-           "unless all ranks pass the same text. Collective."),
+           "Raises MismatchError on every rank, quoting the first differing line, unless all\n"
+           "ranks pass the same text. Collective."),
     FSDPC_PY_METHOD(abort, comm_abort, FSDPC_PY_KEYWORDS, "($self, text)",
                     "Breaks the group: waits of all ranks end with PeerError quoting `text`\n"
                     "(kinds other than 'shm': on this rank only). Local; does not wait."),
@@ -161,9 +149,8 @@ static PyMethodDef comm_methods[] = {
                     "raise StateError."),
     FSDPC_PY_METHOD(late_text, comm_late_text, METH_VARARGS | METH_STATIC,
                     "(rank, seconds, what, missing, more='')",
-                    "Text of the CommTimeout of a wait in `what` of `rank` for the ranks in the "
-                    "sequence\n"
-                    "`missing` (none: for the others), and what follows it."),
+                    "Text of the CommTimeout of a wait in `what` of `rank` for the ranks in the\n"
+                    "sequence `missing` (none: for the others), and what follows it."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -289,9 +276,9 @@ set_timeout(PyObject *Py_UNUSED(module), PyObject *number)
 }
 
 static PyMethodDef functions[] = {
-    {"set_timeout", set_timeout, METH_O,
-     "set_timeout(seconds, /)\n--\n\nSets the deadline of waits that belong to no group: for this "
-     "rank's GPU, for another thread."},
+    FSDPC_PY_FUNCTION(set_timeout, METH_O, "(seconds, /)",
+                      "Sets the deadline of waits that belong to no group: for this rank's GPU, "
+                      "for another thread."),
     {NULL, NULL, 0, NULL},
 };
 

@@ -244,20 +244,17 @@ nccl_note_others(PyObject *Py_UNUSED(module), PyObject *arguments)
 }
 
 PyMethodDef fsdpc_py_nccl_methods[] = {
-    {"nccl_stall", nccl_stall, METH_O,
-     "nccl_stall(comm)\n--\n\n"
-     "(seconds, text) of a communicator of kind \"nccl\": for how long its oldest collective has\n"
-     "been in flight (0.0: none is), and its name, or that of the last one that ended. Local."},
-    {"nccl_note_others", nccl_note_others, METH_VARARGS,
-     "nccl_note_others(comm, text)\n--\n\n"
-     "Sets the text about the other ranks that is quoted when a deadline of `comm` passes; '' "
-     "removes\n"
-     "the text. Local."},
-    {"nccl_id", nccl_id, METH_NOARGS,
-     "nccl_id()\n--\n\n"
-     "A new id for Comm.nccl(), to be made on one rank and sent to the others.\n"
-     "NotImplementedError where there is no NCCL, or NCCL is older than 2.18."},
-    {"nccl_version", nccl_version, METH_NOARGS,
-     "nccl_version()\n--\n\nWhich NCCL is used: 'NCCL 2.28.3 (/path/libnccl.so.2)'."},
+    FSDPC_PY_FUNCTION(nccl_stall, METH_O, "(comm)",
+                      "(seconds, text) of a communicator of kind \"nccl\": for how long its\n"
+                      "oldest collective has been in flight (0.0: none is), and its name, or that\n"
+                      "of the last one that ended. Local."),
+    FSDPC_PY_FUNCTION(nccl_note_others, METH_VARARGS, "(comm, text)",
+                      "Sets the text about the other ranks that is quoted when a deadline of\n"
+                      "`comm` passes; '' removes the text. Local."),
+    FSDPC_PY_FUNCTION(nccl_id, METH_NOARGS, "()",
+                      "A new id for Comm.nccl(), to be made on one rank and sent to the others.\n"
+                      "NotImplementedError where there is no NCCL, or NCCL is older than 2.18."),
+    FSDPC_PY_FUNCTION(nccl_version, METH_NOARGS, "()",
+                      "Which NCCL is used: 'NCCL 2.28.3 (/path/libnccl.so.2)'."),
     {NULL, NULL, 0, NULL},
 };

@@ -144,18 +144,17 @@ board_end(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 }
 
 PyMethodDef fsdpc_py_stall_methods[] = {
-    {"set_stalls", set_stalls, METH_VARARGS,
-     "set_stalls(seconds, reports, /)\n--\n\n"
-     "What waits over shared memory call: reports.linger(group) about once a second when a wait\n"
-     "has lasted so long, and reports.verdict(group, gives_up, causes) at its deadline, which\n"
-     "returns (causes, text) or None. Process wide."},
-    {"board_open", board_open, METH_NOARGS,
-     "board_open()\n--\n\n"
-     "(descriptor, signal) of this process's board, opened once: the page in which other\n"
-     "processes read what this one waits for, and the signal that asks for its Python line (0:\n"
-     "none is free)."},
-    {"board_begin", board_begin, METH_O,
-     "board_begin(what, /)\n--\n\nShows a wait for other ranks on the board, until board_end()."},
-    {"board_end", board_end, METH_NOARGS, "board_end()\n--\n\nEnds board_begin()."},
+    FSDPC_PY_FUNCTION(
+        set_stalls, METH_VARARGS, "(seconds, reports, /)",
+        "What waits over shared memory call: reports.linger(group) about once a second when a\n"
+        "wait has lasted so long, and reports.verdict(group, gives_up, causes) at its deadline,\n"
+        "which returns (causes, text) or None. Process wide."),
+    FSDPC_PY_FUNCTION(board_open, METH_NOARGS, "()",
+                      "(descriptor, signal) of this process's board, opened once: the page in\n"
+                      "which other processes read what this one waits for, and the signal that\n"
+                      "asks for its Python line (0: none is free)."),
+    FSDPC_PY_FUNCTION(board_begin, METH_O, "(what, /)",
+                      "Shows a wait for other ranks on the board, until board_end()."),
+    FSDPC_PY_FUNCTION(board_end, METH_NOARGS, "()", "Ends board_begin()."),
     {NULL, NULL, 0, NULL},
 };

@@ -246,23 +246,20 @@ disk_info(PyObject *Py_UNUSED(module), PyObject *object)
                          (long long)info.written_bytes);
 }
 
-#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS
-
 PyMethodDef fsdpc_py_disk_methods[] = {
-    {"disk_open", KEYWORDS(disk_open),
-     "disk_open(folder, rank, buffers, io='auto', direct=True)\n--\n\n"
-     "A file without a name in a folder, whose parts move to and from buffers of whole pages."},
-    {"disk_grow", KEYWORDS(disk_grow),
-     "disk_grow(disk, bytes)\n--\n\n"
-     "Make the file `bytes` long and reserve space for all of it. OSError: too little space."},
-    {"disk_start", KEYWORDS(disk_start),
-     "disk_start(disk, write, buffer, parts)\n--\n\n"
-     "Start to move parts, (offset in the file, bytes, place in the buffer), in whole pages."},
-    {"disk_wait", KEYWORDS(disk_wait),
-     "disk_wait(disk, buffer)\n--\n\n"
-     "Wait until the buffer's parts have moved. OSError: one has not."},
-    {"disk_info", disk_info, METH_O,
-     "disk_info(disk)\n--\n\n"
-     "fd, io, direct, in_memory, bytes of the file, read_bytes and written_bytes so far."},
+    FSDPC_PY_FUNCTION(
+        disk_open, FSDPC_PY_KEYWORDS, "(folder, rank, buffers, io='auto', direct=True)",
+        "A file without a name in a folder, whose parts move to and from buffers of whole pages."),
+    FSDPC_PY_FUNCTION(
+        disk_grow, FSDPC_PY_KEYWORDS, "(disk, bytes)",
+        "Make the file `bytes` long and reserve space for all of it. OSError: too little space."),
+    FSDPC_PY_FUNCTION(
+        disk_start, FSDPC_PY_KEYWORDS, "(disk, write, buffer, parts)",
+        "Start to move parts, (offset in the file, bytes, place in the buffer), in whole pages."),
+    FSDPC_PY_FUNCTION(disk_wait, FSDPC_PY_KEYWORDS, "(disk, buffer)",
+                      "Wait until the buffer's parts have moved. OSError: one has not."),
+    FSDPC_PY_FUNCTION(
+        disk_info, METH_O, "(disk)",
+        "fd, io, direct, in_memory, bytes of the file, read_bytes and written_bytes so far."),
     {NULL, NULL, 0, NULL},
 };

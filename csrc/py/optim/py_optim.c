@@ -459,15 +459,15 @@ optim_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
 }
 
 PyMethodDef fsdpc_py_optim_methods[] = {
-    {"optim_step", (PyCFunction)(void (*)(void))optim_step, METH_FASTCALL | METH_KEYWORDS,
-     "optim_step(kind, rule, params, grads, states, steps, places=None, edges=None, threads=1,\n"
-     "           device=-1, control=None, scratch=None)\n"
-     "--\n\n"
-     "One step of contiguous tensors in host memory, see csrc/optim/optim.h. rule: (lr, beta1,\n"
-     "beta2, eps, weight_decay, grad_scale, clip, decoupled, maximize, nesterov, stochastic,\n"
-     "keeps_grads, seed). states: one list per state. places: (first, key, block) of each tensor.\n"
-     "device: the GPU's ordinal if all tensors, steps and edges are in its memory. Then the step\n"
-     "is queued on its current stream; control is (grad_scale, found_inf, clip), a tensor of one\n"
-     "value there or None each; scratch: 256 bytes there for each tensor."},
+    FSDPC_PY_FUNCTION(
+        optim_step, FSDPC_PY_KEYWORDS,
+        "(kind, rule, params, grads, states, steps, places=None, edges=None, threads=1, device=-1, "
+        "control=None, scratch=None)",
+        "One step of contiguous tensors in host memory, see csrc/optim/optim.h. rule: (lr, beta1,\n"
+        "beta2, eps, weight_decay, grad_scale, clip, decoupled, maximize, nesterov, stochastic,\n"
+        "keeps_grads, seed). states: one list per state. places: (first, key, block) of each\n"
+        "tensor. device: the GPU's ordinal if all tensors, steps and edges are in its memory.\n"
+        "Then the step is queued on its current stream; control is (grad_scale, found_inf, clip),\n"
+        "a tensor of one value there or None each; scratch: 256 bytes there for each tensor."),
     {NULL, NULL, 0, NULL},
 };

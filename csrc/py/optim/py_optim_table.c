@@ -189,33 +189,26 @@ optim_table_end(PyObject *Py_UNUSED(module), PyObject *capsule)
     Py_RETURN_NONE;
 }
 
-#define FAST(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL
-
 PyMethodDef fsdpc_py_optim_table_methods[] = {
-    {"optim_table", FAST(optim_table),
-     "optim_table($module, plain, cut, groups, state, places, copies, /)\n--\n\n"
-     "A table of the members of an optimizer's steps in host memory. plain, cut: Tensor, DTensor.\n"
-     "groups: a list of (params, name of the counter of steps or None, names of states). places:\n"
-     "(first, key, part) of each parameter. copies: None, or what gets each parameter's new "
-     "values\n"
-     "rounded, or None. The caller keeps parameters and copies alive."},
-    {"optim_table_read", FAST(optim_table_read),
-     "optim_table_read($module, table, params, state, /)\n--\n\n"
-     "Reads the tensors of a step: how many parameters have a gradient, or -1 if anything is not "
-     "as\n"
-     "the table knows it. Holds gradients and states until optim_table_end."},
-    {"optim_table_squares", FAST(optim_table_squares),
-     "optim_table_squares($module, table, part, threads, /)\n--\n\n"
-     "The sum of squares of the gradients of one part, as optim_sum_squares."},
-    {"optim_table_step", FAST(optim_table_step),
-     "optim_table_step($module, table, group, kind, rule, threads, /)\n--\n\n"
-     "The step of one group, as optim_step."},
-    {"optim_table_changed", FAST(optim_table_changed),
-     "optim_table_changed($module, table, which, /)\n--\n\n"
-     "A list of the parameters (0) of the step and their local tensors, of the gradients (1) or "
-     "of\n"
-     "the copies (2)."},
-    {"optim_table_end", optim_table_end, METH_O,
-     "optim_table_end($module, table, /)\n--\n\nGives up what optim_table_read holds."},
+    FSDPC_PY_FUNCTION(
+        optim_table, METH_FASTCALL, "($module, plain, cut, groups, state, places, copies, /)",
+        "A table of the members of an optimizer's steps in host memory. plain, cut: Tensor,\n"
+        "DTensor. groups: a list of (params, name of the counter of steps or None, names of\n"
+        "states). places: (first, key, part) of each parameter. copies: None, or what gets each\n"
+        "parameter's new values rounded, or None. The caller keeps parameters and copies alive."),
+    FSDPC_PY_FUNCTION(
+        optim_table_read, METH_FASTCALL, "($module, table, params, state, /)",
+        "Reads the tensors of a step: how many parameters have a gradient, or -1 if anything is\n"
+        "not as the table knows it. Holds gradients and states until optim_table_end."),
+    FSDPC_PY_FUNCTION(optim_table_squares, METH_FASTCALL, "($module, table, part, threads, /)",
+                      "The sum of squares of the gradients of one part, as optim_sum_squares."),
+    FSDPC_PY_FUNCTION(optim_table_step, METH_FASTCALL,
+                      "($module, table, group, kind, rule, threads, /)",
+                      "The step of one group, as optim_step."),
+    FSDPC_PY_FUNCTION(optim_table_changed, METH_FASTCALL, "($module, table, which, /)",
+                      "A list of the parameters (0) of the step and their local tensors, of the\n"
+                      "gradients (1) or of the copies (2)."),
+    FSDPC_PY_FUNCTION(optim_table_end, METH_O, "($module, table, /)",
+                      "Gives up what optim_table_read holds."),
     {NULL, NULL, 0, NULL},
 };

@@ -258,25 +258,22 @@ optim_edges_of(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t co
     Py_RETURN_NONE;
 }
 
-#define KEYWORDS(function) (PyCFunction)(void (*)(void))(function), METH_FASTCALL | METH_KEYWORDS
-
 PyMethodDef fsdpc_py_optim_value_methods[] = {
-    {"optim_sum_squares", KEYWORDS(optim_sum_squares),
-     "optim_sum_squares(tensors, threads=1)\n--\n\n"
-     "The sum of the squares of all elements, in float64; equal on any number of threads."},
-    {"optim_block_squares", KEYWORDS(optim_block_squares),
-     "optim_block_squares(tensor, first, block, sums, threads=1)\n--\n\n"
-     "The sum of squares of each block of `block` elements of a whole parameter, of which "
-     "`tensor`\n"
-     "is the range from `first` on; into `sums` (float64, one per block that the range touches)."},
-    {"optim_quantise", KEYWORDS(optim_quantise),
-     "optim_quantise(which, values, first, codes, scales, edges=None)\n--\n\n"
-     "Codes and scales of float32 values; which: 0 for exp_avg, 1 for exp_avg_sq."},
-    {"optim_dequantise", KEYWORDS(optim_dequantise),
-     "optim_dequantise(which, values, first, codes, scales)\n--\n\n"
-     "The values of codes and scales."},
-    {"optim_edges_of", KEYWORDS(optim_edges_of),
-     "optim_edges_of(which, values, first, edges)\n--\n\n"
-     "The extremes of the first and the last block of values that will be quantised."},
+    FSDPC_PY_FUNCTION(
+        optim_sum_squares, FSDPC_PY_KEYWORDS, "(tensors, threads=1)",
+        "The sum of the squares of all elements, in float64; equal on any number of threads."),
+    FSDPC_PY_FUNCTION(optim_block_squares, FSDPC_PY_KEYWORDS,
+                      "(tensor, first, block, sums, threads=1)",
+                      "The sum of squares of each block of `block` elements of a whole parameter,\n"
+                      "of which `tensor` is the range from `first` on; into `sums` (float64, one\n"
+                      "per block that the range touches)."),
+    FSDPC_PY_FUNCTION(
+        optim_quantise, FSDPC_PY_KEYWORDS, "(which, values, first, codes, scales, edges=None)",
+        "Codes and scales of float32 values; which: 0 for exp_avg, 1 for exp_avg_sq."),
+    FSDPC_PY_FUNCTION(optim_dequantise, FSDPC_PY_KEYWORDS, "(which, values, first, codes, scales)",
+                      "The values of codes and scales."),
+    FSDPC_PY_FUNCTION(
+        optim_edges_of, FSDPC_PY_KEYWORDS, "(which, values, first, edges)",
+        "The extremes of the first and the last block of values that will be quantised."),
     {NULL, NULL, 0, NULL},
 };

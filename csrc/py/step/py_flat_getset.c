@@ -170,17 +170,15 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
      "Gradients are divided by this number, once.", NULL},
     {"unsharded", (getter)get_unsharded, NULL, "True after unshard().", NULL},
     {"members_left", (getter)get_members_left, (setter)set_members_left,
-     "How many of the unit's modules have yet to run in this pass; 0 when the pass ends. The unit "
-     "stays\n"
-     "gathered until then.",
+     "How many of the unit's modules have yet to run in this pass; 0 when the pass ends. The unit\n"
+     "stays gathered until then.",
      NULL},
     {"sync", (getter)get_sync, (setter)set_sync,
      "False: a backward keeps the unit's gradients on this rank (no_sync). Set alike on all ranks.",
      NULL},
     {"observed", (getter)get_observed, (setter)set_observed,
-     "Backward hooks of the user see the unit's modules: forwards from now on keep the unit "
-     "gathered\n"
-     "until the gradients of their inputs are there.",
+     "Backward hooks of the user see the unit's modules: forwards from now on keep the unit\n"
+     "gathered until the gradients of their inputs are there.",
      NULL},
     {"on_unattached", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called by the first forward of a unit without a tree.",
@@ -202,9 +200,8 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
      "Called before a backward writes gradients that the user has cleared, but keeps.",
      FSDPC_PY_MEMBER(fsdpc_py_flat, on_kept)},
     {"on_moved", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called when the gradients, which are not shown, have got another address: grad_part and "
-     "grad_segment\n"
-     "have the memory.",
+     "Called when the gradients, which are not shown, have got another address: grad_part and\n"
+     "grad_segment have the memory.",
      FSDPC_PY_MEMBER(fsdpc_py_flat, on_moved)},
     {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
      "Called, in the same order on all ranks, to sum the unit's gradients instead of the engine; "

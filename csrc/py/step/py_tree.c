@@ -528,51 +528,43 @@ tree_close(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-#define FAST(function) (PyCFunction)(void (*)(void)) function
-
 static PyMethodDef methods[] = {
-    {"memory", FAST(fsdpc_py_tree_memory), METH_NOARGS,
-     "memory()\n--\n\nBytes by role, on this rank."},
-    {"trace", FAST(fsdpc_py_tree_trace), METH_VARARGS,
-     "trace(last=0)\n--\n\nThe latest events (at most `last`, 0: all), oldest first: dicts with "
-     "op, phase, step, unit, bytes, time_ns."},
-    {"references", FAST(fsdpc_py_tree_references), METH_NOARGS,
-     "references()\n--\n\nReferences to each unit's gathered values; 0: the unit is released."},
-    {"clear_trace", FAST(tree_clear_trace), METH_NOARGS,
-     "clear_trace()\n--\n\nDrops the events so far."},
-    {"defer_reduces", FAST(tree_defer), METH_NOARGS,
-     "defer_reduces()\n--\n\nPostpones reductions that are matched by their order to the end of "
-     "backward, for units that run or not depending on the data."},
-    {"share_grads", FAST(tree_share_grads), METH_O,
-     "share_grads(units)\n--\n\nOn a GPU: the gradients of those of these units (a tuple of "
-     "numbers) "
-     "that\n"
-     "step_unit steps take turns in a few slots of memory; none may be shown or kept. Returns the\n"
-     "numbers of the units whose gradients have another address now; others keep their own "
-     "memory."},
-    {"clip", FAST(fsdpc_py_tree_clip), METH_FASTCALL | METH_KEYWORDS,
-     "clip(masks, p, max_norm, out, extra=None, scale=True)\n--\n\nOn a GPU, queued: out[0] = the "
-     "norm "
-     "of order p of all ranks' gradients, out[1] = min(1, max_norm / (norm + 1e-6)), by which they "
-     "are "
-     "multiplied. masks: per unit None or bytes, one per parameter. extra: rows of sum, largest, 0 "
-     "of "
-     "other gradients. Collective."},
-    {"announce", FAST(tree_announce), METH_VARARGS,
-     "announce(unit, param)\n--\n\nAnnounces that this parameter is trained from now on: ranks "
-     "that "
-     "begin a pass instead raise MismatchError, and so does this rank. Collective where ranks "
-     "send."},
-    {"before_hook", FAST(tree_before_hook), METH_VARARGS,
-     "before_hook(unit, what)\n--\n\nBefore the collectives of a communication hook, `what`, of "
-     "this "
-     "unit or others of its communicator. MismatchError: another rank gathers, reduces or ends its "
-     "backward instead. Collective where ranks send."},
-    {"close", FAST(tree_close), METH_NOARGS,
-     "close()\n--\n\nDetaches the units and frees the slots, after the running hook if there is "
-     "one. Local."},
-    {"detach", FAST(tree_detach), METH_NOARGS,
-     "detach()\n--\n\nDetaches the units; another tree may take them afterwards."},
+    FSDPC_PY_METHOD(memory, fsdpc_py_tree_memory, METH_NOARGS, "()",
+                    "Bytes by role, on this rank."),
+    FSDPC_PY_METHOD(trace, fsdpc_py_tree_trace, METH_VARARGS, "(last=0)",
+                    "The latest events (at most `last`, 0: all), oldest first: dicts with op, "
+                    "phase, step, unit, bytes, time_ns."),
+    FSDPC_PY_METHOD(references, fsdpc_py_tree_references, METH_NOARGS, "()",
+                    "References to each unit's gathered values; 0: the unit is released."),
+    FSDPC_PY_METHOD(clear_trace, tree_clear_trace, METH_NOARGS, "()", "Drops the events so far."),
+    FSDPC_PY_METHOD(defer_reduces, tree_defer, METH_NOARGS, "()",
+                    "Postpones reductions that are matched by their order to the end of backward, "
+                    "for units that run or not depending on the data."),
+    FSDPC_PY_METHOD(share_grads, tree_share_grads, METH_O, "(units)",
+                    "On a GPU: the gradients of those of these units (a tuple of numbers) that\n"
+                    "step_unit steps take turns in a few slots of memory; none may be shown or\n"
+                    "kept. Returns the numbers of the units whose gradients have another address\n"
+                    "now; others keep their own memory."),
+    FSDPC_PY_METHOD(
+        clip, fsdpc_py_tree_clip, FSDPC_PY_KEYWORDS,
+        "(masks, p, max_norm, out, extra=None, scale=True)",
+        "On a GPU, queued: out[0] = the norm of order p of all ranks' gradients, out[1] = min(1, "
+        "max_norm / (norm + 1e-6)), by which they are multiplied. masks: per unit None or bytes, "
+        "one per parameter. extra: rows of sum, largest, 0 of other gradients. Collective."),
+    FSDPC_PY_METHOD(
+        announce, tree_announce, METH_VARARGS, "(unit, param)",
+        "Announces that this parameter is trained from now on: ranks that begin a pass instead "
+        "raise MismatchError, and so does this rank. Collective where ranks send."),
+    FSDPC_PY_METHOD(
+        before_hook, tree_before_hook, METH_VARARGS, "(unit, what)",
+        "Before the collectives of a communication hook, `what`, of this unit or others of its "
+        "communicator. MismatchError: another rank gathers, reduces or ends its backward instead. "
+        "Collective where ranks send."),
+    FSDPC_PY_METHOD(
+        close, tree_close, METH_NOARGS, "()",
+        "Detaches the units and frees the slots, after the running hook if there is one. Local."),
+    FSDPC_PY_METHOD(detach, tree_detach, METH_NOARGS, "()",
+                    "Detaches the units; another tree may take them afterwards."),
     {NULL, NULL, 0, NULL},
 };
 
@@ -587,9 +579,8 @@ static PyGetSetDef getset[] = {
      NULL},
     {"step_unit", fsdpc_py_get_member, (setter)set_step_unit,
      "Called with the number of each unit when its gradient is summed over all ranks, perhaps "
-     "before "
-     "backward has ended; the gradient's memory is given up afterwards, unless the call returns "
-     "True.",
+     "before backward has ended; the gradient's memory is given up afterwards, unless the call "
+     "returns True.",
      FSDPC_PY_MEMBER(fsdpc_py_tree, step_unit)},
     {"before_end", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called when a synchronised backward has sent all its reductions, before its end.",

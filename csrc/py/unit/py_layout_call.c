@@ -52,16 +52,13 @@ layout(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs)
     return result;
 }
 
-PyDoc_STRVAR(
-    layout_doc,
-    "layout($module, specs, world, align_bytes, spans=False, /)\n--\n\n"
-    "Where the parameters of a unit lie: sizes, segments, and with `spans` which ranks own\n"
-    "which part and the padding of each rank's shard. specs: (name, numel, storage, compute,\n"
-    "reduce, trainable[, row_numel]) each, dtypes as text. row_numel > 0: the parameter is cut\n"
-    "between its rows, as by torch.chunk. Offsets and sizes in bytes, counts in elements.\n"
-    "ValueError, TypeError.");
-
 PyMethodDef fsdpc_py_layout_methods[] = {
-    {"layout", (PyCFunction)(void (*)(void))layout, METH_FASTCALL, layout_doc},
+    FSDPC_PY_FUNCTION(
+        layout, METH_FASTCALL, "($module, specs, world, align_bytes, spans=False, /)",
+        "Where the parameters of a unit lie: sizes, segments, and with `spans` which ranks own\n"
+        "which part and the padding of each rank's shard. specs: (name, numel, storage, compute,\n"
+        "reduce, trainable[, row_numel]) each, dtypes as text. row_numel > 0: the parameter is\n"
+        "cut between its rows, as by torch.chunk. Offsets and sizes in bytes, counts in elements.\n"
+        "ValueError, TypeError."),
     {NULL, NULL, 0, NULL},
 };

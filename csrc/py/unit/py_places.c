@@ -120,12 +120,11 @@ at_places(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 }
 
 PyMethodDef fsdpc_py_places_methods[] = {
-    {"places", places, METH_O,
-     "places($module, tensors, /)\n--\n\n"
-     "Bytes that tell which tensors (or None) a list has and where each lies: address, dtype,\n"
-     "shape and strides, of a DTensor's local tensor. None: one is not in host memory."},
-    {"at_places", (PyCFunction)(void (*)(void))at_places, METH_FASTCALL,
-     "at_places($module, tensors, places, /)\n--\n\n"
-     "Whether the list is still what places() described."},
+    FSDPC_PY_FUNCTION(
+        places, METH_O, "($module, tensors, /)",
+        "Bytes that tell which tensors (or None) a list has and where each lies: address, dtype,\n"
+        "shape and strides, of a DTensor's local tensor. None: one is not in host memory."),
+    FSDPC_PY_FUNCTION(at_places, METH_FASTCALL, "($module, tensors, places, /)",
+                      "Whether the list is still what places() described."),
     {NULL, NULL, 0, NULL},
 };

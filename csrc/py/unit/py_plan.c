@@ -209,24 +209,24 @@ plan_grad_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n
     return PyLong_FromLong(fsdpc_footprint_grad_slots(largest, all, reduce_slots));
 }
 
-#define METHOD(function) (PyCFunction)(void (*)(void)) function, METH_FASTCALL | METH_KEYWORDS
-
 PyMethodDef fsdpc_py_plan_methods[] = {
-    {"footprint", METHOD(footprint),
-     "footprint(specs, world, align_bytes, range_grain, page_bytes, replicate=False, "
-     "offload=False)\n--\n\nBytes that a unit allocates on each rank. specs: as for layout(). "
-     "range_grain: page of host memory, or the device's grain. ValueError, TypeError."},
-    {"plan_slots", METHOD(plan_slots),
-     "plan_slots(needs, per_level=0)\n--\n\nWhich slot each unit gets: ([slot or -1 of each unit], "
-     "[bytes of each slot]). needs: (depth, reshard, direct, bytes) of the units with one group of "
-     "ranks, in module order. per_level: slots of a nesting level, 0 for the default."},
-    {"plan_reduce_slots", METHOD(plan_reduce_slots),
-     "plan_reduce_slots(world, any_offload, wire, largest, wanted=0)\n--\n\nHow many buffers for "
-     "packed gradients a group of units has. largest: the most reduce_bytes of a unit. wanted: 0 "
-     "for the default."},
-    {"plan_grad_slots", METHOD(plan_grad_slots),
-     "plan_grad_slots(largest, all, reduce_slots)\n--\n\nHow many slots of `largest` bytes the "
-     "gradients of a group's units that step in backward share; 0: none. largest, all: the most "
-     "and the sum of their grads_bytes."},
+    FSDPC_PY_FUNCTION(
+        footprint, FSDPC_PY_KEYWORDS,
+        "(specs, world, align_bytes, range_grain, page_bytes, replicate=False, offload=False)",
+        "Bytes that a unit allocates on each rank. specs: as for layout(). range_grain: page of "
+        "host memory, or the device's grain. ValueError, TypeError."),
+    FSDPC_PY_FUNCTION(
+        plan_slots, FSDPC_PY_KEYWORDS, "(needs, per_level=0)",
+        "Which slot each unit gets: ([slot or -1 of each unit], [bytes of each slot]). needs: "
+        "(depth, reshard, direct, bytes) of the units with one group of ranks, in module order. "
+        "per_level: slots of a nesting level, 0 for the default."),
+    FSDPC_PY_FUNCTION(plan_reduce_slots, FSDPC_PY_KEYWORDS,
+                      "(world, any_offload, wire, largest, wanted=0)",
+                      "How many buffers for packed gradients a group of units has. largest: the "
+                      "most reduce_bytes of a unit. wanted: 0 for the default."),
+    FSDPC_PY_FUNCTION(
+        plan_grad_slots, FSDPC_PY_KEYWORDS, "(largest, all, reduce_slots)",
+        "How many slots of `largest` bytes the gradients of a group's units that step in backward "
+        "share; 0: none. largest, all: the most and the sum of their grads_bytes."),
     {NULL, NULL, 0, NULL},
 };
