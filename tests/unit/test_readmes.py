@@ -61,12 +61,11 @@ def test_every_file_has_a_row(folder: str):
     assert rows_without_file(text, files) == []
 
 
+DOCUMENTS = ("*.md", "docs/**/*.md", "*/README.md", "tests/*/README.md", "csrc/*/README.md")
+
+
 def test_links_lead_somewhere():
-    documents = [
-        p
-        for pattern in ("*.md", "docs/**/*.md", "*/README.md", "tests/*/README.md")
-        for p in ROOT.glob(pattern)
-    ]
+    documents = [p for pattern in DOCUMENTS for p in ROOT.glob(pattern)]
     assert documents
     broken = {str(p): broken_links(p.read_text(), p.parent) for p in documents}
     assert {p: links for p, links in broken.items() if links} == {}

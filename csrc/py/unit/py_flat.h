@@ -43,7 +43,7 @@ typedef struct fsdpc_py_sharded {
 } fsdpc_py_sharded;
 
 /* What a unit has done in the backward in progress: fsdpc_py_forget_backward empties this record afterwards. The
- * phases are in csrc/README.md. */
+ * phases are in csrc/py/README.md. */
 typedef struct fsdpc_py_backward {
     bool entered;   /* the unit was gathered for this backward */
     bool unwatched; /* the backward has reached a forward whose inputs are not watched */
