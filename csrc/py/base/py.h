@@ -160,6 +160,10 @@ typedef struct fsdpc_py_arg {
 int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
                   PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
 
+/* A list of what `item` makes of the numbers below `count`; NULL with an exception. */
+PyObject *fsdpc_py_list(Py_ssize_t count, PyObject *(*item)(const void *context, Py_ssize_t number),
+                        const void *context);
+
 /* --- tables of methods ----------------------------------------------------------------------- */
 
 /* A row of a table: the name in Python, the C function, how the function is called, the arguments as help()

@@ -1,4 +1,4 @@
-/* Argument parser of all functions of the extension: a table of names, kinds and targets. Attributes.
+/* Argument parser of all functions of the extension: a table of names, kinds and targets. Lists, attributes.
  *
  * The table lives on the caller's stack with the addresses of its variables, so parsing allocates
  * nothing. Messages follow CPython's own.
@@ -220,6 +220,22 @@ fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count, PyObje
         }
     }
     return 0;
+}
+
+PyObject *
+fsdpc_py_list(Py_ssize_t count, PyObject *(*item)(const void *context, Py_ssize_t number),
+              const void *context)
+{
+    PyObject *list = PyList_New(count);
+    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
+        PyObject *made = item(context, i);
+        if (made == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, i, made);
+        }
+    }
+    return list;
 }
 
 PyObject *

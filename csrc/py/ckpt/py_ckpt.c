@@ -132,42 +132,22 @@ text_of(fsdpc_header_text text)
 }
 
 static PyObject *
-tensor_row(const fsdpc_header *header, const fsdpc_header_tensor *tensor)
+dimension(const void *dims, Py_ssize_t d)
 {
-    PyObject *shape = PyTuple_New(tensor->ndim);
-    if (shape == NULL) {
-        return NULL;
-    }
-    for (int i = 0; i < tensor->ndim; i++) {
-        PyObject *size = PyLong_FromLongLong(header->dims[tensor->first_dim + (size_t)i]);
-        if (size == NULL) {
-            Py_DECREF(shape);
-            return NULL;
-        }
-        PyTuple_SET_ITEM(shape, i, size);
-    }
-    PyObject *name = text_of(tensor->name);
-    if (name == NULL) {
-        Py_DECREF(shape);
-        return NULL;
-    }
-    return Py_BuildValue("(NsNLL)", name, tensor->dtype, shape, (long long)tensor->begin,
-                         (long long)tensor->end);
+    return PyLong_FromLongLong(((const int64_t *)dims)[d]);
 }
 
 static PyObject *
-tensor_rows(const fsdpc_header *header)
+tensor_row(const void *context, Py_ssize_t number)
 {
-    PyObject *rows = PyList_New((Py_ssize_t)header->tensor_count);
-    for (size_t i = 0; rows != NULL && i < header->tensor_count; i++) {
-        PyObject *row = tensor_row(header, &header->tensors[i]);
-        if (row == NULL) {
-            Py_CLEAR(rows);
-        } else {
-            PyList_SET_ITEM(rows, (Py_ssize_t)i, row);
-        }
+    const fsdpc_header *header = context;
+    const fsdpc_header_tensor *tensor = &header->tensors[number];
+    PyObject *shape = fsdpc_py_list(tensor->ndim, dimension, header->dims + tensor->first_dim);
+    if (shape != NULL) {
+        Py_SETREF(shape, PyList_AsTuple(shape));
     }
-    return rows;
+    return Py_BuildValue("(NsNLL)", text_of(tensor->name), tensor->dtype, shape,
+                         (long long)tensor->begin, (long long)tensor->end);
 }
 
 static PyObject *
@@ -208,14 +188,11 @@ ckpt_header(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count
     if (status != FSDPC_OK) {
         return fsdpc_py_raise(status);
     }
-    PyObject *rows = tensor_rows(&header), *metadata = metadata_dict(&header);
+    PyObject *result =
+        Py_BuildValue("(NN)", fsdpc_py_list((Py_ssize_t)header.tensor_count, tensor_row, &header),
+                      metadata_dict(&header));
     fsdpc_header_clear(&header);
-    if (rows == NULL || metadata == NULL) {
-        Py_XDECREF(rows);
-        Py_XDECREF(metadata);
-        return NULL;
-    }
-    return Py_BuildValue("(NN)", rows, metadata);
+    return result;
 }
 
 /* --- ranges ---------------------------------------------------------------------------------- */

@@ -82,8 +82,10 @@ reduce_offset(const fsdpc_layout *layout, int param)
 }
 
 static PyObject *
-param_dict(const fsdpc_layout *layout, int param)
+param_dict(const void *context, Py_ssize_t number)
 {
+    const fsdpc_layout *layout = context;
+    const int param = (int)number;
     const fsdpc_param_place *place = &layout->params[param];
     return Py_BuildValue("{s:s,s:i,s:L,s:L,s:i,s:n,s:N}", "name", place->name, "segment",
                          place->segment, "offset", (long long)place->offset, "numel",
@@ -93,9 +95,9 @@ param_dict(const fsdpc_layout *layout, int param)
 }
 
 static PyObject *
-segment_dict(const fsdpc_layout *layout, int index)
+segment_dict(const void *layout, Py_ssize_t index)
 {
-    const fsdpc_segment *segment = &layout->segments[index];
+    const fsdpc_segment *segment = &((const fsdpc_layout *)layout)->segments[index];
     return Py_BuildValue(
         "{s:s,s:s,s:s,s:s,s:O,s:L,s:L,s:L,s:n,s:n,s:n,s:n}", "storage",
         fsdpc_dtype_name(segment->storage), "compute", fsdpc_dtype_name(segment->compute), "reduce",
@@ -107,62 +109,42 @@ segment_dict(const fsdpc_layout *layout, int index)
         "reduce_offset", (Py_ssize_t)segment->reduce_offset);
 }
 
+typedef struct param_of {
+    const fsdpc_layout *layout;
+    int param;
+} param_of;
+
 static PyObject *
-span_list(const fsdpc_layout *layout, int param)
+span_tuple(const void *context, Py_ssize_t rank)
 {
-    PyObject *list = PyList_New(layout->world);
-    for (int rank = 0; list != NULL && rank < layout->world; rank++) {
-        fsdpc_span span = fsdpc_layout_span(layout, param, rank);
-        PyObject *item = Py_BuildValue("LLL", (long long)span.param_begin,
-                                       (long long)span.piece_begin, (long long)span.length);
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, rank, item);
-    }
-    return list;
+    const param_of *of = context;
+    const fsdpc_span span = fsdpc_layout_span(of->layout, of->param, (int)rank);
+    return Py_BuildValue("LLL", (long long)span.param_begin, (long long)span.piece_begin,
+                         (long long)span.length);
 }
 
 static PyObject *
-shard_padding(const fsdpc_layout *layout)
+span_list(const void *layout, Py_ssize_t param)
 {
-    PyObject *list = PyList_New(layout->world);
-    for (int rank = 0; list != NULL && rank < layout->world; rank++) {
-        PyObject *item = PyLong_FromLongLong(fsdpc_layout_shard_padding(layout, rank));
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, rank, item);
-    }
-    return list;
+    const param_of of = {layout, (int)param};
+    return fsdpc_py_list(of.layout->world, span_tuple, &of);
 }
 
-typedef PyObject *(*make_item)(const fsdpc_layout *layout, int index);
-
 static PyObject *
-list_of(const fsdpc_layout *layout, int count, make_item make)
+shard_padding(const void *layout, Py_ssize_t rank)
 {
-    PyObject *list = PyList_New(count);
-    for (int i = 0; list != NULL && i < count; i++) {
-        PyObject *item = make(layout, i);
-        if (item == NULL) {
-            Py_CLEAR(list);
-            break;
-        }
-        PyList_SET_ITEM(list, i, item);
-    }
-    return list;
+    return PyLong_FromLongLong(fsdpc_layout_shard_padding(layout, (int)rank));
 }
 
 PyObject *
 fsdpc_py_layout_dict(const fsdpc_layout *layout, bool spans)
 {
-    PyObject *params = list_of(layout, layout->param_count, param_dict);
-    PyObject *segments = list_of(layout, layout->segment_count, segment_dict);
-    PyObject *owned = spans ? list_of(layout, layout->param_count, span_list) : Py_NewRef(Py_None);
-    PyObject *padding = spans ? shard_padding(layout) : Py_NewRef(Py_None);
+    PyObject *params = fsdpc_py_list(layout->param_count, param_dict, layout);
+    PyObject *segments = fsdpc_py_list(layout->segment_count, segment_dict, layout);
+    PyObject *owned =
+        spans ? fsdpc_py_list(layout->param_count, span_list, layout) : Py_NewRef(Py_None);
+    PyObject *padding =
+        spans ? fsdpc_py_list(layout->world, shard_padding, layout) : Py_NewRef(Py_None);
     if (params == NULL || segments == NULL || owned == NULL || padding == NULL) {
         Py_XDECREF(params);
         Py_XDECREF(segments);

@@ -89,33 +89,24 @@ parse_need(PyObject *item, struct fsdpc_slot_need *out)
     return 0;
 }
 
+static PyObject *
+slot_of(const void *plan, Py_ssize_t unit)
+{
+    return PyLong_FromLong(((const struct fsdpc_slot_plan *)plan)->slot_of[unit]);
+}
+
+static PyObject *
+slot_bytes(const void *plan, Py_ssize_t slot)
+{
+    return PyLong_FromSize_t(((const struct fsdpc_slot_plan *)plan)->slot_bytes[slot]);
+}
+
 /* The plan as ([slot of each unit], [bytes of each slot]). */
 static PyObject *
 slot_lists(const struct fsdpc_slot_plan *plan, Py_ssize_t count)
 {
-    PyObject *of = PyList_New(count), *bytes = PyList_New(plan->slot_count);
-    for (Py_ssize_t i = 0; of && bytes && i < count; i++) {
-        PyObject *slot = PyLong_FromLong(plan->slot_of[i]);
-        if (!slot) {
-            Py_CLEAR(of);
-            break;
-        }
-        PyList_SET_ITEM(of, i, slot);
-    }
-    for (Py_ssize_t s = 0; of && bytes && s < plan->slot_count; s++) {
-        PyObject *size = PyLong_FromSize_t(plan->slot_bytes[s]);
-        if (!size) {
-            Py_CLEAR(bytes);
-            break;
-        }
-        PyList_SET_ITEM(bytes, s, size);
-    }
-    if (!of || !bytes) {
-        Py_XDECREF(of);
-        Py_XDECREF(bytes);
-        return NULL;
-    }
-    return Py_BuildValue("NN", of, bytes);
+    return Py_BuildValue("NN", fsdpc_py_list(count, slot_of, plan),
+                         fsdpc_py_list(plan->slot_count, slot_bytes, plan));
 }
 
 static PyObject *
