@@ -675,12 +675,13 @@ class Caller(Companions):
     def call_tree(self) -> None:
         name = self.rng.choice(
             ["memory", "trace", "clear_trace", "defer_reduces", "clip", "detach"]
-            + ["references", "share_grads", "announce"]
+            + ["references", "share_grads", "announce", "before_hook"]
         )
         args = {
             "clip": [(None,), 2.0, 1.0, lambda: torch.zeros(2, dtype=torch.float64)],
             "share_grads": [self.rng.choice([(0,), (0, 1), (), (5,), (-1,)])],
             "announce": [self.rng.choice([0, 1, -1]), self.rng.choice([0, 1, -1, 9])],
+            "before_hook": [self.rng.choice([0, 1, -1]), self.rng.choice(["hook", "", "%s", 1])],
         }
         if self.rng.random() < 0.1:
             name = "close"
