@@ -36,6 +36,7 @@ from fsdpc.plan.sources.held import (
     plans_of,
     states_of,
 )
+from fsdpc.plan.states import BY_CLASS
 
 CHANGES = 3
 # The planner's phase of what the program did; of anything else, the highest point of all.
@@ -46,8 +47,6 @@ _MOMENTS = {
     "an optimizer's step": "step",
 }
 _SAID = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ ?[KMGT]i?B)|of (\d+) bytes|(\d+) bytes")
-# torch's optimizers by class, as the planner names them; others count as they are.
-_NAMED = {"AdamW": "adamw", "Adam": "adamw", "NAdam": "adamw", "RAdam": "adamw", "Lion": "lion"}
 
 
 def report(
@@ -267,8 +266,11 @@ def _most(values: Any) -> Any:
 def _optimizer_name(tree: Any) -> str:
     """The planner's name of the optimizer; of one without states if there is none yet."""
     for optimizer in optimizers_of(tree.units):
-        name = _NAMED.get(type(optimizer).__name__)
-        fused = any(group.get("fused") for group in optimizer.param_groups)
+        name = BY_CLASS.get(type(optimizer).__name__)
+        if name == "adamw" and any(group.get("fused") for group in optimizer.param_groups):
+            return "adamw-fused"
+        if name == "sgd" and any(group.get("momentum") for group in optimizer.param_groups):
+            return "momentum"
         if name is not None:
-            return "adamw-fused" if fused and name == "adamw" else name
+            return name
     return "sgd"

@@ -13,7 +13,7 @@ class Optimizer:
     ``master``: bytes of a copy of the parameter in fp32, kept where the parameter is narrower.
     ``temporaries``: bytes per element that a multi-tensor (foreach) update has beside its state,
     in units of the parameter's dtype; zero for fused updates. ``rest``: small states that no figure
-    counts, and that are never offloaded.
+    counts, and that are never offloaded. ``classes``: names of the classes with this state.
     """
 
     name: str
@@ -23,6 +23,7 @@ class Optimizer:
     master: bool = False
     temporaries: int = 1
     rest: str = ""
+    classes: tuple[str, ...] = ()
 
     @property
     def without(self) -> str:
@@ -54,7 +55,13 @@ class Optimizer:
 OPTIMIZERS = {
     o.name: o
     for o in (
-        Optimizer("adamw", 2, 0, "torch.optim.AdamW: two moments in the parameter's dtype"),
+        Optimizer(
+            "adamw",
+            2,
+            0,
+            "torch.optim.AdamW: two moments in the parameter's dtype",
+            classes=("AdamW", "Adam", "NAdam", "RAdam"),
+        ),
         Optimizer(
             "adamw-fused", 2, 0, "torch.optim.AdamW(fused=True): no temporaries", temporaries=0
         ),
@@ -71,6 +78,7 @@ OPTIMIZERS = {
             2 + 8 / 256,
             "fsdpc.optim.AdamW8bit, bitsandbytes: two 1-byte moments, an fp32 scale per 256",
             temporaries=0,
+            classes=("AdamW8bit",),
         ),
         Optimizer(
             "adamw4bit",
@@ -86,6 +94,7 @@ OPTIMIZERS = {
             "fsdpc.optim.AdamMini: one moment in the parameter's dtype",
             temporaries=0,
             rest="second moments of blocks, 4 B each, which stay beside the parameters",
+            classes=("AdamMini",),
         ),
         Optimizer(
             "adamw-bf16",
@@ -93,12 +102,16 @@ OPTIMIZERS = {
             4,
             "fsdpc.optim.AdamWBF16: two bfloat16 moments, rounded stochastically",
             temporaries=0,
+            classes=("AdamWBF16",),
         ),
-        Optimizer("lion", 1, 0, "Lion: one moment in the parameter's dtype"),
-        Optimizer("sgd", 0, 0, "torch.optim.SGD without momentum", temporaries=0),
+        Optimizer("lion", 1, 0, "Lion: one moment in the parameter's dtype", classes=("Lion",)),
+        Optimizer("sgd", 0, 0, "torch.optim.SGD without momentum", temporaries=0, classes=("SGD",)),
         Optimizer("momentum", 1, 0, "torch.optim.SGD with momentum"),
     )
 }
+
+
+BY_CLASS = {name: o.name for o in OPTIMIZERS.values() for name in o.classes}
 
 
 def optimizer(name: str) -> Optimizer:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import re
 import resource
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ from torch import nn
 from toys import wrap
 
 import fsdpc
+from fsdpc import optim
 from fsdpc._comm import bootstrap as _bootstrap
 from fsdpc.plan import noticed
 from fsdpc.wrap import ModuleWrapPolicy
@@ -97,6 +100,35 @@ def test_every_phase_is_reported(rank, world, front):
         assert "asked for: 0.25 GiB, by torch" in note or "0.50 GiB" in note, note
         assert "shards" in note and "RLIMIT_AS" in note and "checkpoint every block: -" in note
         step(sharded, optimizer)  # the program may go on
+
+
+STATES = {
+    "adamw": torch.optim.AdamW,
+    "adamw-fused": functools.partial(torch.optim.AdamW, fused=True),
+    "adamw8bit": optim.AdamW8bit,
+    "adamw-bf16": optim.AdamWBF16,
+    "adam-mini": optim.AdamMini,
+    "lion": optim.Lion,
+    "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1),
+}
+
+
+@ranks(1)
+@pytest.mark.parametrize("name", STATES)
+def test_the_states_of_each_optimizer_are_planned(rank, world, name):
+    sharded = model("fsdp", 256)
+    optimizer = STATES[name](sharded.parameters())
+    step(sharded, optimizer, 256)
+    blocks(sharded)[1].asks = "forward"
+    limit()
+    with pytest.raises(RuntimeError, match="can't allocate") as caught:
+        step(sharded, optimizer, 256)
+    note = note_of(caught)
+    [line] = [line for line in note.splitlines() if line.startswith("optimizer states ")]
+    _, planned, actual = re.split(r"  +", line.rstrip())
+    but = {"sgd": "-", "adamw8bit": "0.38 MiB"}  # each parameter begins a block of its own
+    assert planned == but.get(name, actual), line
 
 
 @ranks(1)
