@@ -51,7 +51,17 @@ _REGISTERED_BY = {
     "runs": "fsdpc._companions.runs",
     "watch": "fsdpc.plan.noticed",
 }
-_SUBMODULES = ("api", "checkpoint", "fsdp", "fully_sharded_data_parallel", "state_dict", "wrap")
+_SUBMODULES = (
+    "activations",
+    "api",
+    "checkpoint",
+    "fsdp",
+    "fully_sharded_data_parallel",
+    "optim",
+    "sharded_grad_scaler",
+    "state_dict",
+    "wrap",
+)
 
 __all__ = [
     "BackwardPrefetch",

@@ -126,3 +126,14 @@ def test_the_exceptions_are_also_pythons():
         "OutOfMemoryError": MemoryError,
     }.items():
         assert issubclass(getattr(fsdpc, name), base), name
+
+
+SUBMODULES = """
+import fsdpc
+fsdpc.optim.AdamW, fsdpc.activations.offload, fsdpc.checkpoint.save
+fsdpc.sharded_grad_scaler.ShardedGradScaler, fsdpc.wrap.ModuleWrapPolicy
+"""
+
+
+def test_submodules_need_no_import_of_their_own():
+    subprocess.run([sys.executable, "-c", SUBMODULES], timeout=300, check=True)
