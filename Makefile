@@ -1,4 +1,4 @@
-# make test      build, then all C and Python tests       make demo   train a small GPT on 2 ranks
+# make test      build, then fsdpc's C and Python tests   make demo    train a small GPT on 2 ranks
 # make test-all  the same with all combinations of the tests' axes; see tests/README.md
 # make check     format, lint, layering: no tests         make bench  benchmarks against the peers
 # make asan      tests under ASan + UBSan                 make fmt    reformat the sources

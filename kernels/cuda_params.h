@@ -15,8 +15,9 @@
 #include "steps.h"
 
 enum {
-    FSDPC_CUDA_THREADS = 256,      /* threads of a block, of every kernel */
-    FSDPC_CUDA_RESIDENT = 4,       /* blocks that a multiprocessor shall hold: 64 registers each */
+    FSDPC_CUDA_THREADS = 256, /* threads of a block, of every kernel */
+    FSDPC_CUDA_RESIDENT =
+        4, /* blocks that a multiprocessor shall hold at a time, so at most 64 registers per thread */
     FSDPC_CUDA_TILE_BYTES = 16384, /* of the destination of a pack: what one block does at a time */
     FSDPC_CUDA_PACK_SOURCES = 384, /* as parameters of a launch */
     FSDPC_CUDA_REDUCE_SOURCES = 256,
@@ -121,8 +122,8 @@ typedef struct fsdpc_cuda_norm_value {
     int64_t nonfinite;
 } fsdpc_cuda_norm_value;
 
-/* Blocks of a launch that leaves partial norms of n elements: of nothing but n, so that the result does
- * not depend on the GPU. */
+/* How many blocks a launch has that writes partial norms of n elements. The number depends on n alone, so that
+ * the order of the sum is the same on every GPU. */
 static inline int64_t
 fsdpc_cuda_norm_blocks(int64_t n)
 {

@@ -130,7 +130,7 @@ sum_of_squares(const void *src_, int64_t n, int64_t lane, int64_t lanes)
     return sum.norm();
 }
 
-/* Orders other than 2 are rare, and a power costs more than a load. */
+/* Norms of an order other than 2. One element per load: pow() costs more than the load. */
 static __device__ __noinline__ double
 sum_of_powers(const void *src, int type, int64_t n, double p, int64_t lane, int64_t lanes)
 {

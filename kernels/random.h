@@ -44,8 +44,8 @@ fsdpc_random_begin(uint32_t number, uint32_t before)
     return number * FSDPC_RANDOM_STEP + before;
 }
 
-/* 32 random bits of a pair: half of the key lies before and half between two rounds of multiply and
- * shift (constants of Wellons' search for hashes of low bias). */
+/* 32 random bits of a pair. Half of the key is mixed in before the first of two rounds of multiply and
+ * shift (fsdpc_random_begin), half between the rounds (constants of Wellons' search for hashes of low bias). */
 FSDPC_RANDOM uint32_t
 fsdpc_random_end(uint32_t h, uint32_t between)
 {

@@ -35,7 +35,7 @@ load(const void *values, fsdpc_dtype type, int64_t begin, int64_t n, float *out)
     }
 }
 
-/* Nothing for float32. */
+/* Writes the values as bfloat16 or float16 to `out`; for float32 it writes nothing. */
 INLINE void
 narrow(const float *values, int64_t n, uint16_t *out, fsdpc_dtype type)
 {

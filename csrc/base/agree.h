@@ -16,8 +16,8 @@ typedef struct fsdpc_agree_record {
 } fsdpc_agree_record;
 
 void fsdpc_agree_fill(fsdpc_agree_record *record, const char *text);
-/* FSDPC_OK, or FSDPC_E_MISMATCH quoting the first line in which the lowest rank that differs from
- * rank 0 differs. `get` returns a rank's record. `what` names the occasion. */
+/* FSDPC_OK, or FSDPC_E_MISMATCH, whose text quotes rank 0 and the lowest rank with another text: the first
+ * line in which these two differ. `get` returns a rank's record. `what` names the occasion. */
 int fsdpc_agree_compare(const fsdpc_agree_record *(*get)(const void *context, int rank),
                         const void *context, int world, const char *what);
 

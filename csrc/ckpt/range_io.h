@@ -25,9 +25,10 @@ typedef struct fsdpc_file_range {
 
 typedef struct fsdpc_write_options {
     int64_t block_bytes;
-    bool direct;     /* past the page cache, where the file system can */
-    bool skip_edges; /* leave out the parts of pages at both ends of a run of ranges */
-    bool no_sync;    /* return before the bytes are durable */
+    bool direct; /* past the page cache, where the file system can */
+    bool
+        skip_edges; /* do not write the partial pages at the two ends of each run of adjoining ranges */
+    bool no_sync; /* return before the bytes are durable */
 } fsdpc_write_options;
 
 typedef struct fsdpc_write_result {

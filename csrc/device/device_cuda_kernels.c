@@ -14,8 +14,8 @@
 #include "device/cuda_image.h"
 
 enum {
-    THREAD_ITEMS = 8, /* what a thread does at least before there are more blocks */
-    WAVES = 2,        /* blocks for each place on the GPU: evens out slow ones */
+    THREAD_ITEMS = 8, /* elements per thread of a block before a launch gets another block */
+    WAVES = 2, /* blocks for each block that is resident at a time: a slow one holds up less */
 };
 
 /* --- loading -------------------------------------------------------------------------------------- */
@@ -59,7 +59,7 @@ find_image(const void **image)
                                 "found (see NVCC in setup.py)");
 }
 
-/* A driver that loads lazily finds out only at a kernel that it cannot read the image. */
+/* With lazy loading, the driver reports an image that it cannot read only when it loads the first kernel. */
 static int
 check_load(const struct fsdpc_cuda *cuda, fsdpc_cu_result result, const char *kernel)
 {

@@ -193,7 +193,9 @@ complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
     if (result == -EINTR || result == -EAGAIN) {
         return submit(self, transfer);
     }
-    if (result == -EINVAL && transfer->fd == self->direct_fd) { /* it opens such files only */
+    if (result == -EINVAL &&
+        transfer->fd ==
+            self->direct_fd) { /* the file system opens files with O_DIRECT but refuses the transfers */
         self->direct = false; /* others on their way still use the descriptor */
         return submit(self, transfer);
     }

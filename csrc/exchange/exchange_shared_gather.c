@@ -275,7 +275,7 @@ done:
 
 /* --- gather ---------------------------------------------------------------------------------- */
 
-/* Whether with older tags this rank could fill unclaimed chunks. */
+/* Whether this rank could fill unclaimed chunks if it accepted masters whose tag is older than this pass's. */
 static bool
 older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
 {

@@ -171,8 +171,9 @@ caller_is_behind(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return false;
 }
 
-/* Which parameters other ranks used is known at the end only: a unit of which this rank left some unused
- * is not summed before. Offloaded sums are for the processor, which fsdpc_exchange_settle serves. */
+/* Only at the end is it known which parameters other ranks used, so a unit of which this rank left parameters
+ * unused counts as summed at the end only. An offloaded unit never counts here: the processor reads its sum after
+ * fsdpc_exchange_settle. */
 bool
 fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 {

@@ -115,8 +115,8 @@ compare_turn(const fsdpc_exchange *x, int32_t own, const char *what, int rank, i
         x->rank, turn_text(x, own, what, here), rank, turn_text(x, other, NULL, there));
 }
 
-/* All ranks' turns are compared before a collective: one that meets another's would end the process or
- * give wrong values. */
+/* All ranks' turns are compared before a collective: collectives of different turns that meet would end the
+ * process or give wrong values. */
 static int
 compare_turns(fsdpc_exchange *x, int32_t own, const char *what)
 {

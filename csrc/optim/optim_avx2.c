@@ -7,8 +7,9 @@
 
 #define TARGET __attribute__((target("avx2,fma,f16c")))
 
-/* Vectors of optim_codes.inc. PICK: entry index % 8 of a table. IF_ABOVE: c where a > b, else 0.
- * EITHER_ABOVE: c where a > b, else d. UNLESS_ZERO: b where a is not 0, else 0. */
+/* The vector operations that optim_codes.inc uses. PICK(table, index): entry index % 8 of the table.
+ * IF_ABOVE(a, b, c): c where a > b, else 0. EITHER_ABOVE(a, b, c, d): c where a > b, else d. UNLESS_ZERO(a, b): b
+ * where a is not 0, else 0. */
 #define LANES 8
 #define REALS __m256
 #define INTS __m256i

@@ -69,7 +69,7 @@ int fsdpc_shm_late_rendezvous(const fsdpc_shm *shm, const int *missing, int coun
 /* The error of a connection to `peer` ("rank 0"): FSDPC_E_PEER at its end, FSDPC_E_MISMATCH for
  * bytes of another protocol, else errno's. */
 int fsdpc_shm_connection_error(int errnum, const char *peer);
-/* The first of both, for the ranks that are not in the bitmap. */
+/* fsdpc_shm_late_rendezvous for the ranks whose bit in `arrived` is 0. */
 int fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived);
 
 /* Rank 0's side of fsdpc_shm_rendezvous and fsdpc_shm_confirm (shm_host.c). */

@@ -183,7 +183,7 @@ void fsdpc_unit_set_withholds(fsdpc_unit *unit, bool withholds);
 bool fsdpc_unit_has_local(const fsdpc_unit *unit);
 /* An exchange sends them at the end of a backward. */
 bool fsdpc_unit_sends_local(const fsdpc_unit *unit);
-/* One byte per parameter: it has such a gradient. */
+/* One byte per parameter: a gradient of it is kept locally (fsdpc_unit_has_local). */
 const uint8_t *fsdpc_unit_local_used(const fsdpc_unit *unit);
 /* Whether the next sum is added to the shard gradient or replaces it. Set before each backward; true
  * after the first sum in it. */

@@ -380,7 +380,8 @@ def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
 
 
 def _make_staged(pg: dist.ProcessGroup, wanted: str, device: int) -> _C.Comm:
-    """The group's communicator for the CPU, made if need be, carries the GPUs' memory."""
+    """Return a communicator that stages GPU memory through host memory, over the group's CPU
+    communicator, which is made here if there is none."""
     comm = comm_for_group(pg, kind=wanted).staged(device)
     logging.getLogger("fsdpc").warning(
         f"FSDPC_COLLECTIVES={wanted} on a GPU: gathers and reductions are staged through host "

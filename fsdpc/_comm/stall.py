@@ -40,7 +40,7 @@ class Location:
 
 
 class Stall:
-    """A rank's part in such questions, under keys of the communicator's own.
+    """A rank's part in the queries for a table (see the module), under keys of one communicator.
 
     The watching thread calls ``poll`` periodically with the communicator; ``seconds(comm)`` is how
     long it has waited for other ranks, ``note(comm, text)`` gives it the table. Errors are the

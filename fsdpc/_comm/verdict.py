@@ -165,8 +165,8 @@ class Group:
 
 
 def statuses(members: Mapping[int, Process]) -> list[Row]:
-    """Each rank's process, all of this host, read one after the other but for their waiting
-    times. Local.
+    """The rows of these ranks, whose processes are all on this host. Up to 16 processes are read at
+    a time, so that waits for them overlap. Local.
     """
     rows: dict[int, Row] = {}
 

@@ -186,7 +186,7 @@ def _summed(
 
 @contextmanager
 def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """``.grad`` of all is None, and as before afterwards."""
+    """Inside the block every leaf's ``.grad`` is None; afterwards it is what it was."""
     before = {id(leaf): (leaf, leaf.grad) for leaf in leaves}.values()
     for leaf, _ in before:
         leaf.grad = None

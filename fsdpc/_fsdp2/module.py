@@ -32,8 +32,8 @@ from fsdpc._torch import REGISTRY_KEY, STATE_KEY
 M = TypeVar("M", bound=nn.Module)
 _CLASSES: dict[type, type] = {}
 _TORCH_KEY = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
-# The last one is called in place of sharding, with the modules, their parameters,
-# reshard_after_forward and the precision: a planner's.
+# While the list is not empty, ``fully_shard`` calls its last function (a planner's) instead of
+# sharding: with the modules, their parameters, reshard_after_forward and the precision.
 PLANNERS: list[Callable[[list[nn.Module], list[Any], Any, MixedPrecisionPolicy], None]] = []
 _FULL_PRECISION, _NO_OFFLOAD = MixedPrecisionPolicy(), OffloadPolicy()
 
@@ -212,7 +212,7 @@ class FSDPModule:
     # --- hints ---
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Accepted: the engine prefetches in the order of the previous step."""
+        """Accepted and ignored: units of ``fully_shard`` are not prefetched in forward."""
         _check_modules(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:

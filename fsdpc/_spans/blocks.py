@@ -17,8 +17,9 @@ def touched(span: Any, length: int) -> range:
 
 
 def begun(spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of the blocks that a span (a table of at most one) touches, in a memory of one value each:
-    the span of those that begin in it, and of the one that has begun before it.
+    """A memory has one value for each block that the span touches. Returns two tables of spans of
+    these values: of the blocks that begin inside the span, and of the one that has begun before it,
+    if any. ``spans``: one span, or none.
     """
     if not len(spans):
         return NO_SPANS, NO_SPANS

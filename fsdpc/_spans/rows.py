@@ -41,7 +41,9 @@ def rows_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
 
 
 def block(shape: Sequence[int], world: int, rank: int) -> Span:
-    """The elements of a rank's block, all of a value that is not cut, in a memory of their own."""
+    """The span of a rank's block of rows, in a memory that starts with them; a value that is not
+    cut is one whole block.
+    """
     if not is_cut(shape):
         return Span(0, 0, math.prod(shape))
     start, stop = rows(shape, world, rank)

@@ -41,7 +41,8 @@ class Model:
     params: list[OptimParam] = field(default_factory=list)
     extra: dict[str, Any] = field(default_factory=dict)  # get_extra_state() of modules
     touched: list[torch.Tensor] = field(default_factory=list)  # changed in place by loading
-    unwritten: list[str] = field(default_factory=list)  # buffers that are not saved, without values
+    # Non-persistent buffers that nobody has written since to_empty().
+    unwritten: list[str] = field(default_factory=list)
 
     def add(self, entry: Entry, names: list[str]) -> None:
         self.entries.append(entry)

@@ -21,8 +21,8 @@ def check_keys(
     chosen: set[str],
 ) -> None:
     """``ValueError`` names the states that the checkpoint lacks or that the optimizer does not use,
-    by parameter. An optimizer of a class that neither torch nor fsdpc has is known by the state it
-    has, if any. Local.
+    by parameter. Of any other class than torch's and fsdpc's, the wanted states are those that the
+    optimizer has now; without any, nothing is compared. Local.
     """
     if hasattr(optimizer, "span_states"):
         return  # make_state compares their forms

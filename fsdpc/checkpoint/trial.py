@@ -66,7 +66,7 @@ def _restored(table: dict[str, Any]) -> Callable[[], object]:
         for key, value in saved.items():
             now = table.get(key)
             if isinstance(value, list) and isinstance(now, list):
-                now[:] = value  # what others hold, too
+                now[:] = value  # in place: other objects may refer to this list
             elif isinstance(value, dict) and isinstance(now, dict):
                 now.clear()
                 now.update(value)

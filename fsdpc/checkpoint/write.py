@@ -118,7 +118,7 @@ def write_job(job: Job, *, skip_edges: bool = False) -> tuple[np.ndarray, np.nda
 
 
 def write_edges(job: Job) -> None:
-    """Write only the parts of pages at both ends of each run of ranges."""
+    """Write only the partial pages at the two ends of each run of adjoining ranges."""
     table = job.rows[:, : _COLUMNS - 1]
     ends = table[:, OFFSET] + table[:, NBYTES]
     runs = np.split(table, np.flatnonzero(table[1:, OFFSET] != ends[:-1]) + 1)

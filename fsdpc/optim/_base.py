@@ -118,7 +118,7 @@ class FusedOptimizer(Optimizer):
     _kind: str | None = None  # of steps in C that a table can do, see _table.py
     _counter: str | None = "step"  # the state that counts steps
     _table: Table | None = None
-    _tables = 0  # made in a row without one that held
+    _tables = 0  # tables made in a row, none of which held for one step
     _copies: dict[Tensor, Tensor] | None = None
     _check: Check | None = None
     last_norm: Tensor | None = None  # of the last step that clipped

@@ -371,8 +371,8 @@ def worker_of(optimizer: Any) -> Any:
 
 
 def follow(master: Tensor, value: Tensor) -> None:
-    """Where a parameter is not its master rounded, to the bit, it was changed since: the master
-    restarts. No host sync on a GPU.
+    """Where ``value`` differs in a bit from its rounded master, the program has changed it since
+    the last step: there the master becomes ``value``. No host sync on a GPU.
     """
     changed = master.to(value.dtype).view(torch.int16) != value.view(torch.int16)
     if value.is_cuda or stand_in() or bool(changed.any()):

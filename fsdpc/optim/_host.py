@@ -32,7 +32,7 @@ from fsdpc.optim._device import gpu_of
 from fsdpc.optim._places import local_of
 
 _WHAT = "optimizer states on their way to host memory"
-_said: list[str] = []  # the sentence, once a process has read it
+_said: list[str] = []  # not empty once this process has given the warning below
 
 
 @dataclass(frozen=True)

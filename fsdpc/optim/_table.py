@@ -18,7 +18,9 @@ from fsdpc import _C
 from fsdpc._engine.device import stand_in
 from fsdpc.optim._places import Group, group_of
 
-PATIENCE = 8  # tables in a row that did not hold for one step, before most steps do without
+# After more tables in a row than this, none of which held for a step, only each eighth step makes
+# one.
+PATIENCE = 8
 PARAMS, GRADS, COPIES = range(3)
 
 

@@ -120,8 +120,9 @@ class SGD(FusedOptimizer):
         )
 
     def _counters(self, params: list[Tensor]) -> list[Tensor]:
-        """0 where the buffer has no value yet; host memory holds two for all parameters. On a GPU a
-        first step may be skipped, which only the GPU knows, so each counter is kept there.
+        """One counter per parameter: 0 while its momentum buffer has no value, else 1. On the host
+        all parameters share two tensors. On a GPU a first step may be skipped, which only the GPU
+        knows, so each counter is kept there.
         """
         on_host: dict[bool, Tensor] = {}
         counters = []

@@ -105,7 +105,7 @@ class Model:
     doubt: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
     away: Away | None = None  # activations in host memory
-    packing: int = 0  # bytes that packing saved activations reads and writes, and unpacking again
+    packing: int = 0  # bytes read and written to pack saved activations; unpacking: as many
 
     @property
     def numel(self) -> int:

@@ -77,7 +77,7 @@ def explain(
     try:
         make = importlib.import_module(REPORT).report
         text = make(error, phase, name, placed, optimizer)
-    except Exception as failure:  # as when memory is short: the error itself counts
+    except Exception as failure:  # no memory, for example: the first error counts
         text = (
             f"{HEAD} in {phase}{f' of unit {name}' if name else ''} "
             f"(no report could be made: {type(failure).__name__}: {failure})"

@@ -113,7 +113,7 @@ def _states(optimizer: Any) -> Line:
 
 
 def _offloaded_states(optimizer: Any, store: Any) -> Line:
-    """What of them is beside the parameters."""
+    """The line of offloaded states: the buffers, and the states that stay beside the parameters."""
     planned = actual = sum(len(buffer) for buffer in store.buffers)
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -4,8 +4,8 @@
  * A type's functions are looked up once and kept in the module state, which holds a reference to the
  * type so that its address stays its own. Those behind attributes are kept with the type's version:
  * Python gives the type another one when the type or a base changes, and then they are looked up again.
- * A type that has something else under the name, or its own way to attributes, is read by name, as is
- * any type for which the module state has no room.
+ * A type whose attribute is not a C getter, which has `__getattribute__` of its own, or for which the
+ * module state has no room is read by name.
  */
 #include "py/base/py.h"
 

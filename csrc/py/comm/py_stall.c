@@ -44,13 +44,9 @@ linger(const char *group)
 }
 
 static PyObject *
-numbers(const int *values, int count)
+number_at(const void *values, Py_ssize_t number)
 {
-    PyObject *list = PyList_New(count);
-    for (int i = 0; list != NULL && i < count; i++) {
-        PyList_SET_ITEM(list, i, PyLong_FromLong(values[i])); /* NULL is skipped by its reader */
-    }
-    return list;
+    return PyLong_FromLong(((const int *)values)[number]);
 }
 
 /* (causes, text) into C; false for None, or for anything else. */
@@ -82,7 +78,7 @@ verdict(const char *group, bool gives_up, int *causes, int *count, char *text, s
     fsdpc_error_keep(&kept);
     if (fsdpc_py_callback_enter(&state) == FSDPC_OK) {
         PyObject *object = fsdpc_py_current() ? fsdpc_py_current()->stalls : NULL;
-        PyObject *late = object ? numbers(causes, *count) : NULL;
+        PyObject *late = object ? fsdpc_py_list(*count, number_at, causes) : NULL;
         PyObject *found = late ? consumed(PyObject_CallMethod(object, "verdict", "sOO", group,
                                                               gives_up ? Py_True : Py_False, late),
                                           "verdict")

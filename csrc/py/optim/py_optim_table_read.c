@@ -149,7 +149,8 @@ lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *see
     return true;
 }
 
-/* Takes a reference to the tensor over and holds it, and a DTensor's local one, until the end of the step. */
+/* Takes over the caller's reference to the tensor. The table holds the tensor until the end of the step, and
+ * for a DTensor its local tensor, too. */
 static bool
 read_tensor(struct table *self, PyObject *tensor, struct seen *seen, int64_t numel,
             fsdpc_dtype *type, void **out)
@@ -230,8 +231,8 @@ read_copy(const struct table *self, const struct member *member, fsdpc_optim_ten
     return true;
 }
 
-/* Asks for the memory of a member that is read soon, where its objects were last: thousands of them are
- * in no cache, and each hides where the next thing lies. */
+/* Prefetches a member's objects, at the addresses of the last step. Thousands of members fit in no cache, and
+ * each object must be read before the address of the next is known. */
 static void
 ask_for(const struct table *self, int number)
 {

@@ -46,7 +46,8 @@ set_name(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     return fsdpc_py_checked(status);
 }
 
-/* (padded number of elements of the gathered unit,) when it has one segment, else bytes. */
+/* A tuple of one number: the elements of the gathered unit with padding if the unit has one segment, else its
+ * bytes. */
 static PyObject *
 get_shape(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {

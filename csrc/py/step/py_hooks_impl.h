@@ -79,9 +79,9 @@ int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
 int fsdpc_py_step_summed(fsdpc_py_tree *tree);
 /* The same before a unit is sent, which takes the place of an earlier one. */
 int fsdpc_py_step_before(fsdpc_py_tree *tree, int unit);
-/* At the end of a backward: those that are left, whose gradients are shown. */
+/* Steps the units that this backward has not stepped. Call at its end, when their gradients are shown. */
 int fsdpc_py_step_rest(fsdpc_py_tree *tree);
-/* Those whose values lie in host memory, each when its own sum is there. */
+/* Steps the units whose values lie in host memory, each when its own sum is there. */
 int fsdpc_py_step_late(fsdpc_py_tree *tree);
 
 /* --- py_hooks_end.c -------------------------------------------------------------------------- */

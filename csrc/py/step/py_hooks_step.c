@@ -4,9 +4,9 @@
  * rank that uses them again in the same backward gets an error from the tree. A unit that some rank
  * did not run, or that has replicas or a communication hook, is stepped at the end of backward.
  *
- * On a GPU the step of a unit is queued on the caller's stream where that stream has waited for the unit's sum: on
- * one rank at once, else before the unit is sent that takes the same reduce slot, and at the end of backward
- * for the last ones. A unit of which this rank left parameters unused is stepped at the end.
+ * On a GPU a unit's step is queued on the caller's stream, once that stream has waited for the unit's sum. With
+ * one rank that is at once. With several it is just before another unit takes the same reduce slot; the last units
+ * step at the end of backward. A unit of which this rank left parameters unused is stepped at the end.
  *
  * On a GPU the units' gradients share memory (grad_slots.h): a unit takes a slot before it is sent and leaves the
  * slot when its step is queued.

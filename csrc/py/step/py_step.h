@@ -69,9 +69,10 @@ int fsdpc_py_set_in_pass(fsdpc_py_flat *flat, bool in_pass);
 bool fsdpc_py_will_stay(const fsdpc_py_flat *flat);
 /* As fsdpc_py_end_stay, and the values are released: a backward gathers them again. */
 int fsdpc_py_release_stay(fsdpc_py_flat *flat);
-/* At the end of the outermost forward, `graph`: to whose outputs a backward may come. */
+/* At the end of the outermost forward. `graph`: a backward may come to its outputs. */
 int fsdpc_py_end_stays(fsdpc_py_tree *tree, bool graph);
-/* No backward will come to a graph that the program had: the same, if it was the last one. */
+/* Called when the program drops a graph, to which no backward can come any more. After the last one all units
+ * stop showing gathered parameters (fsdpc_py_end_stay). */
 void fsdpc_py_graph_dropped(fsdpc_py_tree *tree);
 
 /* --- py_flags.c ------------------------------------------------------------------------------ */
@@ -196,8 +197,8 @@ int fsdpc_py_forward_failed(fsdpc_py_flat *flat);
 /* py_hooks_begin.c: a backward of the tree is in progress, in whatever thread. One that has failed
  * is over: torch has dropped its end hook. */
 bool fsdpc_py_in_backward(const fsdpc_py_tree *tree);
-/* py_hooks_broken.c: clears away a backward that has failed: the peers get their message, and what the ranks
- * still sum of it changes no gradient that the user has touched since. Waits for the other ranks. */
+/* py_hooks_broken.c: clears away a backward that has failed: peers that wait get an error, and gradients of it
+ * that are still in reduce slots change no .grad that the user has touched since. Waits for the other ranks. */
 int fsdpc_py_clear_broken_backward(fsdpc_py_tree *tree);
 
 #endif

@@ -41,7 +41,8 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
     fsdpc_py_touch(self); /* other units are not looked at */
     Py_BEGIN_ALLOW_THREADS
     if (outside) {
-        status = fsdpc_tree_begin_forward(tree->tree, true); /* values are final until now */
+        status = fsdpc_tree_begin_forward(
+            tree->tree, true); /* begins a pass: this rank's master shards are final for the pass */
     }
     if (status == FSDPC_OK) {
         status = fsdpc_tree_forward_enter(tree->tree, self->id);

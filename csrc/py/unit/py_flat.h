@@ -89,7 +89,7 @@ typedef struct fsdpc_py_flat {
     /* Sites show the gathered tensors whenever the unit is gathered, instead of for `installed`. */
     bool by_gather;
     /* See [Note: versions] in py_versions.c. */
-    /* (a tensor that shares the gathered ones' counter,), and with this tensor three times */
+    /* Tuples, of one and of three items, of one tensor that shares the version counter of the gathered tensors. */
     PyObject *versions, *versions_thrice;
     bool marked; /* as gathered */
     long gathered_version, released_version;
@@ -161,7 +161,8 @@ typedef struct fsdpc_py_tree {
     PyObject *listeners;   /* calls the hooks of a list of parameters */
     PyObject *set_versions, *increment_versions, *alias_inputs,
         *copy_outputs; /* see fsdpc/_engine/interop.py */
-    PyObject *nodes;   /* torch's table of pytree nodes by type; NULL as the functions above */
+    PyObject *
+        nodes; /* torch's table of pytree nodes by type. NULL, like the functions above, in a Tree made without torch */
     /* Whether torch.func transforms what runs, and the tensors inside of a transformed output; raises while
      * torch.export runs. */
     PyObject *profiler, *record; /* a dictionary with torch's flag, and the class of ranges */

@@ -85,7 +85,9 @@ class ShardedParam:
         return (self.span(rank).count,)
 
     def check_cut(self, name: str) -> None:
-        """``NotImplementedError``: the optimizer holds bytes of originals with wider elements."""
+        """``NotImplementedError``: the state is of a flat parameter of bytes, whose original
+        parameters have elements of several bytes.
+        """
         unit = self.of.unit
         wide = [i for i in self.covers if unit.items[i] > 1]
         if wide and not unit.use_orig_params:

@@ -323,7 +323,7 @@ def logit_bytes(setup: Setup) -> int:
     return 12 if c == 4 else c + 12
 
 
-FUSED_CHUNK = 1024  # tokens of which a fused loss keeps the logits at a time
+FUSED_CHUNK = 1024  # a fused loss holds the logits of this many tokens at a time
 
 
 def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
