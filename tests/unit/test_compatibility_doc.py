@@ -22,7 +22,7 @@ import fsdpc
 THEIRS, OURS = theirs.FullyShardedDataParallel, fsdpc.FullyShardedDataParallel
 DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 HEADS = {"name", "argument", "member", "attribute", "field", "hook", "variable"}
-STATES = {"same", "better", "refused"}
+STATES = {"same", "better", "refused", "ignored"}
 READ_BY_OTHERS = {  # private names that downstream code reads
     "_fsdp_wrapped_module", "_assert_state", "_comm_hook", "_comm_hook_state", "_inter_node_pg",
     "_is_root", "_has_params", "_use_orig_params", "_flat_param", "_handle",
