@@ -442,7 +442,14 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     int status = comm->ops->agree(comm, text, name_of(what, "agree"));
     /* A mismatch is the same result on all ranks: the communicator stays usable. */
     (void)finish(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
+    comm->agreements++;
     return status;
+}
+
+int
+fsdpc_comm_agreements(const fsdpc_comm *comm)
+{
+    return comm->agreements;
 }
 
 /* --- registered memory ---------------------------------------------------------------------- */

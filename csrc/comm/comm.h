@@ -125,6 +125,8 @@ int fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root,
 int fsdpc_comm_barrier(fsdpc_comm *comm, const char *what);
 /* See fsdpc_shm_agree. */
 int fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what);
+/* How many calls of fsdpc_comm_agree have ended: equal on all ranks. */
+int fsdpc_comm_agreements(const fsdpc_comm *comm);
 
 /* Registers memory of a slot (arena.h), so that collectives on it need no staging ("nccl"; a no-op
  * for other kinds). Collective, in the same order on all ranks. The registration lasts until

@@ -53,6 +53,7 @@ struct fsdpc_comm {
     fsdpc_comm *twin;     /* owned, or NULL */
     int rank, world;
     int forks;         /* fsdpc_forks() when made */
+    int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */
     double timeout_s;  /* 0: the default */
     _Atomic bool busy; /* a collective is in progress */
     _Atomic int state; /* the texts below are readable when it is BROKEN */

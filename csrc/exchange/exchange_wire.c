@@ -94,10 +94,23 @@ turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[WHA
     return text;
 }
 
+/* What the ranks compare: two models over the same ranks have the same turns. */
+struct turn {
+    int32_t next, model;
+};
+
 static int
-compare_turn(const fsdpc_exchange *x, int32_t own, const char *what, int rank, int32_t other)
+compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int rank,
+             struct turn theirs)
 {
     char here[WHAT_BYTES], there[WHAT_BYTES];
+    const int32_t own = mine.next, other = theirs.next;
+    if (mine.model != theirs.model) {
+        return fsdpc_error(FSDPC_E_MISMATCH,
+                           "rank %d is at %s while rank %d runs another model: all ranks must run "
+                           "the models that they have in common in one order",
+                           x->rank, own < 0 ? "unfreezing" : turn_text(x, own, what, here), rank);
+    }
     if (own < 0 && other < 0) {
         return FSDPC_OK;
     }
@@ -118,13 +131,14 @@ compare_turn(const fsdpc_exchange *x, int32_t own, const char *what, int rank, i
 /* All ranks' turns are compared before a collective: collectives of different turns that meet would end the
  * process or give wrong values. */
 static int
-compare_turns(fsdpc_exchange *x, int32_t own, const char *what)
+compare_turns(fsdpc_exchange *x, int32_t next, const char *what)
 {
     int status = FSDPC_OK;
+    const struct turn own = {next, fsdpc_unit_born(x->units[0])};
     if (x->world == 1 || x->trust_order) {
         return FSDPC_OK;
     }
-    int32_t *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
+    struct turn *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
     if (!turns) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
     }

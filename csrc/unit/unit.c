@@ -87,6 +87,7 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     unit->device = fsdpc_comm_device(options->shard);
     unit->rank = fsdpc_comm_rank(options->shard);
     unit->world = fsdpc_comm_world(options->shard);
+    unit->born = fsdpc_comm_agreements(options->shard);
     unit->divide = options->divide;
     unit->reshard = options->reshard;
     unit->offload = options->offload;
@@ -150,6 +151,12 @@ fsdpc_unit_free(fsdpc_unit *unit)
     fsdpc_mem_free(unit->local_offset);
     fsdpc_mem_free(unit->name);
     fsdpc_mem_free(unit);
+}
+
+int
+fsdpc_unit_born(const fsdpc_unit *unit)
+{
+    return unit->born;
 }
 
 const char *

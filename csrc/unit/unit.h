@@ -47,6 +47,9 @@ int fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *sp
 void fsdpc_unit_free(fsdpc_unit *unit);
 
 const char *fsdpc_unit_name(const fsdpc_unit *unit);
+/* fsdpc_comm_agreements of the unit's ranks when it was made: equal on all ranks, and another number for units of
+ * which the ranks have agreed at another time. */
+int fsdpc_unit_born(const fsdpc_unit *unit);
 /* A unit is made before its name in the tree is known. */
 int fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
 const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);

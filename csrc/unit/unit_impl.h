@@ -29,6 +29,7 @@ struct fsdpc_unit {
     fsdpc_device *device;
     fsdpc_comm *shard, *replicate; /* borrowed */
     int rank, world;
+    int born;      /* fsdpc_comm_agreements(shard) when made */
     double divide; /* [Note: divided once] in grad.c */
     bool reshard;
 

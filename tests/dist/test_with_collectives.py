@@ -41,7 +41,7 @@ class Counting:
 
     def __init__(self, world: int) -> None:
         self.calls: Counter[str] = Counter()
-        self.small = 4 * world  # bytes of a comparison of turns
+        self.small = 8 * world  # bytes of a comparison of turns
 
     def __enter__(self) -> Counter[str]:
         self.before = {name: getattr(dist, name) for name in (GATHER, SCATTER, "all_reduce")}
@@ -189,3 +189,18 @@ def test_ranks_that_disagree_about_trust(rank, world):
     fsdpc.set_collectives("c10d", trust_order=rank == 0)
     with pytest.raises(fsdpc.MismatchError, match="order of collectives"):
         warm(rank)
+
+
+@ranks(2, 3, env={"FSDPC_COLLECTIVES": "c10d"})
+@pytest.mark.parametrize("grad", [True, False])
+def test_models_in_another_order(rank, world, grad):
+    """The ranks' collectives would match: both models have the same names and shapes."""
+    student, teacher = (wrap_blocks("fsdpc", toy()) for _ in range(2))
+    for model in (student, teacher):
+        loss_of(model, tokens(rank, 0)).backward()
+    first = student if rank == 0 else teacher
+    with (
+        torch.set_grad_enabled(grad),
+        pytest.raises(fsdpc.MismatchError, match="of unit .* while rank . runs another model"),
+    ):
+        loss_of(first, tokens(rank, 1))
