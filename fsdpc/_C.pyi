@@ -343,8 +343,11 @@ class Tree:
 # keeps_grads, seed
 _Rule = tuple[float, float, float, float, float, float, float, bool, bool, bool, bool, bool, int]
 
+_TableKind = Literal["adam", "sgd", "lion"]  # an element's step needs no other element
+_StepKind = _TableKind | Literal["mini", "adam8", "edges8"]
+
 def optim_step(
-    kind: Literal["adam", "sgd", "lion", "mini", "adam8", "edges8"],
+    kind: _StepKind,
     rule: _Rule,
     params: Sequence[_Array],
     grads: Sequence[_Array],
@@ -369,7 +372,7 @@ def optim_table(
 def optim_table_read(table: Any, params: list[list[Any]], state: dict[Any, Any], /) -> int: ...
 def optim_table_squares(table: Any, part: int, threads: int, /) -> float: ...
 def optim_table_step(
-    table: Any, group: int, kind: Literal["adam", "sgd", "lion"], rule: _Rule, threads: int, /
+    table: Any, group: int, kind: _TableKind, rule: _Rule, threads: int, /
 ) -> None: ...
 def optim_table_changed(table: Any, which: int, /) -> list[Any]: ...
 def optim_table_end(table: Any, /) -> None: ...

@@ -280,9 +280,10 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     }
     count_step(own);
     switch (p.kind) {
-    case FSDPC_STEP_ADAM: step_tile<float, FSDPC_STEP_ADAM>(own, false); break;
-    case FSDPC_STEP_SGD: step_tile<float, FSDPC_STEP_SGD>(own, p.nesterov != 0); break;
-    case FSDPC_STEP_LION: step_tile<float, FSDPC_STEP_LION>(own, false); break;
+#define CASE(NAME, ...)                                                                        \
+    case FSDPC_STEP_##NAME: step_tile<float, FSDPC_STEP_##NAME>(own, p.nesterov != 0); break;
+        FSDPC_STEP_ELEMENT_KINDS(CASE)
+#undef CASE
     default: step_tile<float, FSDPC_STEP_STOCHASTIC>(own, false); break;
     }
 }
@@ -303,9 +304,10 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT / 2)
         return;
     }
     switch (p.kind) {
-    case FSDPC_STEP_ADAM: step_tile<double, FSDPC_STEP_ADAM>(own, false); break;
-    case FSDPC_STEP_SGD: step_tile<double, FSDPC_STEP_SGD>(own, p.nesterov != 0); break;
-    case FSDPC_STEP_LION: step_tile<double, FSDPC_STEP_LION>(own, false); break;
+#define CASE(NAME, ...)                                                                        \
+    case FSDPC_STEP_##NAME: step_tile<double, FSDPC_STEP_##NAME>(own, p.nesterov != 0); break;
+        FSDPC_STEP_ELEMENT_KINDS(CASE)
+#undef CASE
     default: step_tile<double, FSDPC_STEP_MINI>(own, false); break;
     }
 }

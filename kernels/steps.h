@@ -13,14 +13,22 @@ enum {
     FSDPC_STEP_CELLS = 8,   /* entries of each table of the map of 8 bits */
 };
 
+/* The one list of the kinds of steps, in three groups; enums, tables of names and the kernels' cases are
+ * made of these rows. X(NAME, "name", least, most): FSDPC_STEP_NAME and FSDPC_OPTIM_NAME in C, "name" in
+ * Python, and how many states a tensor has. */
+/* An element's step needs no other element: tables of tensors (_C.optim_table) know these, too. */
+#define FSDPC_STEP_ELEMENT_KINDS(X) X(ADAM, "adam", 2, 3) X(SGD, "sgd", 0, 1) X(LION, "lion", 1, 1)
+/* The elements of a block share a denominator, the second state. */
+#define FSDPC_STEP_BLOCK_KINDS(X) X(MINI, "mini", 2, 2)
+/* Adam with states of 8 bits: codes of m and v, scales of m and v. FSDPC_OPTIM_NAME is a way to hold states
+ * here. EDGES8 changes only `edges`: the extremes of the next states' end blocks. */
+#define FSDPC_STEP_8BIT_KINDS(X) X(ADAM8, "adam8", 4, 4) X(EDGES8, "edges8", 4, 4)
+
+#define FSDPC_STEP_KIND(NAME, ...) FSDPC_STEP_##NAME,
 typedef enum fsdpc_step_kind {
-    FSDPC_STEP_ADAM,
-    FSDPC_STEP_SGD,
-    FSDPC_STEP_LION,
-    FSDPC_STEP_MINI,       /* states: m, denominators of blocks */
-    FSDPC_STEP_STOCHASTIC, /* Adam with bfloat16 states, rounded stochastically */
-    FSDPC_STEP_ADAM8,      /* Adam with states of 8 bits */
-    FSDPC_STEP_EDGES8,     /* changes only `edges`: the extremes of the next states' end blocks */
+    FSDPC_STEP_ELEMENT_KINDS(FSDPC_STEP_KIND) FSDPC_STEP_BLOCK_KINDS(FSDPC_STEP_KIND)
+        FSDPC_STEP_STOCHASTIC, /* Adam with bfloat16 states, rounded stochastically: a flag of the rule */
+    FSDPC_STEP_8BIT_KINDS(FSDPC_STEP_KIND)
 } fsdpc_step_kind;
 
 typedef struct fsdpc_step_rule {

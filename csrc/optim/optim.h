@@ -41,11 +41,9 @@
 
 enum { FSDPC_OPTIM_STATES = 3, FSDPC_OPTIM_BLOCK = 256, FSDPC_OPTIM_EDGE = 3 };
 
+#define FSDPC_OPTIM_KIND(NAME, ...) FSDPC_OPTIM_##NAME = FSDPC_STEP_##NAME,
 typedef enum fsdpc_optim_kind {
-    FSDPC_OPTIM_ADAM,
-    FSDPC_OPTIM_SGD,
-    FSDPC_OPTIM_LION,
-    FSDPC_OPTIM_MINI
+    FSDPC_STEP_ELEMENT_KINDS(FSDPC_OPTIM_KIND) FSDPC_STEP_BLOCK_KINDS(FSDPC_OPTIM_KIND)
 } fsdpc_optim_kind;
 
 typedef struct fsdpc_optim_rule {
@@ -99,8 +97,8 @@ int fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *t
  * device, in use until the step is done. */
 typedef enum fsdpc_optim_states {
     FSDPC_OPTIM_WHOLE,
-    FSDPC_OPTIM_CODES8, /* as fsdpc_optim_step8 */
-    FSDPC_OPTIM_EDGES8  /* as fsdpc_optim_edges8; no step is counted */
+    FSDPC_OPTIM_ADAM8, /* as fsdpc_optim_step8 */
+    FSDPC_OPTIM_EDGES8 /* as fsdpc_optim_edges8; no step is counted */
 } fsdpc_optim_states;
 int fsdpc_optim_step_on(fsdpc_device *device, const fsdpc_optim_rule *rule, fsdpc_optim_states how,
                         const fsdpc_step_control *control, const fsdpc_optim_tensor *tensors,

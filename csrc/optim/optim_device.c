@@ -13,16 +13,7 @@ kind_of(const fsdpc_optim_rule *rule, fsdpc_optim_states how)
     if (how != FSDPC_OPTIM_WHOLE) {
         return how == FSDPC_OPTIM_EDGES8 ? FSDPC_STEP_EDGES8 : FSDPC_STEP_ADAM8;
     }
-    switch (rule->kind) {
-    case FSDPC_OPTIM_SGD:
-        return FSDPC_STEP_SGD;
-    case FSDPC_OPTIM_LION:
-        return FSDPC_STEP_LION;
-    case FSDPC_OPTIM_MINI:
-        return FSDPC_STEP_MINI;
-    default:
-        return rule->stochastic ? FSDPC_STEP_STOCHASTIC : FSDPC_STEP_ADAM;
-    }
+    return rule->stochastic ? FSDPC_STEP_STOCHASTIC : (fsdpc_step_kind)rule->kind;
 }
 
 static fsdpc_step_rule

@@ -238,7 +238,7 @@ step_host(const struct shape *shape, struct tensors *all)
 {
     if (shape->how == FSDPC_OPTIM_EDGES8) {
         REQUIRE_OK(fsdpc_optim_edges8(&shape->rule, all->host, all->count));
-    } else if (shape->how == FSDPC_OPTIM_CODES8) {
+    } else if (shape->how == FSDPC_OPTIM_ADAM8) {
         REQUIRE_OK(fsdpc_optim_step8(&shape->rule, all->host, all->count, 1));
     } else {
         REQUIRE_OK(fsdpc_optim_step(&shape->rule, all->host, all->count, 1));
@@ -351,7 +351,7 @@ states_of_8_bits(void)
     static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16};
     for (int round = 0; round < ROUNDS; round++) {
         struct shape shape = shape_of(FSDPC_OPTIM_ADAM, round);
-        shape.how = round % 4 == 3 ? FSDPC_OPTIM_EDGES8 : FSDPC_OPTIM_CODES8;
+        shape.how = round % 4 == 3 ? FSDPC_OPTIM_EDGES8 : FSDPC_OPTIM_ADAM8;
         shape.states = 2;
         shape.tensors = 1 + below(4);
         shape.types[0] = types[round % 3];

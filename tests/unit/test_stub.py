@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+from torch.distributed.tensor import DTensor
 
 import fsdpc
 from fsdpc import _C, _probe
@@ -81,6 +84,28 @@ def test_same_parameters(module, name, function):
         target = getattr(target, part)
     present = [name for name in inspect.signature(target).parameters if name != "self"]
     assert present == stubbed_parameters(function)
+
+
+def literals(alias: str) -> set[str]:
+    body = ast.parse(Path(fsdpc.__file__).with_name("_C.pyi").read_text()).body
+    values = {n.targets[0].id: n.value for n in body if isinstance(n, ast.Assign)}
+    strings = {n.value for n in ast.walk(values[alias]) if isinstance(n, ast.Constant)}
+    return strings.union(*(literals(n.id) for n in ast.walk(values[alias]) if is_alias(n)))
+
+
+def is_alias(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id.startswith("_")
+
+
+def test_the_kinds_of_steps():
+    rule = (0.0,) * 7 + (False,) * 5 + (0,)
+    with pytest.raises(ValueError, match="choose from") as whole:
+        _C.optim_step("", rule, (), (), (), ())
+    table = _C.optim_table(torch.Tensor, DTensor, [], {}, [], None)
+    with pytest.raises(TypeError, match="the kinds of steps are") as tables:
+        _C.optim_table_step(table, 0, "", rule, 1)
+    for refused, alias in (whole, "_StepKind"), (tables, "_TableKind"):
+        assert set(re.findall(r"'(\w+)'", str(refused.value))) == literals(alias)
 
 
 EXAMPLES = Path(__file__).with_name("typed_examples.py")

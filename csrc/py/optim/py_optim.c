@@ -16,7 +16,8 @@ enum { MAX_STATES = 4 };
 
 struct request {
     fsdpc_optim_rule rule;
-    bool eight_bits, only_edges;
+    fsdpc_optim_states how;
+    int least_states, most_states;
     fsdpc_device *device;  /* NULL: host memory */
     fsdpc_py_device place; /* of all tensors */
     fsdpc_step_control control;
@@ -51,23 +52,29 @@ parse_kind(const char *kind, struct request *out)
     static const struct {
         const char *name;
         fsdpc_optim_kind kind;
-        bool eight_bits, only_edges;
+        fsdpc_optim_states how;
+        int least, most;
     } kinds[] = {
-        {"adam", FSDPC_OPTIM_ADAM, false, false}, {"sgd", FSDPC_OPTIM_SGD, false, false},
-        {"lion", FSDPC_OPTIM_LION, false, false}, {"mini", FSDPC_OPTIM_MINI, false, false},
-        {"adam8", FSDPC_OPTIM_ADAM, true, false}, {"edges8", FSDPC_OPTIM_ADAM, true, true},
+#define WHOLE(NAME, name, least, most) {name, FSDPC_OPTIM_##NAME, FSDPC_OPTIM_WHOLE, least, most},
+#define CODES(NAME, name, least, most) {name, FSDPC_OPTIM_ADAM, FSDPC_OPTIM_##NAME, least, most},
+        FSDPC_STEP_ELEMENT_KINDS(WHOLE) FSDPC_STEP_BLOCK_KINDS(WHOLE) FSDPC_STEP_8BIT_KINDS(CODES)
+#undef WHOLE
+#undef CODES
     };
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
         if (strcmp(kind, kinds[i].name) == 0) {
             out->rule.kind = kinds[i].kind;
-            out->eight_bits = kinds[i].eight_bits;
-            out->only_edges = kinds[i].only_edges;
+            out->how = kinds[i].how;
+            out->least_states = kinds[i].least;
+            out->most_states = kinds[i].most;
             return 0;
         }
     }
-    PyErr_Format(PyExc_ValueError,
-                 "optim_step: kind '%.40s': choose from adam, sgd, lion, mini, adam8, edges8",
-                 kind);
+    PyErr_Format(
+        PyExc_ValueError,
+        "optim_step: kind '%.40s': choose from" FSDPC_STEP_ELEMENT_KINDS(FSDPC_PY_STEP_NAME)
+            FSDPC_STEP_BLOCK_KINDS(FSDPC_PY_STEP_NAME) FSDPC_STEP_8BIT_KINDS(FSDPC_PY_STEP_NAME),
+        kind);
     return -1;
 }
 
@@ -210,7 +217,8 @@ read_tensor(struct request *request, int i)
     request->step_values[i] = step.data;
     tensor->step = request->device ? 0 : (double)*request->step_values[i] + 1;
     for (int s = 0; s < request->state_count; s++) {
-        if ((request->eight_bits ? read_state8 : read_state)(request, i, s, tensor) < 0) {
+        if ((request->how != FSDPC_OPTIM_WHOLE ? read_state8 : read_state)(request, i, s, tensor) <
+            0) {
             return -1;
         }
     }
@@ -253,7 +261,7 @@ static int
 read_edges(struct request *request)
 {
     float *edges;
-    if (request->edges == Py_None && !request->only_edges) {
+    if (request->edges == Py_None && request->how != FSDPC_OPTIM_EDGES8) {
         return 0;
     }
     if (find_edges(request, &edges) < 0) {
@@ -322,10 +330,7 @@ read_device(struct request *request, int32_t ordinal, PyObject *control, PyObjec
 static int
 run_on_device(const struct request *request)
 {
-    const fsdpc_optim_states how = request->only_edges   ? FSDPC_OPTIM_EDGES8
-                                   : request->eight_bits ? FSDPC_OPTIM_CODES8
-                                                         : FSDPC_OPTIM_WHOLE;
-    return fsdpc_optim_step_on(request->device, &request->rule, how, &request->control,
+    return fsdpc_optim_step_on(request->device, &request->rule, request->how, &request->control,
                                request->tensors, request->step_values, request->count,
                                request->scratch);
 }
@@ -347,9 +352,8 @@ tuple_of(PyObject *sequence, const char *what, int count)
 static int
 check_state_count(const struct request *request)
 {
-    static const int least[] = {2, 0, 1, 2}, most[] = {3, 1, 1, 2};
-    const int kind = (int)request->rule.kind, found = request->state_count;
-    if (request->eight_bits ? found == 4 : found >= least[kind] && found <= most[kind]) {
+    const int found = request->state_count;
+    if (found >= request->least_states && found <= request->most_states) {
         return 0;
     }
     PyErr_Format(PyExc_ValueError,
@@ -410,15 +414,16 @@ run(const struct request *request)
     Py_BEGIN_ALLOW_THREADS
     if (request->device) {
         status = run_on_device(request);
-    } else if (request->only_edges) {
+    } else if (request->how == FSDPC_OPTIM_EDGES8) {
         status = fsdpc_optim_edges8(&request->rule, tensors, request->count);
-    } else if (request->eight_bits) {
+    } else if (request->how != FSDPC_OPTIM_WHOLE) {
         status = fsdpc_optim_step8(&request->rule, tensors, request->count, request->threads);
     } else {
         status = fsdpc_optim_step(&request->rule, tensors, request->count, request->threads);
     }
     Py_END_ALLOW_THREADS
-    const bool counts = status == FSDPC_OK && !request->only_edges && !request->device;
+    const bool counts =
+        status == FSDPC_OK && request->how != FSDPC_OPTIM_EDGES8 && !request->device;
     for (int i = 0; counts && i < request->count; i++) {
         *request->step_values[i] = (float)tensors[i].step;
     }

@@ -5,6 +5,8 @@
 #include "optim/optim.h"
 #include "py/base/py.h"
 
+#define FSDPC_PY_STEP_NAME(NAME, name, ...) " '" name "'" /* in a message's list */
+
 extern PyMethodDef fsdpc_py_optim_methods[];
 extern PyMethodDef fsdpc_py_optim_value_methods[];
 extern PyMethodDef fsdpc_py_optim_table_methods[];

@@ -121,7 +121,11 @@ optim_table_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t 
     static const struct {
         const char *name;
         fsdpc_optim_kind kind;
-    } kinds[] = {{"adam", FSDPC_OPTIM_ADAM}, {"sgd", FSDPC_OPTIM_SGD}, {"lion", FSDPC_OPTIM_LION}};
+    } kinds[] = {
+#define KIND(NAME, name, ...) {name, FSDPC_OPTIM_##NAME},
+        FSDPC_STEP_ELEMENT_KINDS(KIND)
+#undef KIND
+    };
     struct table *self = count == 5 ? table_of(args[0]) : NULL;
     fsdpc_optim_rule rule = {.kind = FSDPC_OPTIM_MINI};
     if (self == NULL) {
@@ -138,8 +142,8 @@ optim_table_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t 
         rule.kind = strcmp(kinds[i].name, name) == 0 ? kinds[i].kind : rule.kind;
     }
     if (rule.kind == FSDPC_OPTIM_MINI || number < 0 || number >= self->group_count) {
-        (void)fsdpc_py_table_misused(
-            "the kinds of steps are adam, sgd and lion, of a group of the table");
+        (void)fsdpc_py_table_misused("the kinds of steps are" FSDPC_STEP_ELEMENT_KINDS(
+            FSDPC_PY_STEP_NAME) ", of a group of the table");
         return NULL;
     }
     return fsdpc_py_none_or(step_group(self, &self->groups[number], &rule, (int)threads));
