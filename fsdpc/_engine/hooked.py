@@ -31,7 +31,9 @@ def attach(tree: Any, sums: Iterable[tuple[Any, Summing]]) -> None:
     for number, (unit, summing) in enumerate(sums):
         comms = _comms_of(unit)
         key = tuple(map(id, comms))
-        orders.setdefault(key, _Order(comms, tree)).add(number, _Hooked(unit, summing))
+        if key not in orders:
+            orders[key] = _Order(comms, tree, tree.units.index(unit))
+        orders[key].add(number, _Hooked(unit, summing))
     everyone = list(orders.values())
     if everyone:
         tree.core.before_end = lambda: [order.call_deferred() for order in everyone]
@@ -71,9 +73,10 @@ class _Hooked:
 class _Order:
     """The units of the same communicators; their ranks agree on the order of calls."""
 
-    def __init__(self, comms: list[Any], tree: Any) -> None:
+    def __init__(self, comms: list[Any], tree: Any, first: int) -> None:
         self.comms = comms
         self.tree = weakref.ref(tree)
+        self.first = first  # one of the units, by its number in the tree
         self.members: list[_Hooked] = []
         self.width = 0
 
@@ -122,8 +125,7 @@ class _Order:
         mine[:4] = np.array([number], np.int32).view(np.uint8)
         mine[4 : 4 + len(own)] = np.frombuffer(bytes(own), np.uint8)
         different = np.array([_DIFFERENT], np.int32).view(np.uint8)
-        tree = self.tree()
-        tree.core.before_hook(tree.units.index(self.members[0].unit()), what)
+        self.tree().core.before_hook(self.first, what)
         for comm in self.comms:
             rows = np.tile(mine, (comm.world, 1))  # a fake process group does not write them
             comm.all_gather(rows, what=what)
