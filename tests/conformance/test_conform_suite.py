@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -65,6 +67,24 @@ def a_rank_that_dies(lib):
     dist.barrier()
 
 
+@case()
+def a_rank_of_torch_that_dies_once(lib):
+    mark = Path(tempfile.gettempdir(), f"fsdpc-conform-died-{os.getppid()}")
+    if lib.name == "torch" and lib.rank == 1:
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGABRT)
+        mark.unlink()
+    dist.barrier()
+
+
+@case()
+def a_rank_of_torch_that_dies_unexpectedly(lib):
+    if lib.name == "torch" and lib.rank == 1:
+        os.kill(os.getpid(), signal.SIGABRT)
+    dist.barrier()
+
+
 @case(torch=HANGS, alone=2)
 def a_rank_that_never_ends(lib):
     if lib.name == "torch" and lib.rank == 1:
@@ -78,11 +98,19 @@ def the_case_after_them(lib):
 
 
 test_torch, test_fsdpc = case.tests()
-GOOD = {"an_own_assertion", "a_rank_that_dies", "a_rank_that_never_ends", "the_case_after_them"}
+GOOD = {
+    "an_own_assertion",
+    "a_rank_that_dies",
+    "a_rank_of_torch_that_dies_once",
+    "a_rank_of_torch_that_dies_unexpectedly",
+    "a_rank_that_never_ends",
+    "the_case_after_them",
+}
 BAD_TORCH = {
     "a_failure_that_is_gone",
     "an_unexpected_exception",
     "a_rank_that_raises_alone",
+    "a_rank_of_torch_that_dies_unexpectedly",
     "an_own_assertion_is_no_exception_of_the_library",
 }
 del test_torch, test_fsdpc  # they are called below, where they have to fail
