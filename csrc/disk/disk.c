@@ -193,9 +193,8 @@ complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
     if (result == -EINTR || result == -EAGAIN) {
         return submit(self, transfer);
     }
-    if (result == -EINVAL &&
-        transfer->fd ==
-            self->direct_fd) { /* the file system opens files with O_DIRECT but refuses the transfers */
+    /* A file system may open files with O_DIRECT and refuse the transfers. */
+    if (result == -EINVAL && transfer->fd == self->direct_fd) {
         self->direct = false; /* others on their way still use the descriptor */
         return submit(self, transfer);
     }

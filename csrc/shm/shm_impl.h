@@ -60,8 +60,8 @@ typedef struct fsdpc_shm_control {
     _Atomic uint32_t barrier_done;
     alignas(128) _Atomic uint32_t barrier_sleepers;
     alignas(128) _Atomic uint64_t changes; /* changes by members: [Note: stuck] */
-    _Atomic uint32_t
-        bell; /* the futex word on which waiting ranks sleep; raised, like `changes`, by each change */
+    /* The futex word on which waiting ranks sleep; each change raises the word, like `changes`. */
+    _Atomic uint32_t bell;
     _Atomic uint32_t asleep; /* 1: a rank may be asleep on `bell`; the next change must wake it */
     alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
     _Atomic uint64_t reserved_end;           /* pages below this offset are allocated */

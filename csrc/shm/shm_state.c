@@ -118,8 +118,8 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
     if (failure == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_shm_interrupted(
-        what)); /* before the verdict, which runs Python and would consume a Ctrl-C */
+    /* Before the verdict, which runs Python and would consume a Ctrl-C. */
+    FSDPC_TRY(fsdpc_shm_interrupted(what));
     int rank = (int)(failure & 0xffff);
     int pid = (int)atomic_load(&shm->control->slots[rank].pid);
     char op[FSDPC_SHM_WAIT_TEXT];

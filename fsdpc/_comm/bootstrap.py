@@ -381,7 +381,8 @@ def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
 
 def _make_staged(pg: dist.ProcessGroup, wanted: str, device: int) -> _C.Comm:
     """Return a communicator that stages GPU memory through host memory, over the group's CPU
-    communicator, which is made here if there is none."""
+    communicator, which is made here if there is none.
+    """
     comm = comm_for_group(pg, kind=wanted).staged(device)
     logging.getLogger("fsdpc").warning(
         f"FSDPC_COLLECTIVES={wanted} on a GPU: gathers and reductions are staged through host "

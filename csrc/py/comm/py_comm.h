@@ -17,7 +17,7 @@ int fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *o
 /* A Comm object that takes over `comm`, even on failure. `callbacks` (or NULL) is the object that
  * the communicator keeps, for the garbage collector. */
 PyObject *fsdpc_py_comm_wrap(PyObject *type, fsdpc_comm *comm, PyObject *callbacks);
-/* Functions beside Comm.nccl() (py_comm_nccl.c). */
+/* Functions of the module about NCCL (py_comm_nccl.c). */
 extern PyMethodDef fsdpc_py_nccl_methods[];
 /* The board and the reports of stalls (py_stall.c). */
 extern PyMethodDef fsdpc_py_stall_methods[];

@@ -231,8 +231,9 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
     return NULL;
 }
 
-/* Methods that call the core pass the unit's gate: one list, of which the wrapper gated_name, which calls
- * fsdpc_py_flat_name, and the method's row are made. X(parameters, name, flags, arguments in help(), text). */
+/* Methods that call the core pass the unit's gate. From each line GATED makes the wrapper gated_name, which
+ * calls fsdpc_py_flat_name inside the gate, and ROW the method's row of the table. X(parameters, name, flags,
+ * arguments in help(), text). */
 /* clang-format off */
 #define GATED_METHODS(X) \
     X(FAST, write, FSDPC_PY_KEYWORDS, "(param, tensor, grad=False)", \

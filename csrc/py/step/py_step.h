@@ -31,12 +31,12 @@ int fsdpc_py_hook_exec(PyObject *module);
 
 /* py_flat_getset.c */
 extern PyGetSetDef fsdpc_py_flat_getset[];
-/* More methods of FlatParameter, in py_bind.c, py_flat_enter.c, py_unshard.c, py_flat_hooked.c, */
+/* Methods of FlatParameter in py_bind.c, py_flat_enter.c, py_unshard.c and py_flat_hooked.c. */
 fsdpc_py_flat_fast fsdpc_py_flat_bind;
 fsdpc_py_flat_method fsdpc_py_flat_enter_forward, fsdpc_py_flat_leave_forward;
 fsdpc_py_flat_method fsdpc_py_flat_unshard, fsdpc_py_flat_reshard;
 fsdpc_py_flat_method fsdpc_py_flat_grad_bits, fsdpc_py_flat_pack_grads, fsdpc_py_flat_take_sums;
-/* in py_flags.c, py_writeback.c and py_grads_sharded.c. */
+/* Methods of FlatParameter in py_flags.c, py_writeback.c and py_grads_sharded.c. */
 fsdpc_py_flat_method fsdpc_py_flat_thaw, fsdpc_py_flat_renew_grads;
 fsdpc_py_flat_method fsdpc_py_flat_replace_param, fsdpc_py_flat_place_param;
 fsdpc_py_flat_method fsdpc_py_flat_replace_grad, fsdpc_py_flat_adopt_grads;

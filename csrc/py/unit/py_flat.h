@@ -89,7 +89,8 @@ typedef struct fsdpc_py_flat {
     /* Sites show the gathered tensors whenever the unit is gathered, instead of for `installed`. */
     bool by_gather;
     /* See [Note: versions] in py_versions.c. */
-    /* Tuples, of one and of three items, of one tensor that shares the version counter of the gathered tensors. */
+    /* Tuples of a tensor that shares the gathered tensors' version counter: with that tensor once, and three
+     * times. */
     PyObject *versions, *versions_thrice;
     bool marked; /* as gathered */
     long gathered_version, released_version;

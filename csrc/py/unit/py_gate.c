@@ -225,7 +225,7 @@ fsdpc_py_flat_in_use(const fsdpc_py_flat *flat)
     return flat->gate.depth > 0 || (flat->tree && flat->tree->gate.depth > 0);
 }
 
-/* Also true while a unit's gate is entered: the call inside may have made the tree after it entered. */
+/* Also true while a unit's gate alone is entered: the call that entered the gate may have made the tree since. */
 bool
 fsdpc_py_tree_in_use(const fsdpc_py_tree *tree)
 {
