@@ -286,7 +286,7 @@ simgpu:
 asan:
 	$(call say,C tests and Python tests under ASan and UBSan)
 	@$(MAKE) -j$(JOBS) programs SAN=address,undefined
-	@$(MAKE) both C="ctest-run simgpu-run SAN=address,undefined" PYTHON_TESTS=asan-py
+	@TEST_TIMEOUT=400 $(MAKE) both C="ctest-run simgpu-run SAN=address,undefined" PYTHON_TESTS=asan-py
 	$(call say,nothing found by ASan and UBSan)
 
 asan-c:
