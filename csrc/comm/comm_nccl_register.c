@@ -128,7 +128,7 @@ open_trial(fsdpc_device *device, trial *out)
     *out = (trial){.device = device, .bytes = fsdpc_device_grain(device)};
     FSDPC_TRY(fsdpc_device_reserve(device, out->bytes, &out->address));
     FSDPC_GOTO(fsdpc_device_piece_new(device, out->bytes, &out->piece), fail);
-    FSDPC_GOTO(fsdpc_device_show(device, &out->address, out->bytes, out->piece), fail);
+    FSDPC_GOTO(fsdpc_device_show(device, &out->address, out->piece), fail);
     return FSDPC_OK;
 fail:
     fsdpc_device_piece_free(device, out->piece);
@@ -139,7 +139,7 @@ fail:
 static void
 close_trial(trial *gone)
 {
-    if (fsdpc_device_hide(gone->device, gone->address, gone->bytes, gone->piece) == FSDPC_OK) {
+    if (fsdpc_device_hide(gone->device, gone->address, gone->piece) == FSDPC_OK) {
         fsdpc_device_unreserve(gone->device, gone->address, gone->bytes);
     }
     fsdpc_device_piece_free(gone->device, gone->piece);

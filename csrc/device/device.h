@@ -153,8 +153,9 @@ int fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t b
  * FSDPC_E_UNAVAILABLE elsewhere. Only at set-up: hide is a host sync with this thread's current stream, the
  * default stream and the device's own streams.
  *
- * Where caps.virtual_memory is false a piece is a block with an address of its own: reserve gives
- * NULL, the first show sets the address, and to show another piece there is FSDPC_E_UNAVAILABLE.
+ * CUDA maps a piece as a whole or not at all ("not supported" for a part of it), so that what is
+ * reserved has the size of the piece. Where caps.virtual_memory is false a piece is a block with an
+ * address of its own: reserve gives NULL, and show sets the address.
  */
 typedef struct fsdpc_piece fsdpc_piece;
 
@@ -166,9 +167,9 @@ void fsdpc_device_unreserve(fsdpc_device *device, void *address, size_t bytes);
 /* FSDPC_E_DEVMEM. The caller owns the handle until piece_free; a mapping keeps the memory alive. */
 int fsdpc_device_piece_new(fsdpc_device *device, size_t bytes, fsdpc_piece **out);
 void fsdpc_device_piece_free(fsdpc_device *device, fsdpc_piece *piece);
-/* Maps the first bytes of the piece at an address without a mapping. */
-int fsdpc_device_show(fsdpc_device *device, void **address, size_t bytes, fsdpc_piece *piece);
-int fsdpc_device_hide(fsdpc_device *device, void *address, size_t bytes, fsdpc_piece *piece);
+/* Maps the whole piece at a reserved address without a mapping. */
+int fsdpc_device_show(fsdpc_device *device, void **address, fsdpc_piece *piece);
+int fsdpc_device_hide(fsdpc_device *device, void *address, fsdpc_piece *piece);
 
 /* --- many tensors at once (device_pack.c) ---------------------------------------------------------- */
 

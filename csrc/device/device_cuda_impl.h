@@ -115,8 +115,8 @@ int fsdpc_cuda_reserve(void *context, size_t bytes, void **out);
 void fsdpc_cuda_unreserve(void *context, void *address, size_t bytes);
 int fsdpc_cuda_piece_new(void *context, size_t bytes, fsdpc_piece **out);
 void fsdpc_cuda_piece_free(void *context, fsdpc_piece *piece);
-int fsdpc_cuda_show(void *context, void **address, size_t bytes, fsdpc_piece *piece);
-int fsdpc_cuda_hide(void *context, void *address, size_t bytes, fsdpc_piece *piece);
+int fsdpc_cuda_show(void *context, void **address, fsdpc_piece *piece);
+int fsdpc_cuda_hide(void *context, void *address, fsdpc_piece *piece);
 
 /* device_cuda_kernels.c */
 

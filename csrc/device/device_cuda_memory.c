@@ -85,23 +85,23 @@ has_entries(const fsdpc_cuda_driver *d)
            d->mem_unmap && d->mem_set_access && d->mem_granularity;
 }
 
-/* Tries the mappings of an arena: a piece behind one address, and its beginning behind a second one. */
+/* Tries the mappings of an arena: a piece behind two addresses. */
 static bool
 shows_twice(const struct fsdpc_cuda *cuda)
 {
     bool works = false;
     fsdpc_cu_handle physical;
-    fsdpc_cu_ptr whole, part;
+    fsdpc_cu_ptr first, second;
     const size_t bytes = 2 * cuda->granule;
     if (cuda->driver->mem_create(&physical, bytes, &cuda->memory, 0) != FSDPC_CU_SUCCESS) {
         return false;
     }
-    if (map_somewhere(cuda, bytes, physical, &whole) == FSDPC_OK) {
-        works = map_somewhere(cuda, cuda->granule, physical, &part) == FSDPC_OK;
+    if (map_somewhere(cuda, bytes, physical, &first) == FSDPC_OK) {
+        works = map_somewhere(cuda, bytes, physical, &second) == FSDPC_OK;
         if (works) {
-            free_mapped(cuda, part, cuda->granule);
+            free_mapped(cuda, second, bytes);
         }
-        free_mapped(cuda, whole, bytes);
+        free_mapped(cuda, first, bytes);
     }
     (void)cuda->driver->mem_release(physical);
     return works;

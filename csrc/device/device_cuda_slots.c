@@ -92,21 +92,13 @@ fsdpc_cuda_piece_free(void *context, fsdpc_piece *piece)
 }
 
 int
-fsdpc_cuda_show(void *context, void **address, size_t bytes, fsdpc_piece *piece)
+fsdpc_cuda_show(void *context, void **address, fsdpc_piece *piece)
 {
     const struct fsdpc_cuda *cuda = context;
-    if (bytes > piece->bytes) {
-        return fsdpc_error(FSDPC_E_INTERNAL,
-                           "cannot map %zu bytes into a reserved range of %zu bytes", piece->bytes,
-                           bytes);
-    }
     if (cuda->virtual_memory) {
         FSDPC_TRY(fsdpc_cuda_enter(cuda));
-        FSDPC_TRY(fsdpc_cuda_map(cuda, fsdpc_cuda_address(*address), bytes, piece->physical));
-    } else if (*address && *address != piece->block) {
-        return fsdpc_error(FSDPC_E_UNAVAILABLE,
-                           "a unit cannot move to another slot: this GPU has no virtual memory "
-                           "management");
+        FSDPC_TRY(
+            fsdpc_cuda_map(cuda, fsdpc_cuda_address(*address), piece->bytes, piece->physical));
     } else {
         *address = piece->block;
     }
@@ -115,17 +107,18 @@ fsdpc_cuda_show(void *context, void **address, size_t bytes, fsdpc_piece *piece)
 }
 
 int
-fsdpc_cuda_hide(void *context, void *address, size_t bytes, fsdpc_piece *piece)
+fsdpc_cuda_hide(void *context, void *address, fsdpc_piece *piece)
 {
     struct fsdpc_cuda *cuda = context;
     if (cuda->virtual_memory) {
         FSDPC_TRY(fsdpc_cuda_enter(cuda));
         FSDPC_TRY(fsdpc_cuda_sync_all(cuda, "taking a slot from behind its addresses"));
         const unsigned mode = fsdpc_cuda_exchange_mode(cuda, FSDPC_CU_CAPTURE_RELAXED);
-        const fsdpc_cu_result result = cuda->driver->mem_unmap(fsdpc_cuda_address(address), bytes);
+        const fsdpc_cu_result result =
+            cuda->driver->mem_unmap(fsdpc_cuda_address(address), piece->bytes);
         (void)fsdpc_cuda_exchange_mode(cuda, mode);
-        FSDPC_TRY(
-            fsdpc_cuda_check(cuda->driver, result, "unmapping %zu bytes of device memory", bytes));
+        FSDPC_TRY(fsdpc_cuda_check(cuda->driver, result, "unmapping %zu bytes of device memory",
+                                   piece->bytes));
     }
     fsdpc_cuda_piece_free(cuda, piece);
     return FSDPC_OK;

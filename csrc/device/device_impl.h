@@ -71,8 +71,8 @@ typedef struct fsdpc_device_i {
     void (*unreserve)(void *context, void *address, size_t bytes);
     int (*piece_new)(void *context, size_t bytes, fsdpc_piece **out);
     void (*piece_free)(void *context, fsdpc_piece *piece);
-    int (*show)(void *context, void **address, size_t bytes, fsdpc_piece *piece);
-    int (*hide)(void *context, void *address, size_t bytes, fsdpc_piece *piece);
+    int (*show)(void *context, void **address, fsdpc_piece *piece);
+    int (*hide)(void *context, void *address, fsdpc_piece *piece);
     int (*plan_new)(void *context, fsdpc_pack_plan *plan);
     void (*plan_free)(void *context, fsdpc_pack_plan *plan);
     int (*pack_onto)(void *context, const fsdpc_pack_plan *plan, void *buffer, const void *base,

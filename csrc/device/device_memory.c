@@ -141,15 +141,15 @@ fsdpc_device_piece_free(fsdpc_device *device, fsdpc_piece *piece)
 }
 
 int
-fsdpc_device_show(fsdpc_device *device, void **address, size_t bytes, fsdpc_piece *piece)
+fsdpc_device_show(fsdpc_device *device, void **address, fsdpc_piece *piece)
 {
-    FSDPC_TRY(check_grain(device, bytes, "what is shown"));
-    return device->i->show(device->context, address, bytes, piece);
+    FSDPC_TRY(check_pieces(device));
+    return device->i->show(device->context, address, piece);
 }
 
 int
-fsdpc_device_hide(fsdpc_device *device, void *address, size_t bytes, fsdpc_piece *piece)
+fsdpc_device_hide(fsdpc_device *device, void *address, fsdpc_piece *piece)
 {
     FSDPC_TRY(check_pieces(device));
-    return device->i->hide(device->context, address, bytes, piece);
+    return device->i->hide(device->context, address, piece);
 }

@@ -26,7 +26,7 @@
 #include "shm/shm.h"
 
 typedef struct fsdpc_range {
-    void *address; /* NULL without virtual memory management until it is bound */
+    void *address; /* on a device without host memory NULL until an arena binds it */
     size_t bytes;  /* whole pages, or grains of the device */
     int slot;      /* -1: none bound yet (reads give zeros, writes are lost with the binding) */
     bool spare;    /* private memory is mapped at the moment */
@@ -37,6 +37,7 @@ typedef struct fsdpc_range {
     /* On a device without host memory: it, and what it shows here; else NULL. */
     fsdpc_device *device;
     fsdpc_piece *shown;
+    size_t reserved; /* addresses for the largest piece that was shown */
 } fsdpc_range;
 
 typedef struct fsdpc_arena fsdpc_arena;

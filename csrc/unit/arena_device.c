@@ -3,6 +3,8 @@
  * A range is reserved addresses, a slot a piece of memory that is shown behind them, and behind
  * addresses of the slot's own, which collectives use: those never change, so that they are
  * registered once. What an arena showed stays in memory until the range shows something else.
+ * A piece is shown as a whole, so that a range has as many addresses as its slot has bytes, and gets
+ * them when it is bound. A range moves only if it is bound to a larger slot than before.
  */
 #include "unit/arena_impl.h"
 
@@ -17,7 +19,6 @@ fsdpc_arena_device_range_init(fsdpc_device *device, fsdpc_range *range, size_t b
     memset(range, 0, sizeof *range);
     range->slot = -1;
     range->bytes = fsdpc_round_up(bytes ? bytes : 1, fsdpc_device_grain(device));
-    FSDPC_TRY(fsdpc_device_reserve(device, range->bytes, &range->address));
     range->device = device;
     return FSDPC_OK;
 }
@@ -28,10 +29,10 @@ fsdpc_arena_device_range_fini(fsdpc_range *range)
 {
     int status = FSDPC_OK;
     if (range->shown) {
-        status = fsdpc_device_hide(range->device, range->address, range->bytes, range->shown);
+        status = fsdpc_device_hide(range->device, range->address, range->shown);
     }
     if (status == FSDPC_OK) {
-        fsdpc_device_unreserve(range->device, range->address, range->bytes);
+        fsdpc_device_unreserve(range->device, range->address, range->reserved);
     }
     memset(range, 0, sizeof *range);
     range->slot = -1;
@@ -43,7 +44,7 @@ fsdpc_arena_device_slot(fsdpc_arena *arena, fsdpc_arena_slot *slot)
     int status = FSDPC_OK;
     FSDPC_TRY(fsdpc_device_reserve(arena->device, slot->bytes, &slot->address));
     FSDPC_GOTO(fsdpc_device_piece_new(arena->device, slot->bytes, &slot->piece), fail);
-    FSDPC_GOTO(fsdpc_device_show(arena->device, &slot->address, slot->bytes, slot->piece), fail);
+    FSDPC_GOTO(fsdpc_device_show(arena->device, &slot->address, slot->piece), fail);
     return FSDPC_OK;
 fail:
     fsdpc_device_piece_free(arena->device, slot->piece);
@@ -56,7 +57,7 @@ fsdpc_arena_device_drop(fsdpc_arena *arena)
 {
     for (int i = 0; i < arena->slot_count; i++) {
         const fsdpc_arena_slot *slot = &arena->slots[i];
-        if (fsdpc_device_hide(arena->device, slot->address, slot->bytes, slot->piece) == FSDPC_OK) {
+        if (fsdpc_device_hide(arena->device, slot->address, slot->piece) == FSDPC_OK) {
             fsdpc_device_unreserve(arena->device, slot->address, slot->bytes);
         }
         fsdpc_device_piece_free(arena->device, slot->piece);
@@ -64,13 +65,26 @@ fsdpc_arena_device_drop(fsdpc_arena *arena)
 }
 
 static int
-replace(fsdpc_range *range, fsdpc_piece *piece)
+replace(fsdpc_range *range, fsdpc_piece *piece, size_t bytes)
 {
+    void *address = NULL;
+    if (bytes > range->reserved) {
+        FSDPC_TRY(fsdpc_device_reserve(range->device, bytes, &address));
+    }
     if (range->shown) {
-        FSDPC_TRY(fsdpc_device_hide(range->device, range->address, range->bytes, range->shown));
+        const int status = fsdpc_device_hide(range->device, range->address, range->shown);
+        if (status != FSDPC_OK) {
+            fsdpc_device_unreserve(range->device, address, bytes);
+            return status;
+        }
         range->shown = NULL;
     }
-    FSDPC_TRY(fsdpc_device_show(range->device, &range->address, range->bytes, piece));
+    if (bytes > range->reserved) {
+        fsdpc_device_unreserve(range->device, range->address, range->reserved);
+        range->address = address;
+        range->reserved = bytes;
+    }
+    FSDPC_TRY(fsdpc_device_show(range->device, &range->address, piece));
     range->shown = piece;
     return FSDPC_OK;
 }
@@ -78,7 +92,7 @@ replace(fsdpc_range *range, fsdpc_piece *piece)
 int
 fsdpc_arena_device_bind(const fsdpc_arena_slot *slot, fsdpc_range *range)
 {
-    return range->shown == slot->piece ? FSDPC_OK : replace(range, slot->piece);
+    return range->shown == slot->piece ? FSDPC_OK : replace(range, slot->piece, slot->bytes);
 }
 
 int
@@ -91,7 +105,7 @@ fsdpc_arena_device_spare(fsdpc_range *range)
                            "virtual memory management to map a spare one");
     }
     FSDPC_TRY(fsdpc_device_piece_new(range->device, range->bytes, &piece));
-    int status = replace(range, piece);
+    int status = replace(range, piece, range->bytes);
     fsdpc_device_piece_free(range->device, piece); /* the range holds it now */
     if (status == FSDPC_OK) {
         status = fsdpc_device_zero(range->device, range->address, range->bytes);

@@ -77,6 +77,7 @@ class Tree:
         )
         for unit in units:
             unit.tree = self
+            unit.follow_memory()
         self.set_steppers()
         TREES.add(self)
         for call in ON_TREE:

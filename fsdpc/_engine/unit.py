@@ -190,14 +190,26 @@ class Unit(WholeValues):
             )
         return "\n".join(lines)
 
-    def _make_full(self, i: int) -> Tensor:
-        info, dtype, shape = self.infos[i], self.dtypes[i], self.shapes[i]
+    def _full_memory(self, i: int) -> Tensor:
+        dtype, shape, param = self.dtypes[i], self.shapes[i], self.infos[i].param
         if computes(dtype):
-            tensor = over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
-        else:
-            nbytes = info.param.numel() * info.param.element_size()
-            tensor = over(self.flat.full_param(i, (nbytes,)), dtype, shape)
-        tensor = counted(self._versions, tensor)
+            return over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
+        nbytes = param.numel() * param.element_size()
+        return over(self.flat.full_param(i, (nbytes,)), dtype, shape)
+
+    def follow_memory(self) -> None:
+        """Point the gathered parameters at the memory that the unit's tree gave them: without virtual
+        memory management of a GPU that memory had no address when they were made. Local.
+        """
+        for i, full in enumerate(self.full):
+            now, shown = self._full_memory(i), getattr(full, "_local_tensor", full)
+            if shown.data_ptr() != now.data_ptr():
+                shown.data = now.movedim(0, self.dims[i]) if self.dims[i] > 0 else now
+        self.flat.note_full()
+
+    def _make_full(self, i: int) -> Tensor:
+        info = self.infos[i]
+        tensor = counted(self._versions, self._full_memory(i))
         if self.use_orig_params:
             tensor = nn.Parameter(tensor, requires_grad=self.trainable[i])
             tensor.__dict__.update(info.param.__dict__)

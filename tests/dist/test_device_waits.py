@@ -86,6 +86,23 @@ def test_every_policy_gives_the_same_losses(rank: int, world: int, precision: st
     assert simgpu.count()["launches"] > 0
 
 
+def losses(rank: int, world: int, precision: str, door: str) -> list[float]:
+    run = Run(rank, precision, door)
+    return [run.step(i) for i in range(4)]
+
+
+@pytest.mark.parametrize("door", ["FSDP", "fully_shard"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_gpu_without_virtual_memory_gives_the_same_losses(world: int, precision: str, door: str):
+    """Each slot is a plain allocation there, whose address is known at the first forward."""
+    with_, without = (
+        run_ranks(losses, world, env=ON_GPU | more, precision=precision, door=door)
+        for more in ({}, {"SIMGPU_NO_VMM": "1"})
+    )
+    assert with_ == without
+
+
 def cost_of_a_step(rank: int, world: int, door: str) -> dict[str, int]:
     import simgpu
 

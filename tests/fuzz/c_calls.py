@@ -598,7 +598,7 @@ class Caller(Companions):
         flat = self.some("flat")
         count = len(flat.layout()["params"])
         name = self.rng.choice(
-            ["grad_bits", "pack_grads", "take_sums", "adopt_grads", "thaw", "renew_grads"]
+            "grad_bits pack_grads take_sums adopt_grads thaw renew_grads note_full".split()
         )
         reduce_bytes = flat.layout()["reduce_bytes"]
         args = {

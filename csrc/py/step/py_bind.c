@@ -10,6 +10,18 @@
 /* --- bind ------------------------------------------------------------------------------------ */
 
 static int
+note_full(fsdpc_py_flat *flat)
+{
+    const int count = fsdpc_unit_layout(flat->unit)->param_count;
+    for (int i = 0; i < count; i++) {
+        if (flat->full[i] && fsdpc_py_full_data(flat, i, &flat->full_data[i]) < 0) {
+            return -1;
+        }
+    }
+    return 0;
+}
+
+static int
 bind_full(fsdpc_py_flat *flat, PyObject *full)
 {
     int count = fsdpc_unit_layout(flat->unit)->param_count;
@@ -28,11 +40,14 @@ bind_full(fsdpc_py_flat *flat, PyObject *full)
         flat->full_dtensors =
             flat->full_dtensors ||
             (flat->dtensors && PyObject_HasAttr(tensor, fsdpc_py_name.local_tensor));
-        if (flat->full[i] && fsdpc_py_full_data(flat, i, &flat->full_data[i]) < 0) {
-            return -1;
-        }
     }
-    return 0;
+    return note_full(flat);
+}
+
+PyObject *
+fsdpc_py_flat_note_full(fsdpc_py_flat *self, PyObject *Py_UNUSED(ignored))
+{
+    return note_full(self) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
 /* A row of one of bind's lists. */

@@ -318,7 +318,10 @@ static PyMethodDef methods[] = {
                     "DLPack capsule: gradient of this rank's piece of segment s."),
     FSDPC_PY_METHOD(full_param, fsdpc_py_flat_full_param, METH_FASTCALL, "(i, shape)",
                     "DLPack capsule over the gathered parameter i: valid while the unit is "
-                    "gathered, at an address that never changes."),
+                    "gathered, at an address that never changes; on a GPU, "
+                    "from the time that the unit has a tree."),
+    FSDPC_PY_METHOD(note_full, fsdpc_py_flat_note_full, METH_NOARGS, "()",
+                    "Takes note of where the gathered parameters of bind() lie now."),
     FSDPC_PY_METHOD(unbind, flat_unbind, METH_NOARGS, "()",
                     "Drops the torch objects. torch's hooks on these objects keep the unit alive "
                     "in cycles that gc cannot see."),

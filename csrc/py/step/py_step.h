@@ -33,6 +33,7 @@ int fsdpc_py_hook_exec(PyObject *module);
 extern PyGetSetDef fsdpc_py_flat_getset[];
 /* Methods of FlatParameter in py_bind.c, py_flat_enter.c, py_unshard.c and py_flat_hooked.c. */
 fsdpc_py_flat_fast fsdpc_py_flat_bind;
+fsdpc_py_flat_method fsdpc_py_flat_note_full;
 fsdpc_py_flat_method fsdpc_py_flat_enter_forward, fsdpc_py_flat_leave_forward;
 fsdpc_py_flat_method fsdpc_py_flat_unshard, fsdpc_py_flat_reshard;
 fsdpc_py_flat_method fsdpc_py_flat_grad_bits, fsdpc_py_flat_pack_grads, fsdpc_py_flat_take_sums;

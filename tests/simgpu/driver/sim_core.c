@@ -243,6 +243,7 @@ read_options(void)
     sim_options.abort_on_report = is_set("SIMGPU_ABORT");
     sim_options.foreign = is_set("SIMGPU_FOREIGN");
     sim_options.verify = is_set("SIMGPU_VERIFY");
+    sim_options.vmm = !is_set("SIMGPU_NO_VMM");
     if (granule && atol(granule) >= 4096) {
         sim_options.granule = (size_t)atol(granule);
     }

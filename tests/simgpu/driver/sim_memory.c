@@ -451,6 +451,8 @@ cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHan
                    offset > memory->bytes || bytes > memory->bytes - offset ||
                    !find_range((uintptr_t)ptr, bytes),
                CUDA_ERROR_INVALID_VALUE);
+    /* As driver 580 does on an H200: memory is mapped as a whole, as often as one likes. */
+    SIM_REFUSE(offset || bytes != memory->bytes, CUDA_ERROR_NOT_SUPPORTED);
     for (int i = 0; i < sim_mapping_count; i++) {
         if (sim_mappings[i].base < ptr + bytes &&
             ptr < sim_mappings[i].base + sim_mappings[i].bytes) {

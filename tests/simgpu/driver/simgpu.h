@@ -73,7 +73,7 @@ bool simgpu_fail(const char *entry, int k, CUresult code);
 int64_t simgpu_calls(const char *entry);
 
 typedef struct simgpu_options {
-    bool vmm;     /* false: no virtual memory management; true by default */
+    bool vmm;     /* false, or $SIMGPU_NO_VMM: no virtual memory management; true by default */
     bool foreign; /* memory that the driver did not give may be accessed; false by default */
     bool abort_on_report; /* abort() at the first race or fault; $SIMGPU_ABORT */
     bool quiet;           /* reports are kept but not printed */
