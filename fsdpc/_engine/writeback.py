@@ -83,7 +83,8 @@ def adopt_values(unit: Any) -> None:
     for index, (param, _, _) in enumerate(unit.optim_params):
         view, now = unit.views[index], unit.local(param).detach()
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
-        if same and view.is_shared():  # share_memory_() moves the storage of all views
+        # share_memory_() moves the storage of all views; torch calls any GPU tensor shared.
+        if same and view.device.type == "cpu" and view.is_shared():
             raise _sharing(unit.name)
         # Module.to_empty() swaps a DTensor's fields for a new tensor's, which has no owner.
         known = owner_of(param) is unit or not unit.dtensors
