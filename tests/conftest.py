@@ -12,6 +12,7 @@ import pytest
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))  # `import combinations`
 sys.path.insert(0, str(HERE / "simgpu" / "python"))  # `import simgpu`
+sys.path.insert(0, str(HERE / "gpu"))  # `import on_gpu`
 sys.path.insert(0, str(HERE / "dist"))  # `from harness import ranks`
 sys.path.insert(0, str(HERE / "conformance"))  # `from suite import Cases`
 sys.path.insert(0, str(HERE / "fuzz"))  # `import runs`
@@ -34,10 +35,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption(
         "--gpu",
-        choices=["none", "sim"],
+        choices=["none", "sim", "cuda"],
         default="none",
-        help="sim: fsdpc shards the ranks' CPU models on a simulated GPU (make simlibs), watches "
-        "what torch's operators touch there, and fails tests in which accesses race",
+        help="cuda: tensors of the ranks lie on GPU 0, which they share (tests/gpu/on_gpu.py); sim: "
+        "fsdpc shards the ranks' CPU models on a simulated GPU (make simlibs), watches what torch's "
+        "operators touch there, and fails tests in which accesses race",
     )
     parser.addoption(
         "--layout",
@@ -73,18 +75,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
         if env.missing():
             raise pytest.UsageError(f"--gpu sim: {env.missing()}")
-        os.environ["FSDPC_TEST_GPU"] = "sim"  # for the harness
+    if config.getoption("--gpu") != "none":
+        os.environ["FSDPC_TEST_GPU"] = config.getoption("--gpu")  # for the harness
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m: the choice is among what those leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--gpu") == "sim":
+    if config.getoption("--gpu") != "none":
         from applies import reason_to_skip
 
         for item in items:
             reason = reason_to_skip(item.path.relative_to(HERE).as_posix(), item.name)
             if reason:
-                item.add_marker(pytest.mark.skip(reason=f"simulated GPU: {reason}"))
+                item.add_marker(pytest.mark.skip(reason=f"on a GPU: {reason}"))
     if os.environ.get("FSDPC_TEST_AGAIN") and config.pluginmanager.hasplugin("rerunfailures"):
         for item in items:
             item.add_marker(run_again(item.path))

@@ -97,6 +97,7 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
             "kernels", script("kernels", "gpu_kernels.json"), 80,
             ("gpu_kernels.json",), True,
         ),
+        Part("optim", script("optim", "gpu_optim.json"), 60, ("gpu_optim.json",), True),
         Part("step", script("step", "gpu_step.json"), 240, ("gpu_step.json",), True),
         tests("tests", 130, "tests/gpu", *others),
         tests("two_ranks", 150, two_ranks),

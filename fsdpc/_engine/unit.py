@@ -198,8 +198,8 @@ class Unit(WholeValues):
         return over(self.flat.full_param(i, (nbytes,)), dtype, shape)
 
     def follow_memory(self) -> None:
-        """Point the gathered parameters at the memory that the unit's tree gave them: without virtual
-        memory management of a GPU that memory had no address when they were made. Local.
+        """Point the gathered parameters at the memory that the unit's tree gave them: on a GPU they
+        had no address when they were made. Local.
         """
         for i, full in enumerate(self.full):
             now, shown = self._full_memory(i), getattr(full, "_local_tensor", full)

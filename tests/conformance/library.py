@@ -10,10 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from toys import Block, clean, loss_of, tokens
+from toys import PLACE, Block, clean, loss_of, tokens
 
 PACKAGES = {"torch": "torch.distributed.fsdp", "fsdpc": "fsdpc"}
-CPU = torch.device("cpu")
 
 
 @dataclasses.dataclass
@@ -34,8 +33,8 @@ class Library:
         return importlib.import_module(f"{self.package}.{name}")
 
     def wrap(self, module: nn.Module, **options: Any) -> Any:
-        """FullyShardedDataParallel on the CPU."""
-        options.setdefault("device_id", CPU)
+        """FullyShardedDataParallel on the CPU, or on the GPU of `pytest --gpu cuda`."""
+        options.setdefault("device_id", PLACE)
         return self.FSDP(module, **options)
 
     def wrap_blocks(self, module: nn.Module, *classes: type, **options: Any) -> Any:

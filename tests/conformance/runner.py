@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from library import PACKAGES
 from outcome import Expected, Record
+from torch.utils._pytree import tree_map
 
 TESTS = Path(__file__).parents[1]
 
@@ -89,7 +90,10 @@ def run_case(cases: Any, case: Any, lib: Any) -> Record:
 
 
 def plain(value: Any) -> Any:
-    """Raises here, in the case's own name, what pickle would raise later."""
+    """Raises here, in the case's own name, what pickle would raise later. Tensors of a GPU come to
+    host memory.
+    """
+    value = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) and x.is_cuda else x, value)
     pickle.dumps(value)
     return value
 

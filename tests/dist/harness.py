@@ -57,6 +57,7 @@ TEMPLATE_ENV = {
     "OPENBLAS_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
     "TOKENIZERS_PARALLELISM": "false",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs must not start CUDA before the fork
 }
 # Each would be imported again by every rank that uses its kind of model, checkpoint or optimizer.
 LOADED_BY_RANKS = """
@@ -155,6 +156,7 @@ def run_ranks(
             **(env or {}),
         },
         "faults": faults,
+        "on_device": on_device,
         "path": list(sys.path),
         "arguments": pickle.dumps(arguments),
     }
@@ -171,6 +173,8 @@ def run_ranks(
 
 def gpu_environment(module: str = "") -> dict[str, str]:
     """What `pytest --gpu sim` adds to the environment of ranks that run a module's functions."""
+    if os.environ.get("FSDPC_TEST_GPU") == "cuda":
+        return {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo"}
     if os.environ.get("FSDPC_TEST_GPU") != "sim":
         return {}
     import env
@@ -298,6 +302,8 @@ def run_rank(channel: socket.socket, request: dict[str, Any], rank: int, folder:
     try:
         fields["value"] = call_function(request, rank, folder)
         fields["finished_at"] = time.monotonic()
+        if "on_gpu" in sys.modules:  # the template must not touch CUDA
+            fields["value"] = sys.modules["on_gpu"].in_host_memory(fields["value"])
         report = pickle.dumps(("report", fields))
     except BaseException as error:
         fields.pop("value", None)
@@ -331,7 +337,9 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     function = getattr(module, request["function"])
     function = getattr(function, "rank_function", function)
     store = dist.FileStore(os.path.join(folder, "store"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    on_gpu = request["on_device"] and os.environ.get("FSDPC_TEST_GPU") == "cuda"
+    backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     wait_for_connections(folder, rank, world)
     import jitter
 
@@ -340,7 +348,12 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     noticed.PROCESS = os.getpid()  # else each model reads all pages' table in 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     with device_watch(request["faults"]), jitter.delays_of(rank), layout:
-        return function(rank=rank, world=world, **pickle.loads(request["arguments"]))
+        run = functools.partial(
+            function, rank=rank, world=world, **pickle.loads(request["arguments"])
+        )
+        if on_gpu:
+            return sys.modules["on_gpu"].start(run)
+        return run()
 
 
 def wait_for_connections(folder: str, rank: int, world: int) -> None:
@@ -598,6 +611,11 @@ def template_main(fd: int) -> None:
     import torch.distributed.fsdp  # noqa: F401
 
     torch.set_num_threads(1)
+    if os.environ.get("FSDPC_TEST_GPU") == "cuda":
+        sys.path.append(str(Path(__file__).resolve().parents[1] / "gpu"))
+        import on_gpu
+
+        on_gpu.prepare()
     try:
         import fsdpc
 

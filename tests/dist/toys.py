@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -21,6 +22,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+# Where models are: the CPU, or the GPU that all ranks share (pytest --gpu cuda).
+ON_GPU = os.environ.get("FSDPC_TEST_GPU") == "cuda"
+PLACE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
 
 class Block(nn.Module):
@@ -79,7 +84,7 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
 
 def wrap(engine: str, module: nn.Module, **options: Any) -> nn.Module:
     """FullyShardedDataParallel of the engine on CPU ranks."""
-    options.setdefault("device_id", torch.device("cpu"))
+    options.setdefault("device_id", PLACE)
     return importlib.import_module(engine).FullyShardedDataParallel(module, **options)
 
 

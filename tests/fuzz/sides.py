@@ -466,7 +466,7 @@ def filled(model: nn.Module, config: Config) -> nn.Module:
         elif config.meta == "rank0":
             load_full(made, values if dist.get_rank() == 0 else {}, broadcast_from_rank0=True)
         else:
-            made.to_empty(device="cpu")
+            made.to_empty(device=toys.PLACE)
             made.load_state_dict(as_parts(made, values))
         for module, other in zip(made.modules(), model.modules(), strict=True):
             for name, value in other._buffers.items():
@@ -580,7 +580,7 @@ def shard(model: nn.Module, config: Config, groups: Any = None) -> nn.Module:
         "backward_prefetch": BackwardPrefetch[prefetch] if prefetch else None,
         "forward_prefetch": config.forward_prefetch,
         "limit_all_gathers": config.limit,
-        "device_id": torch.device("cpu"),
+        "device_id": toys.PLACE,
     }
     if "HYBRID" in config.strategy:
         options["process_group"] = groups
@@ -599,7 +599,7 @@ def shard(model: nn.Module, config: Config, groups: Any = None) -> nn.Module:
         if dist.get_rank() > 0:
             model = emptied(model)
         options["sync_module_states"] = True
-        options["param_init_fn"] = lambda m: m.to_empty(device="cpu", recurse=False)
+        options["param_init_fn"] = lambda m: m.to_empty(device=toys.PLACE, recurse=False)
     if config.by_policy:
         policy = CustomPolicy(lambda m: getattr(m, "wrapped", False))
         return FullyShardedDataParallel(model, auto_wrap_policy=policy, **options)

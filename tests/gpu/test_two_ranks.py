@@ -4,7 +4,9 @@ staging through host memory always works.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import re
 import signal
 import tempfile
 import time
@@ -31,9 +33,11 @@ def reason_to_skip(way: str) -> str | None:
     """One line where two ranks cannot share the GPU."""
     if way != "nccl" or SIMULATED or not torch.cuda.is_available():
         return None
-    version = machine.nccl_version() or "0"
-    if tuple(map(int, version.split(".")[:2])) < (2, 30):
-        return f"NCCL {version} has no several ranks on one GPU (2.30 has)"
+    from fsdpc import _C
+
+    version = _C.nccl_version()  # torch's is that which it was compiled with
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 30):
+        return f"{version} has no several ranks on one GPU (2.30 has)"
     return None
 
 
@@ -48,6 +52,7 @@ def ways(*names: str) -> pytest.MarkDecorator:
 def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: Any) -> None:
     """One rank: its process group, its job, and its result through the pipe."""
     os.environ.update(SHARING, FSDPC_TIMEOUT=str(PEER_TIMEOUT_S), FSDPC_COLLECTIVES=way)
+    faulthandler.dump_traceback_later(DEADLINE_S / 2, repeat=True)
     device = machine.DryDevice() if SIMULATED else machine.CudaDevice(0)
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", world)

@@ -1,0 +1,194 @@
+"""Optimizer steps on a GPU: fsdpc's kernels beside torch's fused and foreach steps.
+
+    python -m gpu.optim                      # one tensor of 128 Mi elements, and 2,000 of 4,096
+    python -m gpu.optim --only AdamW --json
+    python -m gpu.optim --dry --tiny         # the same lines without a GPU
+
+All cases of one size and dtype step the same parameters with the same gradients, in turns, and a
+ratio is the quotient of one round. Time is that between two events around several steps (GPU), and
+the host's until it has queued one step on an idle GPU (host). Bytes are what a step must read and
+write at least: parameter, gradient and states once each; the copy that a share refers to is torch's
+copy_ between two tensors on the same GPU, read and written bytes counted. "clip" is a step with
+clipping by the global norm: fsdpc's `step_and_clip`, torch's `clip_grad_norm_` and fused step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+from torch import nn
+
+from fsdpc import optim
+from gpu import machine
+
+MIB = 1 << 20
+SIZES = {"big": (1, 128 * MIB), "small": (2000, 4096)}
+TINY = {"big": (1, 4096), "small": (8, 64)}
+STEPS_S = 20e-3  # of GPU time between two events
+COPY_BYTES = 1 << 30
+Step = Callable[[], object]
+
+# Names: optimizer, dtype, bytes per element, what makes a step. The peer of a case is the first
+# case of its dtype and of the same "clip" and rule that is torch's fused one.
+CASES: dict[str, tuple[str, float, str]] = {
+    "fsdpc AdamW": ("float32", 28, "torch AdamW fused"),
+    "torch AdamW fused": ("float32", 28, ""),
+    "torch AdamW foreach": ("float32", 28, "torch AdamW fused"),
+    "fsdpc AdamW, clip": ("float32", 32, "torch AdamW fused, clip"),
+    "torch AdamW fused, clip": ("float32", 32, ""),
+    "fsdpc SGD": ("float32", 20, "torch SGD fused"),
+    "torch SGD fused": ("float32", 20, ""),
+    "fsdpc Lion": ("float32", 20, "torch AdamW fused"),
+    "fsdpc AdamMini": ("float32", 20, "torch AdamW fused"),
+    "fsdpc AdamW8bit": ("float32", 16, "torch AdamW fused"),
+    "fsdpc AdamW, bf16": ("bfloat16", 14, "torch AdamW fused, bf16"),
+    "torch AdamW fused, bf16": ("bfloat16", 14, ""),
+    "fsdpc AdamWBF16, bf16": ("bfloat16", 14, "torch AdamW fused, bf16"),
+}
+
+
+def make_step(name: str, params: list[nn.Parameter]) -> Step:
+    """The step of a case, over these parameters and their gradients."""
+    library, kind = name.split(",")[0].split(" ")[:2]
+    clip = name.endswith(", clip")
+    options: dict[str, Any] = {"lr": 1e-5}
+    if kind == "SGD":
+        options["momentum"] = 0.9
+    if library == "torch":
+        how = name.split(",")[0].split(" ")[2]
+        optimizer = getattr(torch.optim, kind)(params, **options, **{how: True})
+        if clip:
+            return lambda: (nn.utils.clip_grad_norm_(params, 1.0), optimizer.step())
+        return optimizer.step
+    if kind == "AdamMini":
+        named = [(f"p{i}", p) for i, p in enumerate(params)]
+        optimizer = optim.AdamMini(named, block=lambda name, shape: 4096, **options)
+    else:
+        optimizer = getattr(optim, kind)(params, **options)
+    return (lambda: optimizer.step_and_clip(1.0)) if clip else optimizer.step
+
+
+def gpu_seconds(device: machine.Device, step: Step) -> Callable[[], float]:
+    """Returns what measures the GPU's seconds per step once."""
+
+    def once(repeats: int) -> float:
+        begin = device.mark()
+        for _ in range(repeats):
+            step()
+        return device.milliseconds(begin, device.mark()) / 1e3 / repeats
+
+    once(2)
+    repeats = max(1, min(int(STEPS_S / max(once(2), 1e-6)), 50))
+    return lambda: once(1 if device.dry else repeats)
+
+
+def host_seconds(device: machine.Device, step: Step) -> float:
+    device.synchronize()
+    begin = time.perf_counter()
+    step()
+    elapsed = time.perf_counter() - begin
+    device.synchronize()
+    return elapsed
+
+
+def copy_rate(device: machine.Device, dry: bool) -> float:
+    """Bytes per second of a copy, read and written; the median of seven."""
+    source = torch.ones((1 << 16) if dry else COPY_BYTES // 8, device=device.device)
+    target = torch.empty_like(source)
+    rate = gpu_seconds(device, lambda: target.copy_(source))
+    bytes_ = 2 * source.numel() * source.element_size()
+    return bytes_ / common.spread([rate() for _ in range(7)])["median"]
+
+
+def measure(
+    device: machine.Device, count: int, numel: int, names: list[str], rounds: int, copy: float
+) -> dict[str, Any]:
+    """All cases of one size, those of each dtype on the same parameters."""
+    found: dict[str, Any] = {}
+    for dtype in dict.fromkeys(CASES[name][0] for name in names):
+        chosen = [name for name in names if CASES[name][0] == dtype]
+        of = {"dtype": getattr(torch, dtype), "device": device.device}
+        params = [nn.Parameter(torch.randn(numel, **of)) for _ in range(count)]
+        for param in params:
+            param.grad = torch.randn_like(param) * 1e-3
+        steps = {name: make_step(name, params) for name in chosen}
+        values = common.interleave(
+            {name: gpu_seconds(device, step) for name, step in steps.items()}, rounds
+        )
+        host = {
+            name: [host_seconds(device, step) for _ in range(rounds)]
+            for name, step in steps.items()
+        }
+        for name in chosen:
+            _, bytes_, peer = CASES[name]
+            one = {
+                "us": common.spread([1e6 * value for value in values[name]]),
+                "host_us": common.spread([1e6 * value for value in host[name]]),
+                "of_copy": common.spread(
+                    [bytes_ * count * numel / value / copy for value in values[name]]
+                ),
+            }
+            if peer in values:
+                pairs = zip(values[name], values[peer], strict=True)
+                one["of_peer"] = common.spread([a / b for a, b in pairs])
+            found[name] = one
+    return found
+
+
+def show(title: str, found: dict[str, Any]) -> None:
+    print(f"\n{title}")
+    rows = [
+        [
+            name,
+            f"{one['us']['median']:,.0f}",
+            f"{one['host_us']['median']:,.0f}",
+            f"{one['of_copy']['median']:.2f}",
+            "{median:.2f} ({q1:.2f}..{q3:.2f})".format(**one["of_peer"])
+            if "of_peer" in one
+            else "",
+            CASES[name][2],
+        ]
+        for name, one in found.items()
+    ]
+    common.print_table(["case", "GPU us", "host us", "x copy", "x peer", "peer"], rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--tiny", action="store_true", help="sizes that a CPU does at once")
+    parser.add_argument("--dry", action="store_true", help="on the CPU in the GPU's place")
+    parser.add_argument("--note", default="", help="kept in the JSON")
+    parser.add_argument("--json", nargs="?", const="gpu_optim.json", metavar="PATH")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    device = machine.open_device(args.dry)
+    names = [name for name in CASES if args.only in name]
+    copy = copy_rate(device, args.dry)
+    head = {
+        "benchmark": "gpu_optim",
+        "note": args.note,
+        "rounds": args.rounds,
+        "run": {**common.describe_run(), **device.describe()},
+        "copy_gbps": copy / 1e9,
+    }
+    sizes: dict[str, Any] = {}
+    for size, (count, numel) in (TINY if args.tiny else SIZES).items():
+        sizes[size] = measure(device, count, numel, names, args.rounds, copy)
+        show(
+            f"{size}: {count} x {numel:,} elements; a copy moves {copy / 1e9:,.0f} GB/s",
+            sizes[size],
+        )
+        if args.json is not None:
+            common.write_json(args.json, {**head, "sizes": sizes})
+
+
+if __name__ == "__main__":
+    main()
