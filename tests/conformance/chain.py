@@ -11,9 +11,12 @@ def linear(rows=3, columns=3, seed=0):
     return nn.Linear(columns, rows)
 
 
+def inputs_of(rank, seed=0):
+    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
+
+
 def inputs(lib, seed=0, requires_grad=False):
-    generator = torch.Generator().manual_seed(10 * seed + lib.rank)
-    return torch.randn(2, 3, generator=generator).requires_grad_(requires_grad)
+    return inputs_of(lib.rank, seed).requires_grad_(requires_grad)
 
 
 class Chain(nn.Module):

@@ -6,13 +6,18 @@ import dataclasses
 import importlib
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed.fsdp
 from torch import Tensor, nn
-from toys import PLACE, Block, clean, loss_of, tokens
+from torch.distributed.device_mesh import init_device_mesh
+from toys import PLACE, Block, clean, difference, loss_of, tokens
 
 PACKAGES = {"torch": "torch.distributed.fsdp", "fsdpc": "fsdpc"}
+# The cases of fully_shard state what torch 2.13 does; earlier releases lack methods and arguments.
+HAS_ROWS = hasattr(torch.distributed.fsdp, "DataParallelMeshDims")
 
 
 @dataclasses.dataclass
@@ -23,6 +28,7 @@ class Library:
     package: str
     rank: int
     world: int
+    made: dict[str, Any] = dataclasses.field(default_factory=dict)  # options of `units`
     caught: list[warnings.WarningMessage] = dataclasses.field(default_factory=list)
 
     @property
@@ -41,6 +47,36 @@ class Library:
         """One unit per module of the classes (default: Block), and the root's own."""
         policy = torch.distributed.fsdp.wrap.ModuleWrapPolicy(set(classes or (Block,)))
         return self.wrap(module, auto_wrap_policy=policy, **options)
+
+    # --- what a case of both interfaces calls: RowsLibrary has the same names --------------------
+
+    def units(self, module: nn.Module, *classes: type, **options: Any) -> Any:
+        """One unit per module of the classes (default: Block), and the root's own."""
+        return self.wrap_blocks(module, *classes, **self.made, **options)
+
+    def replicas(self) -> dict[str, Any]:
+        """Options of `units`: two replicas of two shards. Collective."""
+        strategy = torch.distributed.fsdp.ShardingStrategy.HYBRID_SHARD
+        return {"sharding_strategy": strategy, "device_mesh": init_device_mesh("cpu", (2, 2))}
+
+    def precision(self, **dtypes: torch.dtype) -> dict[str, Any]:
+        """Options of `units`: what parameters are computed with and gradients reduced in."""
+        return {"mixed_precision": torch.distributed.fsdp.MixedPrecision(**dtypes)}
+
+    def clip(self, model: Any, limit: float) -> Tensor:
+        """The total norm of all gradients, which are scaled down to the limit. Collective."""
+        return model.clip_grad_norm_(limit)
+
+    def values(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The whole values of a state dict. Collective."""
+        return dict(state)
+
+    def backward(self, model: Any, step: int = 0, micro: int = 0, sync: bool = True) -> Tensor:
+        """The loss of this rank's batch after its backward; without ``sync`` unreduced."""
+        with self.summing(model, sync):
+            loss = loss_of(model, self.batch(step, micro))
+            loss.backward()
+        return loss.detach()
 
     def warned(self, words: str = "") -> list[str]:
         """Categories of the warnings so far that contain the words, each once, sorted."""
@@ -67,17 +103,58 @@ class Library:
         """This rank's token ids."""
         return tokens(self.rank, step, micro)
 
-    def train(self, model: Any, steps: int = 2, **options: Any) -> dict[str, Any]:
+    def summing(self, model: Any, sync: bool) -> AbstractContextManager[None]:
+        """Around a backward whose gradients are summed over the ranks, or kept."""
+        return nullcontext() if sync else model.no_sync()
+
+    def gradients_after(self, model: Any, pattern: str = "1") -> dict[str, Any]:
+        """Gradients after a backward per letter; where one is "0", only those at "1" are summed."""
+        for micro, letter in enumerate(pattern):
+            if "0" in pattern:
+                self.backward(model, 0, micro, letter == "1")
+            else:
+                loss_of(model, self.batch(0, micro)).backward()
+        return self.gradients(model)
+
+    def check_gradients(self, model: Any, reference: Any) -> None:
+        """Against those of a `Reference`."""
+        text = difference(self.gradients(model), reference.gradients(), rtol=1e-5)
+        assert not text, f"gradients: {text}"
+
+    def full_after(
+        self,
+        model: Any,
+        loss: Callable[[int], Tensor] | None = None,
+        *,
+        count: int = 3,
+        optimizer: Any = None,
+    ) -> dict[str, Tensor]:
+        """Every parameter after steps of the optimizer (default: SGD) on ``loss(step)``."""
+        optimizer = optimizer or torch.optim.SGD(trainable(model), lr=0.1)
+        for step in range(count):
+            (loss(step) if loss else loss_of(model, self.batch(step))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return self.full(model)
+
+    def train(
+        self,
+        model: Any,
+        steps: int = 2,
+        *,
+        within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        set_to_none: bool = True,
+    ) -> dict[str, Any]:
         """Losses of a few AdamW steps on this rank's batches, and the parameters after them."""
-        params = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(params, lr=1e-2, eps=1e-3)
+        optimizer = torch.optim.AdamW(trainable(model), lr=1e-2, eps=1e-3)
         losses = []
         for step in range(steps):
-            loss = loss_of(model, self.batch(step))
+            with within():
+                loss = loss_of(model, self.batch(step))
             loss.backward()
             losses.append(loss.detach())
             optimizer.step()
-            optimizer.zero_grad(**options)
+            optimizer.zero_grad(set_to_none)
         return {"losses": losses, "parameters": self.full(model)}
 
     def full(self, model: Any) -> dict[str, Tensor]:
@@ -97,3 +174,7 @@ class Library:
             finally:
                 for p, value in saved:
                     p.copy_(value)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [p for p in model.parameters() if p.requires_grad]

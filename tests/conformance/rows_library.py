@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from library import Library
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from toys import Block, clean, loss_of, toy
 
@@ -43,12 +44,25 @@ class RowsLibrary(Library):
                 self.fully_shard(module, **options)
         return self.fully_shard(model, **options)
 
-    def backward(self, model: Any, step: int = 0, micro: int = 0, sync: bool = True) -> Tensor:
-        """The loss of this rank's batch after its backward; without ``sync`` unreduced."""
+    def summing(self, model: Any, sync: bool) -> AbstractContextManager[None]:
         model.set_requires_gradient_sync(sync)
-        loss = loss_of(model, self.batch(step, micro))
-        loss.backward()
-        return loss.detach()
+        return nullcontext()
+
+    def units(self, module: nn.Module, *classes: type, **options: Any) -> Any:
+        return self.shard_blocks(module, *classes, **options)
+
+    def replicas(self) -> dict[str, Any]:
+        return {"mesh": self.mesh(2, 2)}
+
+    def precision(self, **dtypes: torch.dtype) -> dict[str, Any]:
+        return {"mp_policy": MixedPrecisionPolicy(**dtypes)}
+
+    def clip(self, model: Any, limit: float) -> Tensor:
+        self.resharded(model)
+        return whole(nn.utils.clip_grad_norm_(model.parameters(), limit))
+
+    def values(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: whole(value) for name, value in state.items()}
 
     def resharded(self, model: nn.Module) -> None:
         for module in model.modules():
@@ -67,21 +81,6 @@ class RowsLibrary(Library):
             clean(n): None if p.grad is None else whole(p.grad) for n, p in model.named_parameters()
         }
 
-    def train(self, model: Any, steps: int = 2, **options: Any) -> dict[str, Any]:
-        """Losses of a few AdamW steps on this rank's batches, and the parameters after them."""
-        amp = options.pop("within", nullcontext)
-        params = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(params, lr=1e-2, eps=1e-3, **options)
-        losses = []
-        for step in range(steps):
-            with amp():
-                loss = loss_of(model, self.batch(step))
-            loss.backward()
-            losses.append(loss.detach())
-            optimizer.step()
-            optimizer.zero_grad()
-        return {"losses": losses, "parameters": self.full(model)}
-
 
 def whole(value: Tensor) -> Tensor:
     """A copy of all values. Collective for a DTensor."""
@@ -89,9 +88,9 @@ def whole(value: Tensor) -> Tensor:
     return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
 
 
-def linear(rows=5, columns=3):
-    torch.manual_seed(0)
-    return nn.Linear(columns, rows)
+def linear(rows=5, columns=3, seed=0, **options):
+    torch.manual_seed(seed)
+    return nn.Linear(columns, rows, **options)
 
 
 def trained(lib, seed=0, steps=2, optimizer=True, **options):
@@ -111,3 +110,8 @@ def wholes(state):
     if isinstance(state, list):
         return [wholes(value) for value in state]
     return whole(state) if isinstance(state, torch.Tensor) else state
+
+
+def shown(model):
+    """What the modules show now: names of sharded parameters."""
+    return [n for n, p in model.named_parameters() if isinstance(p, DTensor)]

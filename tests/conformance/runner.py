@@ -38,9 +38,8 @@ def run_cases(
     with open(os.path.join(folder, f"rank{rank}"), "wb") as file_out:
         for name in names:
             torch.manual_seed(0)
-            record = run_case(
-                cases, cases.cases[name], cases.library(library, PACKAGES[library], rank, world)
-            )
+            lib = cases.library_of(name, library, PACKAGES[library], rank, world)
+            record = run_case(cases, cases.cases[name], lib)
             pickle.dump((name, vars(record)), file_out)
             gc.collect()
             stated = is_stated(record, getattr(cases.cases[name], library))

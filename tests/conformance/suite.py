@@ -17,6 +17,9 @@ torch's class behaves as stated, and fsdpc's outcome is equal on every rank. Whe
 (`fsdpc=raises(...)`), the failure must be observed, and the pair goes into the table that
 `conftest.py` prints at the end.
 
+A case with `doors=DOORS` is asked of both interfaces: of FullyShardedDataParallel with flat and
+with original parameters, and of fully_shard.
+
 All cases of a module that need the same number of ranks run in one set of ranks per library, one
 after the other. A case that kills or stops its ranks ends the set; those after it get a new one.
 """
@@ -33,9 +36,10 @@ from typing import Any
 import harness
 import pytest
 from compare import difference
-from library import Library
+from library import HAS_ROWS, Library
 from outcome import WORKS, Expected, Record
 from runner import LEFT, read_records, run_cases
+from torch.distributed.fsdp import ShardingStrategy
 
 
 @dataclasses.dataclass
@@ -53,6 +57,16 @@ class Case:
     alone: float
     fsdpc_does: str
     env: dict[str, str]
+    door: str  # of DOORS, or "" for the interface of the module
+
+
+# The values of many axes.
+BOTH = [True, False]
+S = ShardingStrategy
+SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
+HYBRIDS = [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]
+
+DOORS = ("flat", "original", *(["rows"] if HAS_ROWS else []))
 
 
 class Cases:
@@ -86,6 +100,7 @@ class Cases:
         alone: float = 0.0,
         env: dict[str, str] | None = None,
         over: dict[str, Sequence[Any]] | None = None,
+        doors: Sequence[str] = ("",),
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Registers a function as a case, or as one per combination of `over`.
 
@@ -97,8 +112,8 @@ class Cases:
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             both = Expected("raises", raises.__name__, words) if raises else None
             self.functions[function.__name__] = function
-            for row in rows(over or {}):
-                tail = "".join(f"-{label(value)}" for value in row.values())
+            for door, row in itertools.product(doors, rows(over or {})):
+                tail = "".join(f"-{label(v)}" for v in (*([door] if door else []), *row.values()))
                 name = function.__name__ + tail
                 assert name not in self.cases, f"two cases are called {name}"
                 self.cases[name] = Case(
@@ -113,6 +128,7 @@ class Cases:
                     alone,
                     fsdpc_does,
                     dict(env or {}),
+                    door,
                 )
             return function
 
@@ -148,7 +164,8 @@ class Cases:
     def case_of(self, name: str) -> tuple[str, dict[str, str]]:
         """A case's function, and its row of that function's axes."""
         case = self.cases[name]
-        return case.function, {axis: label(value) for axis, value in case.arguments.items()}
+        axes = {**case.arguments, **({"door": case.door} if case.door else {})}
+        return case.function, {axis: label(value) for axis, value in axes.items()}
 
     def check(self, name: str, library: str, records: list[Record]) -> None:
         """The stated outcome: a value or an exception on all ranks; what goes wrong, hangs or dies
@@ -160,6 +177,15 @@ class Cases:
         some = kinds & {"hangs", "dies", "wrong"} and "value" not in kinds
         story = "\n".join(f"rank {i}: {record.full()}" for i, record in enumerate(records))
         assert any(met) if some else all(met), f"expected {allowed} of {library}, but\n{story}"
+
+    def library_of(self, name: str, *about: Any) -> Library:
+        """What the case's function gets; `about`: the first fields of a `Library`."""
+        door = self.cases[name].door
+        if door == "rows":
+            from rows_library import RowsLibrary
+
+            return RowsLibrary(*about)
+        return self.library(*about, made={"use_orig_params": True} if door == "original" else {})
 
     # --- running -----------------------------------------------------------------------------
 

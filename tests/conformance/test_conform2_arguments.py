@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from outcome import raises
-from rows_library import RowsLibrary, whole
+from rows_library import RowsLibrary, linear, whole
 from suite import Cases
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -19,11 +19,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from toys import Block, loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-
-def linear(rows=5, columns=3, seed=0):
-    torch.manual_seed(seed)
-    return nn.Linear(columns, rows)
 
 
 # --- the module ----------------------------------------------------------------------------------
@@ -266,8 +261,7 @@ def training_with_replicas(lib, shape):
 def a_dimension_of_a_larger_mesh(lib):
     """Two separate trainings, one per row of a 2-D mesh."""
     mesh = lib.mesh(2, 2)
-    model = lib.shard_blocks(toy(), mesh=mesh["shard"])
-    return lib.train(model)
+    return lib.train(lib.shard_blocks(toy(), mesh=mesh["shard"]))
 
 
 @case(world=4)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rows_library import RowsLibrary, linear, trained, wholes
-from suite import Cases
+from suite import BOTH, Cases
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -22,8 +22,6 @@ from torch.distributed.checkpoint.state_dict import (
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
 
 
 def folder_of_rank_0():

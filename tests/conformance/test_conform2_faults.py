@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from chain import inputs_of as inputs
+from chain import linear
 from outcome import HANGS, any_of, dies, raises, wrong
 from rows_library import RowsLibrary
 from suite import Cases
@@ -12,15 +14,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from toys import Reference, loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-
-def linear(rows=3, columns=3, seed=0):
-    torch.manual_seed(seed)
-    return nn.Linear(columns, rows)
-
-
-def inputs(rank, seed=0):
-    return torch.randn(2, 3, generator=torch.Generator().manual_seed(10 * seed + rank))
 
 
 def close(got, expected, what):
@@ -240,28 +233,6 @@ def random_values_of_shards(lib, how):
         model.reset_parameters() if how == "reset_parameters" else model.weight.normal_()
     full = lib.full(model)["weight"]
     different(full[:2], full[2:])
-
-
-# --- precision -----------------------------------------------------------------------------------
-
-
-@case(world=4, torch=wrong("elements"), fsdpc_does="adds in fp32 and rounds once")
-def the_mean_of_bf16_gradients(lib):
-    """the mean over four ranks of gradients in bfloat16"""
-    policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
-    torch.manual_seed(0)
-    model = nn.Linear(64, 64, bias=False)
-    lib.fully_shard(model, mp_policy=policy)
-    grads = [
-        torch.randn(64, 64, generator=torch.Generator().manual_seed(r)).bfloat16().float()
-        for r in range(lib.world)
-    ]
-    x = torch.eye(64)
-    (model(x) * grads[lib.rank].t()).sum().backward()
-    got = lib.gradients(model)["weight"]
-    mean = sum(g.double() for g in grads) / lib.world
-    far = int(((got.double() - mean).abs() > mean.abs() * 2.0**-8 * 1.01).sum())
-    assert far == 0, f"{far} of {got.numel()} elements differ by more than one rounding"
 
 
 # --- different models ----------------------------------------------------------------------------

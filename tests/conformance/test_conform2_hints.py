@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 import torch.distributed as dist
 from outcome import raises
-from rows_library import RowsLibrary
-from suite import Cases
-from torch import nn
-from torch.distributed.tensor import DTensor
+from rows_library import RowsLibrary, linear, shown
+from suite import BOTH, Cases
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
-
-
-def linear(rows=5, columns=3):
-    torch.manual_seed(0)
-    return nn.Linear(columns, rows)
-
-
-def shown(model):
-    """What the modules show now: names of sharded parameters."""
-    return [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
 
 
 # --- factors -------------------------------------------------------------------------------------
@@ -37,8 +25,7 @@ def divide_factors(lib, factor, name):
         if isinstance(module, lib.FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
             getattr(module, f"set_{name}_divide_factor")(factor)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(model)
 
 
 @case()
@@ -47,8 +34,7 @@ def the_divide_factor_of_one_unit(lib):
     block = model.blocks[1]
     block.set_force_sum_reduction_for_comms(True)
     block.set_gradient_divide_factor(1.0)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(model)
 
 
 @case(world=4, over={"factor": [1.0, 4.0, 16.0]})
@@ -56,8 +42,7 @@ def divide_factors_with_replicas(lib, factor):
     model = lib.fully_shard(toy(), mesh=lib.mesh(2, 2))
     model.set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(factor)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(model)
 
 
 @case()
@@ -77,23 +62,7 @@ def a_divide_factor_with_accumulation(lib):
     model = lib.fully_shard(toy())
     model.set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(3.0)
-    for micro in range(2):
-        lib.backward(model, 0, micro, micro == 1)
-    return lib.gradients(model)
-
-
-@case(over={"value": BOTH})
-def sums_on_the_wire(lib, value):
-    model = lib.fully_shard(toy())
-    model.set_force_sum_reduction_for_comms(value)
-    return lib.train(model)
-
-
-@case(over={"value": BOTH, "recurse": BOTH})
-def reduce_scatter_of_unused_parameters(lib, value, recurse):
-    model = lib.shard_blocks(toy())
-    model.set_reduce_scatter_unused_params(value, recurse=recurse)
-    return lib.train(model)
+    return lib.gradients_after(model, "01")
 
 
 # --- hints ---------------------------------------------------------------------------------------
@@ -125,11 +94,25 @@ def prefetching_in_the_wrong_order(lib, direction):
     return lib.train(model)
 
 
-@case(over={"count": [1, 2, 5], "recurse": BOTH})
-def reductions_in_flight(lib, count, recurse):
-    model = lib.shard_blocks(toy())
-    model.set_reduce_scatter_max_input_buffers(count, recurse=recurse)
-    return lib.train(model)
+EITHER = [{"recurse": True}, {"recurse": False}]
+# What set_NAME is called with.
+SETTERS = {
+    "force_sum_reduction_for_comms": (BOTH, [{}]),
+    "allocate_memory_from_process_group_for_comm": (BOTH, [{}]),
+    "reduce_scatter_unused_params": (BOTH, EITHER),
+    "reduce_scatter_max_input_buffers": ([1, 2, 5], EITHER),
+    "separate_reduce_scatter_group": (BOTH, EITHER),
+}
+
+
+@case(over={"name": list(SETTERS)})
+def setters_that_change_no_result(lib, name):
+    found = []
+    for value, options in itertools.product(*SETTERS[name]):
+        model = lib.shard_blocks(toy())
+        getattr(model, f"set_{name}")(value, **options)
+        found.append(lib.train(model))
+    return found
 
 
 @case(raises=TypeError, words="must be an int", over={"value": [1.5, "2", None]})
@@ -140,20 +123,6 @@ def reductions_in_flight_of_another_type(lib, value):
 @case(raises=ValueError, words="must be a positive int", over={"value": [0, -1]})
 def reductions_in_flight_below_one(lib, value):
     lib.fully_shard(linear()).set_reduce_scatter_max_input_buffers(value)
-
-
-@case(over={"enable": BOTH, "recurse": BOTH})
-def a_group_for_reductions(lib, enable, recurse):
-    model = lib.shard_blocks(toy())
-    model.set_separate_reduce_scatter_group(enable, recurse=recurse)
-    return lib.train(model)
-
-
-@case(over={"enable": BOTH})
-def memory_of_the_process_group(lib, enable):
-    model = lib.fully_shard(toy())
-    model.set_allocate_memory_from_process_group_for_comm(enable)
-    return lib.train(model)
 
 
 @case()
@@ -271,9 +240,7 @@ def converting_by_name(lib, name):
 
 @case(rtol=2e-2)
 def training_after_a_conversion(lib):
-    model = lib.shard_blocks(toy()).to(torch.bfloat16)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(lib.shard_blocks(toy()).to(torch.bfloat16))
 
 
 @case(over={"call": ["cpu", "to"]})
@@ -296,15 +263,6 @@ def moving_between_steps(lib):
 def freezing_the_whole_model(lib, value):
     model = lib.shard_blocks(toy()).requires_grad_(value)
     return [p.requires_grad for p in model.parameters()], model(lib.batch()).requires_grad
-
-
-@case(over={"none": BOTH})
-def zeroing_gradients(lib, none):
-    model = lib.shard_blocks(toy())
-    loss_of(model, lib.batch()).backward()
-    model.zero_grad(set_to_none=none)
-    lib.resharded(model)
-    return lib.gradients(model)
 
 
 test_torch, test_fsdpc = case.tests()

@@ -6,13 +6,11 @@ import torch
 from chain import Chain, chain, inputs, linear
 from outcome import raises
 from rows_library import RowsLibrary
-from suite import Cases
+from suite import BOTH, Cases
 from torch import nn
 from toys import Block, Reference, check_equal, loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
 
 
 def check_training(lib, model, steps=3):
@@ -59,12 +57,8 @@ def orders_of_units(lib, order):
 @case()
 def orders_that_change_between_steps(lib):
     model = chain(lib)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, order in enumerate([(0, 1, 2), (2, 0), (1,), (0, 1, 2), (2, 1, 0, 0)]):
-        model(inputs(lib, step), order).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+    orders = [(0, 1, 2), (2, 0), (1,), (0, 1, 2), (2, 1, 0, 0)]
+    return lib.full_after(model, lambda step: model(inputs(lib, step), orders[step]).sum(), count=5)
 
 
 @case(over={"first": [(0, 1, 2), (1, 0)], "second": [(0, 1, 2), (2,)]})
@@ -156,13 +150,6 @@ def losses_of_parts_of_one_forward(lib):
 
 
 @case()
-def inputs_that_need_gradients(lib):
-    model, x = chain(lib), inputs(lib, requires_grad=True)
-    model(x).sum().backward()
-    return x.grad, lib.gradients(model)
-
-
-@case()
 def a_unit_called_after_the_root(lib):
     model = chain(lib)
     out = model(inputs(lib))
@@ -238,23 +225,23 @@ def parameters_that_no_rank_uses(lib, inner):
 def weight_decay_of_unused_parameters(lib):
     """Without a gradient they do not move."""
     model = lib.fully_shard(Optional())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    for step in range(2):
-        model(inputs(lib, step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+    return lib.full_after(
+        model,
+        lambda step: model(inputs(lib, step)).sum(),
+        count=2,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
+    )
 
 
 @case()
 def parameters_used_in_some_steps(lib):
     model = lib.fully_shard(Optional())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3, weight_decay=0.5)
-    for step in range(4):
-        model(inputs(lib, step), both=step % 2 == 1).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+    return lib.full_after(
+        model,
+        lambda step: model(inputs(lib, step), both=step % 2 == 1).sum(),
+        count=4,
+        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1, eps=1e-3, weight_decay=0.5),
+    )
 
 
 @case(over={"frozen": ["blocks.0", "embed", "head", "blocks"], "reshard": [None, True]})

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import torch
 from outcome import raises, wrong
-from rows_library import RowsLibrary
-from suite import Cases
+from rows_library import RowsLibrary, linear, shown
+from suite import BOTH, Cases
 from torch import nn
-from torch.distributed.tensor import DTensor
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
-
-
-def linear(rows=5, columns=3):
-    torch.manual_seed(0)
-    return nn.Linear(columns, rows)
-
-
-def shown(model):
-    """What the modules show now: names of sharded parameters."""
-    return [n for n, p in model.named_parameters() if isinstance(p, DTensor)]
 
 
 # --- unshard and reshard -------------------------------------------------------------------------
@@ -79,15 +66,14 @@ def unsharding_without_waiting(lib):
 @case(over={"times": [1, 2]})
 def unsharding_ahead_of_forward(lib, times):
     model = lib.shard_blocks(toy())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
+
+    def loss(step):
         for _ in range(times):
             for block in model.blocks:
                 block.unshard(async_op=True)
-        loss_of(model, lib.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+        return loss_of(model, lib.batch(step))
+
+    return lib.full_after(model, loss)
 
 
 @case()
@@ -153,14 +139,6 @@ def forward_in_an_unsharded_model(lib):
 
 
 # --- when gradients are reduced ------------------------------------------------------------------
-
-
-@case(over={"pattern": ["01", "001", "0101", "1001", "0011", "1101", "0110"]})
-def passes_with_and_without_sync(lib, pattern):
-    model = lib.shard_blocks(toy())
-    for micro, sync in enumerate(pattern):
-        lib.backward(model, 0, micro, sync == "1")
-    return lib.gradients(model) if pattern[-1] == "1" else None
 
 
 @case(over={"strategy": [None, True, False]})
@@ -320,17 +298,6 @@ def a_synchronised_pass_that_skips_a_unit(lib):
     return lib.gradients(model)
 
 
-@case(over={"precision": [torch.bfloat16, torch.float16]}, rtol=2e-2)
-def accumulation_in_low_precision(lib, precision):
-    policy = torch.distributed.fsdp.MixedPrecisionPolicy(
-        param_dtype=precision, reduce_dtype=torch.float32
-    )
-    model = lib.shard_blocks(toy(), mp_policy=policy)
-    for micro in range(3):
-        lib.backward(model, 0, micro, micro == 2)
-    return lib.gradients(model)
-
-
 @case(over={"last": BOTH})
 def is_last_backward(lib, last):
     model = lib.shard_blocks(toy())
@@ -374,10 +341,7 @@ def reduction_over_replicas_never_shows_partial_sums(lib):
 
 @case(world=4)
 def accumulation_with_replicas(lib):
-    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
-    for micro in range(3):
-        lib.backward(model, 0, micro, micro == 2)
-    return lib.gradients(model)
+    return lib.gradients_after(lib.shard_blocks(toy(), mesh=lib.mesh(2, 2)), "001")
 
 
 @case()
@@ -385,8 +349,7 @@ def requires_all_reduce_without_replicas(lib):
     """No effect on a 1-D mesh."""
     model = lib.shard_blocks(toy())
     model.set_requires_all_reduce(False)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(model)
 
 
 # --- what stays gathered -------------------------------------------------------------------------
@@ -413,9 +376,7 @@ def reshard_after_backward(lib, value, recurse):
     """Between the micro-batches of a step."""
     model = lib.shard_blocks(toy())
     model.set_reshard_after_backward(value, recurse=recurse)
-    for micro in range(2):
-        lib.backward(model, 0, micro, micro == 1)
-    return lib.gradients(model)
+    return lib.gradients_after(model, "01")
 
 
 @case(over={"value": BOTH})

@@ -6,20 +6,13 @@ import math
 
 import torch
 from outcome import HANGS, any_of, raises, wrong
-from rows_library import RowsLibrary, whole
-from suite import Cases
+from rows_library import RowsLibrary, linear, whole
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.tensor import DTensor
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
-
-
-def linear(rows=5, columns=3):
-    torch.manual_seed(0)
-    return nn.Linear(columns, rows)
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -38,19 +31,13 @@ OPTIMIZERS = {
 }
 
 
-def trained(lib, model, optimizer, steps=3):
-    for step in range(steps):
-        loss_of(model, lib.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
-
-
 @case(over={"name": list(OPTIMIZERS), "foreach": BOTH}, rtol=1e-4)
 def optimizers(lib, name, foreach):
     model = lib.shard_blocks(toy())
     kind = getattr(torch.optim, name)
-    return trained(lib, model, kind(model.parameters(), foreach=foreach, **OPTIMIZERS[name]))
+    return lib.full_after(
+        model, optimizer=kind(model.parameters(), foreach=foreach, **OPTIMIZERS[name])
+    )
 
 
 @case(
@@ -62,7 +49,7 @@ def fused_optimizers_that_dtensor_does_not_know(lib, name):
     """fused=True of SGD and Adagrad"""
     model = lib.shard_blocks(toy())
     kind = getattr(torch.optim, name)
-    return trained(lib, model, kind(model.parameters(), fused=True, lr=1e-2))
+    return lib.full_after(model, optimizer=kind(model.parameters(), fused=True, lr=1e-2))
 
 
 @case()
@@ -81,7 +68,7 @@ def a_step_that_hooks_watch(lib):
 
     optimizer.register_step_pre_hook(look)
     optimizer.register_step_post_hook(look)
-    trained(lib, model, optimizer, steps=2)
+    lib.full_after(model, optimizer=optimizer, count=2)
     return seen
 
 
@@ -114,14 +101,14 @@ def an_optimizer_of_the_users_class(lib):
             return result
 
     model = lib.shard_blocks(toy())
-    return trained(lib, model, Watching(model.parameters(), eps=1e-3), steps=1), seen
+    return lib.full_after(model, optimizer=Watching(model.parameters(), eps=1e-3), count=1), seen
 
 
 @case(over={"name": ["Adam", "AdamW"]}, rtol=1e-4)
 def fused_optimizers(lib, name):
     model = lib.shard_blocks(toy())
     kind = getattr(torch.optim, name)
-    return trained(lib, model, kind(model.parameters(), fused=True, **OPTIMIZERS[name]))
+    return lib.full_after(model, optimizer=kind(model.parameters(), fused=True, **OPTIMIZERS[name]))
 
 
 @case(over={"amsgrad": BOTH, "maximize": BOTH})
@@ -130,7 +117,7 @@ def variants_of_adam(lib, amsgrad, maximize):
     optimizer = torch.optim.Adam(
         model.parameters(), lr=1e-2, eps=1e-3, amsgrad=amsgrad, maximize=maximize
     )
-    return trained(lib, model, optimizer)
+    return lib.full_after(model, optimizer=optimizer)
 
 
 @case(over={"fused": BOTH})
@@ -143,15 +130,6 @@ def states_of_an_optimizer(lib, fused):
         {key: (type(v).__name__, tuple(v.shape), str(v.dtype)) for key, v in state.items()}
         for state in optimizer.state.values()
     ]
-
-
-@case()
-def groups_of_parameters(lib):
-    model = lib.shard_blocks(toy())
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "lr": 0.01}]
-    return trained(lib, model, torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, weight_decay=0.0))
 
 
 @case(over={"kind": ["LambdaLR", "OneCycleLR", "CosineAnnealingLR"]})
@@ -297,14 +275,6 @@ def gradients_of_shards_by_autograd(lib):
     assert all(grad is not None for grad in found)
 
 
-@case()
-def gradients_of_inputs_by_autograd(lib):
-    model = lib.fully_shard(nn.Sequential(linear(3, 3), nn.Tanh()))
-    x = torch.ones(2, 3, requires_grad=True)
-    (grad,) = torch.autograd.grad(model(x).sum(), [x])
-    return grad
-
-
 # --- clipping ------------------------------------------------------------------------------------
 
 
@@ -315,15 +285,6 @@ def clipping(lib, norm, limit, foreach):
     lib.resharded(model)
     total = nn.utils.clip_grad_norm_(model.parameters(), limit, norm_type=norm, foreach=foreach)
     return type(total).__name__, whole(total), lib.gradients(model)
-
-
-@case(world=4)
-def clipping_with_replicas(lib):
-    model = lib.shard_blocks(toy(), mesh=lib.mesh(2, 2))
-    loss_of(model, lib.batch()).backward()
-    lib.resharded(model)
-    total = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    return whole(total), lib.gradients(model)
 
 
 @case(world=4)
@@ -351,18 +312,6 @@ def the_largest_gradient_with_empty_shards(lib):
 
 
 @case()
-def the_norm_of_the_unsharded_model(lib):
-    model, reference = lib.shard_blocks(toy()), toy()
-    batch = torch.arange(10).reshape(2, 5)
-    loss_of(model, batch).backward()
-    loss_of(reference, batch).backward()
-    lib.resharded(model)
-    norm = whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1))
-    assert torch.allclose(norm, nn.utils.clip_grad_norm_(reference.parameters(), 0.1))
-    return norm
-
-
-@case()
 def clipping_values(lib):
     model = lib.shard_blocks(toy())
     loss_of(model, lib.batch()).backward()
@@ -377,19 +326,6 @@ def the_norm_without_clipping(lib):
     loss_of(model, lib.batch()).backward()
     lib.resharded(model)
     return whole(nn.utils.get_total_norm([p.grad for p in model.parameters()]))
-
-
-@case()
-def clipping_in_training(lib):
-    model = lib.shard_blocks(toy())
-    params = list(model.parameters())
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    for step in range(3):
-        loss_of(model, lib.batch(step)).backward()
-        nn.utils.clip_grad_norm_(params, 0.2)
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
 
 
 @case(raises=RuntimeError, words="non-finite", over={"value": [math.inf, math.nan]})

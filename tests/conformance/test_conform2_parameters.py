@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import torch
 from outcome import wrong
-from rows_library import RowsLibrary, whole
-from suite import Cases
+from rows_library import RowsLibrary, linear, whole
+from suite import BOTH, Cases
 from torch import nn
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
-
-
-def linear(rows=5, columns=3):
-    torch.manual_seed(0)
-    return nn.Linear(columns, rows)
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -88,23 +81,6 @@ def gradients_are_distributed_like_parameters(lib, wide):
         (str(p.grad.placements), p.grad.device_mesh == p.device_mesh, p.grad.to_local().shape)
         for p in model.parameters()
     ]
-
-
-@case()
-def gradients_add_up_over_backwards(lib):
-    model = lib.shard_blocks(toy())
-    for micro in range(3):
-        loss_of(model, lib.batch(0, micro)).backward()
-    return lib.gradients(model)
-
-
-@case(over={"none": BOTH})
-def gradients_after_zero_grad(lib, none):
-    model = lib.shard_blocks(toy())
-    for step in range(2):
-        model.zero_grad(set_to_none=none)
-        loss_of(model, lib.batch(step)).backward()
-    return lib.gradients(model)
 
 
 @case()

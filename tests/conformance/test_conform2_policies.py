@@ -6,30 +6,22 @@ import dataclasses
 
 import torch
 from outcome import any_of, raises
-from rows_library import RowsLibrary
-from suite import Cases
+from rows_library import RowsLibrary, linear
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary, rtol=2e-2)
 
-BOTH = [True, False]
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 DTYPES = [None, BF16, FP16, FP32]
-
-
-def linear(rows=5, columns=3, dtype=FP32):
-    torch.manual_seed(0)
-    return nn.Linear(columns, rows, dtype=dtype)
 
 
 @case(over={"param": DTYPES, "reduce": DTYPES})
 def gradients_of_a_policy(lib, param, reduce):
     policy = MixedPrecisionPolicy(param_dtype=param, reduce_dtype=reduce)
-    model = lib.shard_blocks(toy(), mp_policy=policy)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(lib.shard_blocks(toy(), mp_policy=policy))
 
 
 @case(over={"param": [BF16, FP16], "reduce": [None, FP32], "reshard": [None, True, False]})
@@ -42,17 +34,13 @@ def training_under_a_policy(lib, param, reduce, reshard):
 @case(over={"stored": [BF16, FP16, FP64], "reduce": [None, FP32]})
 def models_of_other_dtypes(lib, stored, reduce):
     policy = MixedPrecisionPolicy(reduce_dtype=reduce)
-    model = lib.shard_blocks(toy(dtype=stored), mp_policy=policy)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(lib.shard_blocks(toy(dtype=stored), mp_policy=policy))
 
 
 @case(world=4, over={"reduce": [None, FP32]})
 def replicas_under_a_policy(lib, reduce):
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce)
-    model = lib.shard_blocks(toy(), mp_policy=policy, mesh=lib.mesh(2, 2))
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(lib.shard_blocks(toy(), mp_policy=policy, mesh=lib.mesh(2, 2)))
 
 
 @case(over={"output": DTYPES, "param": [None, BF16]})
@@ -99,8 +87,7 @@ def policies_that_differ_between_units(lib, where):
             block.register_forward_pre_hook(lambda m, args: (args[0].float(),), prepend=True)
             block.register_forward_hook(lambda m, args, out: out.to(BF16))
     lib.fully_shard(model, **({"mp_policy": low} if where == "root" else {}))
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(model)
 
 
 @case()
@@ -112,8 +99,7 @@ def norms_kept_in_full_precision(lib):
         if isinstance(module, nn.LayerNorm):
             lib.fully_shard(module, mp_policy=full)
     lib.shard_blocks(model, mp_policy=low)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(model)
 
 
 @case()
@@ -181,8 +167,7 @@ def a_model_converted_around_sharding(lib, when):
     lib.fully_shard(model, mp_policy=policy)
     if when == "after":
         model = model.to(BF16)
-    loss_of(model, lib.batch()).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(model)
 
 
 @case(over={"which": ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]})
@@ -196,7 +181,7 @@ def fields_of_a_policy(lib, which):
 
 @case()
 def frozen_parameters_of_several_dtypes(lib):
-    model = nn.Sequential(linear(3, 3, BF16), linear(3, 3)).requires_grad_(False)
+    model = nn.Sequential(linear(3, 3, dtype=BF16), linear(3, 3)).requires_grad_(False)
     model[0].register_forward_hook(lambda m, args, out: out.float())
     model[0].register_forward_pre_hook(lambda m, args: (args[0].bfloat16(),))
     lib.fully_shard(model)
@@ -208,10 +193,10 @@ def frozen_parameters_of_several_dtypes(lib):
     fsdpc_does="trains parameters of several dtypes in one unit",
 )
 def trainable_parameters_of_several_dtypes(lib):
-    model = nn.Sequential(linear(3, 3, BF16), linear(3, 3))
+    model = nn.Sequential(linear(3, 3, dtype=BF16), linear(3, 3))
     model[0].register_forward_hook(lambda m, args, out: out.float())
     model[0].register_forward_pre_hook(lambda m, args: (args[0].bfloat16(),))
-    reference = [linear(3, 3, BF16), linear(3, 3)]
+    reference = [linear(3, 3, dtype=BF16), linear(3, 3)]
     lib.fully_shard(model)
     model(torch.ones(1, 3)).sum().backward()
     reference[1](reference[0](torch.ones(1, 3, dtype=BF16)).float()).sum().backward()

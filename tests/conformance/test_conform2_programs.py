@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from outcome import raises
 from rows_library import RowsLibrary, whole
-from suite import Cases
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.tensor import DTensor
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
 
 
 def linear(rows=4, columns=4, seed=0, **options):
@@ -28,15 +26,8 @@ def inputs(lib, seed=0):
     return torch.randn(2, 4, generator=generator)
 
 
-def steps(lib, model, loss, count=3):
-    """A few steps of SGD on loss(model, step)."""
-    params = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    for step in range(count):
-        loss(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+def squares(lib, model):
+    return lib.full_after(model, lambda step: model(inputs(lib, step)).square().mean())
 
 
 # --- adapters ------------------------------------------------------------------------------------
@@ -66,13 +57,13 @@ def adapters(lib, dtype, own):
             lib.fully_shard(part.base)
         lib.fully_shard(part)
     lib.fully_shard(model)
-    return steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+    return squares(lib, model)
 
 
 @case()
 def only_the_adapters_are_saved(lib):
     model = lib.fully_shard(nn.Sequential(Adapted(), nn.Tanh(), Adapted()))
-    steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+    squares(lib, model)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
     return {n: whole(v) for n, v in model.state_dict().items() if n in trained}
 
@@ -84,10 +75,10 @@ def training_the_head_then_everything(lib):
     for p in model.parameters():
         p.requires_grad_(False)
     model.head.requires_grad_(True)
-    first = steps(lib, model, lambda m, step: loss_of(m, lib.batch(step)), 2)
+    first = lib.full_after(model, count=2)
     for p in model.parameters():
         p.requires_grad_(True)
-    return first, steps(lib, model, lambda m, step: loss_of(m, lib.batch(step)), 2)
+    return first, lib.full_after(model, count=2)
 
 
 # --- gradients of inputs -------------------------------------------------------------------------
@@ -100,12 +91,12 @@ def an_adversarial_step(lib):
     lib.fully_shard(model[0])
     lib.fully_shard(model)
 
-    def loss(m, step):
+    def loss(step):
         x = inputs(lib, step).requires_grad_()
-        (grad,) = torch.autograd.grad(m(x).square().sum(), [x])
-        return m((x + 0.1 * grad.sign()).detach()).square().mean()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), [x])
+        return model((x + 0.1 * grad.sign()).detach()).square().mean()
 
-    return steps(lib, model, loss)
+    return lib.full_after(model, loss)
 
 
 @case()
@@ -225,7 +216,7 @@ def parametrisations(lib, name):
     getattr(nn.utils.parametrizations, name)(model[0])
     lib.fully_shard(model[0])
     lib.fully_shard(model)
-    return steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+    return squares(lib, model)
 
 
 @case(over={"layer": ["MultiheadAttention", "GRU", "EmbeddingBag", "GroupNorm", "PReLU"]})
@@ -263,7 +254,7 @@ def a_mixture_of_experts(lib):
     for expert in model.experts:
         lib.fully_shard(expert)
     lib.fully_shard(model)
-    return steps(lib, model, lambda m, step: m(inputs(lib, step)).square().mean())
+    return squares(lib, model)
 
 
 @case()
@@ -432,12 +423,11 @@ def a_root_added_after_training(lib):
 def the_learning_rate_as_a_tensor(lib):
     model = lib.shard_blocks(toy())
     params = list(model.parameters())
-    optimizer = torch.optim.AdamW(params, lr=torch.tensor(1e-2), eps=1e-3, foreach=False)
-    for step in range(2):
-        loss_of(model, lib.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+    return lib.full_after(
+        model,
+        count=2,
+        optimizer=torch.optim.AdamW(params, lr=torch.tensor(1e-2), eps=1e-3, foreach=False),
+    )
 
 
 @case()

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import torch
 from rows_library import RowsLibrary, linear, trained, wholes
-from suite import Cases
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
-from toys import loss_of, toy
+from toys import toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
-
-BOTH = [True, False]
 
 
 # --- state_dict ----------------------------------------------------------------------------------
@@ -30,14 +28,8 @@ def values_of_state_dict(lib, when):
         lib.train(model, 1)
     state = model.state_dict()
     kinds = {type(v).__name__ for v in state.values()}
-    return [*state], kinds, wholes(state)
-
-
-@case(over={"keep": BOTH, "prefix": ["", "model."]})
-def arguments_of_state_dict(lib, keep, prefix):
-    model = lib.shard_blocks(toy())
-    state = model.state_dict(keep_vars=keep, prefix=prefix)
-    return [*state], [v.requires_grad for v in state.values()]
+    kept = [v.requires_grad for v in model.state_dict(keep_vars=True).values()]
+    return [*state], kinds, wholes(state), kept
 
 
 @case()
@@ -60,25 +52,11 @@ def a_cloned_state_dict_is_a_snapshot(lib):
 
 
 @case()
-def state_dict_of_an_inner_unit(lib):
-    model = lib.shard_blocks(toy())
-    return wholes(model.blocks[0].state_dict())
-
-
-@case()
 def state_dict_with_buffers(lib):
     model = lib.fully_shard(nn.Sequential(nn.BatchNorm1d(3), linear(3, 3)))
     model(torch.ones(2, 3) + lib.rank)
     state = model.state_dict()
     return {k: type(v).__name__ for k, v in state.items()}
-
-
-@case()
-def state_dict_with_tied_weights(lib):
-    model = toy()
-    model.head.weight = model.embed.weight
-    lib.fully_shard(model)
-    return wholes(model.state_dict())
 
 
 @case(over={"assign": BOTH})
@@ -105,37 +83,11 @@ def loading_between_steps(lib, assign):
     return first, lib.train(model, 1)
 
 
-@case(over={"strict": BOTH})
-def loading_a_part(lib, strict):
-    model = lib.shard_blocks(toy())
-    state = {k: v for k, v in model.state_dict().items() if not k.startswith("head")}
-    if strict:
-        return lib.refuses(RuntimeError, model.load_state_dict, state, words="Missing key")
-    return sorted(model.load_state_dict(state, strict=False).missing_keys)
-
-
-@case()
-def loading_unexpected_keys(lib):
-    model = lib.shard_blocks(toy())
-    state = dict(model.state_dict(), more=torch.ones(1))
-    kind = lib.refuses(RuntimeError, model.load_state_dict, state, words="Unexpected key")
-    return kind, model.load_state_dict(state, strict=False).unexpected_keys
-
-
 @case()
 def loading_full_tensors(lib):
     """torch.nn.Module copies tensor by tensor: plain values do not fit DTensors."""
     model = lib.shard_blocks(toy())
     return lib.refuses(RuntimeError, model.load_state_dict, toy(7).state_dict(), words="DTensor")
-
-
-@case()
-def loading_another_shape(lib):
-    model = lib.fully_shard(linear())
-    other = lib.fully_shard(linear(7))
-    return lib.refuses(
-        RuntimeError, model.load_state_dict, other.state_dict(), words="size mismatch"
-    )
 
 
 @case(over={"assign": BOTH})
@@ -253,12 +205,7 @@ def an_optimizer_made_after_materialising(lib):
     with torch.no_grad():
         for p in model.parameters():
             nn.init.constant_(p, 0.1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        loss_of(model, lib.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+    return lib.full_after(model, count=2)
 
 
 @case()

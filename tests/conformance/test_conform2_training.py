@@ -12,7 +12,7 @@ import torch.distributed as dist
 from chain import Chain, chain, inputs, linear
 from outcome import raises, wrong
 from rows_library import RowsLibrary, whole
-from suite import Cases
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -24,8 +24,6 @@ from toys import Block, loss_of, toy
 
 case = Cases(__name__, __file__, library=RowsLibrary)
 
-BOTH = [True, False]
-
 
 # --- no_grad and evaluation ----------------------------------------------------------------------
 
@@ -35,32 +33,6 @@ def forwards_without_gradients(lib, reshard):
     model = lib.shard_blocks(toy(), reshard_after_forward=reshard)
     with torch.no_grad():
         return [model(lib.batch(step)) for step in range(3)]
-
-
-@case(over={"when": ["before forward", "before backward", "after step"]})
-def an_evaluation_in_between(lib, when):
-    model = lib.shard_blocks(toy())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    outputs = []
-
-    def evaluate():
-        model.eval()
-        with torch.no_grad():
-            outputs.append(model(lib.batch(9)))
-        model.train()
-
-    for step in range(3):
-        if when == "before forward":
-            evaluate()
-        loss = loss_of(model, lib.batch(step))
-        if when == "before backward":
-            evaluate()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if when == "after step":
-            evaluate()
-    return outputs, lib.full(model)
 
 
 @case()
@@ -184,12 +156,7 @@ def ends(lib, **options):
 @case(over={"reshard": [None, True, False]})
 def a_list_of_modules(lib, reshard):
     model = ends(lib, reshard_after_forward=reshard)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        model(inputs(lib, step)).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+    return lib.full_after(model, lambda step: model(inputs(lib, step)).sum())
 
 
 @case()
@@ -370,14 +337,13 @@ def a_teacher_and_a_student(lib):
     with torch.no_grad():
         for p in teacher.parameters():
             p.mul_(0.5)
-    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
-    for step in range(3):
+
+    def loss(step):
         with torch.no_grad():
             target = teacher(inputs(lib, step))
-        nn.functional.mse_loss(student(inputs(lib, step)), target).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(student), lib.full(teacher)
+        return nn.functional.mse_loss(student(inputs(lib, step)), target)
+
+    return lib.full_after(student, loss), lib.full(teacher)
 
 
 @case()
@@ -395,12 +361,9 @@ def generation_token_by_token(lib):
 def batches_of_different_lengths(lib):
     """Each rank's own."""
     model = lib.shard_blocks(toy())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        loss_of(model, lib.batch(step)[:, : 2 + lib.rank + step]).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
+    return lib.full_after(
+        model, lambda step: loss_of(model, lib.batch(step)[:, : 2 + lib.rank + step])
+    )
 
 
 @case()

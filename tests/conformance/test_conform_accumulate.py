@@ -7,22 +7,12 @@ from contextlib import nullcontext
 
 import torch
 from outcome import raises
-from suite import Cases
+from suite import BOTH, SHARDED, Cases, S
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__)
-
-S = ShardingStrategy
-SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
-BOTH = [True, False]
-
-
-def backward(lib, model, micro=0, sync=True):
-    with nullcontext() if sync else model.no_sync():
-        loss_of(model, lib.batch(0, micro)).backward()
 
 
 # --- no_sync -------------------------------------------------------------------------------------
@@ -31,26 +21,14 @@ def backward(lib, model, micro=0, sync=True):
 @case(over={"strategy": SHARDED, "orig": BOTH})
 def accumulation_in_no_sync(lib, strategy, orig):
     model = lib.wrap_blocks(toy(), sharding_strategy=strategy, use_orig_params=orig)
-    for micro in range(3):
-        backward(lib, model, micro, sync=micro == 2)
-    return lib.gradients(model)
-
-
-@case(over={"pattern": ["0011", "1001", "0101", "1101"]})
-def passes_with_and_without_sync(lib, pattern):
-    model = lib.wrap_blocks(toy())
-    for micro, sync in enumerate(pattern):
-        backward(lib, model, micro, sync == "1")
-    return lib.gradients(model)
+    return lib.gradients_after(model, "001")
 
 
 @case(world=4, over={"strategy": [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]})
 def accumulation_with_replicas(lib, strategy):
     mesh = init_device_mesh("cpu", (2, 2))
     model = lib.wrap_blocks(toy(), sharding_strategy=strategy, device_mesh=mesh)
-    for micro in range(2):
-        backward(lib, model, micro, sync=micro == 1)
-    return lib.gradients(model)
+    return lib.gradients_after(model, "01")
 
 
 @case()
@@ -59,7 +37,7 @@ def several_passes_in_one_context(lib):
     with model.no_sync():
         for micro in range(2):
             loss_of(model, lib.batch(0, micro)).backward()
-    backward(lib, model, 2)
+    lib.backward(model, 0, 2)
     return lib.gradients(model)
 
 
@@ -76,27 +54,6 @@ def steps_after_accumulation(lib):
     return lib.full(model)
 
 
-@case(rtol=2e-2)
-def accumulation_under_mixed_precision(lib):
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = lib.wrap_blocks(toy(), mixed_precision=mixed)
-    for micro in range(2):
-        backward(lib, model, micro, sync=micro == 1)
-    return lib.gradients(model)
-
-
-@case()
-def no_sync_of_an_inner_unit(lib):
-    model = lib.wrap_blocks(toy())
-    model(lib.batch())
-
-    def enter():
-        with model.blocks[0].no_sync():
-            pass
-
-    return lib.refuses(RuntimeError, enter, words="root")
-
-
 @case()
 def no_sync_inside_summon(lib):
     model = lib.wrap(toy())
@@ -106,7 +63,7 @@ def no_sync_inside_summon(lib):
             pass
 
     with lib.FSDP.summon_full_params(model):
-        return lib.refuses(ValueError, enter)
+        return lib.refuses(ValueError, enter, words="states")
 
 
 @case()
@@ -114,7 +71,7 @@ def no_sync_before_the_first_forward(lib):
     model = lib.wrap_blocks(toy())
     with model.no_sync():
         loss_of(model, lib.batch(0, 0)).backward()
-    backward(lib, model, 1)
+    lib.backward(model, 0, 1)
     return lib.gradients(model), model._is_root
 
 
@@ -126,17 +83,17 @@ def no_sync_left_by_an_exception(lib):
             raise KeyError("mine")
     except KeyError:
         pass
-    backward(lib, model)
+    lib.backward(model)
     return lib.gradients(model)
 
 
 @case()
 def discarding_what_was_accumulated(lib):
     model = lib.wrap_blocks(toy(), use_orig_params=True)
-    backward(lib, model, 0, sync=False)
+    lib.backward(model, 0, 0, sync=False)
     for p in model.parameters():
         p.grad = None
-    backward(lib, model, 1)
+    lib.backward(model, 0, 1)
     return lib.gradients(model)
 
 
@@ -155,7 +112,7 @@ def frozen_parameters_in_no_sync(lib):
     model.blocks[0].requires_grad_(False)
     model = lib.wrap_blocks(model, use_orig_params=True)
     for micro in range(2):
-        backward(lib, model, micro, sync=micro == 1)
+        lib.backward(model, 0, micro, sync=micro == 1)
     return lib.gradients(model), [p.grad is None for p in model.blocks[0].parameters()]
 
 
@@ -177,7 +134,7 @@ NORMS = [1.0, 1.5, 2.0, 3.0, math.inf]
 @case(over={"norm": NORMS, "limit": [0.1, 100.0]})
 def norms_and_limits(lib, norm, limit):
     model = lib.wrap_blocks(toy())
-    backward(lib, model)
+    lib.backward(model)
     total = model.clip_grad_norm_(limit, norm_type=norm)
     return total.detach().reshape(()), lib.gradients(model)
 
@@ -185,43 +142,16 @@ def norms_and_limits(lib, norm, limit):
 @case(over={"strategy": SHARDED, "orig": BOTH})
 def clipping_under_a_strategy(lib, strategy, orig):
     model = lib.wrap_blocks(toy(), sharding_strategy=strategy, use_orig_params=orig)
-    backward(lib, model)
+    lib.backward(model)
     return model.clip_grad_norm_(0.1).reshape(()), lib.gradients(model)
-
-
-@case(world=4)
-def clipping_with_replicas(lib):
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = lib.wrap_blocks(toy(), sharding_strategy=S.HYBRID_SHARD, device_mesh=mesh)
-    backward(lib, model)
-    return model.clip_grad_norm_(0.1), lib.gradients(model)
-
-
-@case()
-def the_norm_of_the_unsharded_model(lib):
-    model, reference = lib.wrap_blocks(toy()), toy()
-    batch = torch.arange(10).reshape(2, 5)
-    loss_of(model, batch).backward()
-    loss_of(reference, batch).backward()
-    norm = model.clip_grad_norm_(0.1)
-    expected = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
-    assert torch.allclose(norm, expected)
-    return norm
-
-
-@case()
-def clipping_an_inner_unit(lib):
-    model = lib.wrap_blocks(toy())
-    backward(lib, model)
-    return lib.refuses(RuntimeError, model.blocks[0].clip_grad_norm_, 1.0, words="root")
 
 
 @case()
 def clipping_inside_summon(lib):
     model = lib.wrap(toy())
-    backward(lib, model)
+    lib.backward(model)
     with lib.FSDP.summon_full_params(model):
-        return lib.refuses(ValueError, model.clip_grad_norm_, 1.0)
+        return lib.refuses(ValueError, model.clip_grad_norm_, 1.0, words="states")
 
 
 @case()
@@ -251,14 +181,14 @@ def clipping_beside_ignored_parameters(lib):
 @case(torch=raises(RuntimeError, "dtype"), fsdpc_does="returns the norm in float64")
 def clipping_float64_gradients(lib):
     model = lib.wrap(toy(dtype=torch.float64))
-    backward(lib, model)
+    lib.backward(model)
     assert model.clip_grad_norm_(1.0).dtype == torch.float64
 
 
 @case()
 def the_dtype_of_a_bf16_norm(lib):
     model = lib.wrap(toy(dtype=torch.bfloat16))
-    backward(lib, model)
+    lib.backward(model)
     return model.clip_grad_norm_(1.0).dtype
 
 
@@ -281,7 +211,7 @@ def norms_of_nan(lib):
 @case()
 def clipping_as_positions_and_names(lib):
     model = lib.wrap(toy())
-    backward(lib, model)
+    lib.backward(model)
     first = model.clip_grad_norm_(100.0, 2)
     return first, model.clip_grad_norm_(max_norm=torch.tensor(100.0), norm_type="inf")
 
@@ -295,20 +225,8 @@ def clipping_without_a_limit(lib):
 def clipping_after_accumulation(lib):
     model = lib.wrap_blocks(toy())
     for micro in range(3):
-        backward(lib, model, micro, sync=micro != 1)
+        lib.backward(model, 0, micro, sync=micro != 1)
     return model.clip_grad_norm_(0.1), lib.gradients(model)
-
-
-@case()
-def clipping_then_stepping(lib):
-    model = lib.wrap_blocks(toy(), use_orig_params=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        loss_of(model, lib.batch(step)).backward()
-        model.clip_grad_norm_(0.2)
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
 
 
 test_torch, test_fsdpc = case.tests()

@@ -7,17 +7,14 @@ import inspect
 import torch
 import torch.distributed as dist
 from outcome import raises
-from suite import Cases
+from suite import HYBRIDS, Cases, S
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
-from toys import Block, toy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
+from torch.distributed.fsdp.wrap import always_wrap_policy
+from toys import toy
 
 case = Cases(__name__, __file__)
-
-S = ShardingStrategy
-HYBRIDS = [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]
 
 
 def flat_mesh():
@@ -25,30 +22,6 @@ def flat_mesh():
 
 
 # --- process groups and meshes -------------------------------------------------------------------
-
-
-@case(raises=ValueError, words="process_group and device_mesh")
-def group_and_mesh_together(lib):
-    lib.wrap(toy(), process_group=dist.group.WORLD, device_mesh=flat_mesh())
-
-
-@case(
-    raises=ValueError,
-    words="requires explicit specification of process group or device_mesh",
-    over={"strategy": HYBRIDS},
-)
-def hybrid_by_hand_without_groups(lib, strategy):
-    lib.wrap(toy(), sharding_strategy=strategy)
-
-
-@case(raises=ValueError, words="process_group", over={"strategy": HYBRIDS})
-def hybrid_with_one_group(lib, strategy):
-    lib.wrap(toy(), sharding_strategy=strategy, process_group=dist.group.WORLD)
-
-
-@case(raises=ValueError, words="ndim=2", over={"strategy": HYBRIDS})
-def hybrid_with_a_flat_mesh(lib, strategy):
-    lib.wrap(toy(), sharding_strategy=strategy, device_mesh=flat_mesh())
 
 
 @case(raises=ValueError, words="process_group")
@@ -127,7 +100,7 @@ def the_strategy_is_kept(lib, strategy):
 def one_rank_switches_to_no_shard(lib, strategy):
     model = lib.wrap(toy(), sharding_strategy=strategy)
     assert model.sharding_strategy is S.NO_SHARD
-    return lib.warned("switching to use `NO_SHARD`")
+    return lib.warned("switching to use `NO_SHARD`"), lib.warned("deprecated")
 
 
 @case(world=1)
@@ -223,13 +196,6 @@ def use_orig_params_differs_in_the_tree(lib):
     lib.wrap(model, use_orig_params=False)(lib.batch())
 
 
-@case(raises=ValueError, words="limit_all_gathers")
-def limit_all_gathers_differs_in_the_tree(lib):
-    model = toy()
-    model.head = lib.wrap(model.head, limit_all_gathers=False)
-    lib.wrap(model, limit_all_gathers=True)(lib.batch())
-
-
 @case()
 def prefetching_may_differ_in_the_tree(lib):
     model = toy()
@@ -254,7 +220,9 @@ def the_cpu_with_an_index(lib):
 
 @case(torch=raises(RuntimeError, "accelerator"), fsdpc_does="trains on the CPU")
 def no_device_and_no_accelerator(lib):
-    lib.train(lib.wrap(toy(), device_id=None))
+    model = lib.wrap(toy(), device_id=None)
+    assert model.compute_device == torch.device("cpu")
+    lib.train(model)
 
 
 @case(torch=raises(ValueError), fsdpc_does="takes rank 0's values")
@@ -292,7 +260,8 @@ def a_root_without_parameters_of_its_own(lib):
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2))
     model = lib.wrap(model, auto_wrap_policy=always_wrap_policy)
     model(torch.full((2, 3), 1.0 + lib.rank)).sum().backward()
-    return model._has_params, lib.gradients(model)
+    roots = [m.check_is_root() for m in lib.FSDP.fsdp_modules(model)]
+    return roots, model._has_params, lib.gradients(model)
 
 
 @case()
@@ -351,8 +320,7 @@ def frozen_beside_trainable_with_flat_parameters(lib):
 def frozen_beside_trainable_with_original_parameters(lib):
     model = toy()
     model.embed.weight.requires_grad_(False)
-    model = lib.wrap(model, use_orig_params=True)
-    return lib.train(model)
+    return lib.train(lib.wrap(model, use_orig_params=True))
 
 
 @case()
@@ -391,13 +359,6 @@ def parameters_that_are_not_contiguous(lib, orig):
     model = lib.wrap(model, use_orig_params=orig)
     model(torch.ones(1, 3)).sum().backward()
     return {k: v.contiguous() for k, v in lib.full(model).items()}, model(torch.ones(1, 3)).detach()
-
-
-@case(raises=ValueError, words="auto wrapping requires")
-def auto_wrapping_over_units(lib):
-    model = toy()
-    model.head = lib.wrap(model.head)
-    lib.wrap(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
 @case()

@@ -5,18 +5,16 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from outcome import raises, wrong
-from suite import Cases
+from suite import BOTH, Cases, S
 from torch import nn
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision
 from toys import Reference, difference, loss_of, toy
 
 case = Cases(__name__, __file__)
 
-S = ShardingStrategy
 SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP]
-BOTH = [True, False]
 
 
 # --- communication hooks -------------------------------------------------------------------------
@@ -40,18 +38,9 @@ def summing(state, grad, output=None):
         dist.reduce_scatter_tensor(output, grad)
 
 
-@case(over={"strategy": SHARDED})
+@case(over={"strategy": [*SHARDED, S.NO_SHARD]})
 def a_hook_of_the_user(lib, strategy):
     model = lib.wrap_blocks(toy(), sharding_strategy=strategy)
-    state = Calls()
-    model.register_comm_hook(state, summing)
-    loss_of(model, lib.batch()).backward()
-    return state.count, state.dims, lib.gradients(model)
-
-
-@case()
-def a_hook_of_the_user_without_sharding(lib):
-    model = lib.wrap_blocks(toy(), sharding_strategy=S.NO_SHARD)
     state = Calls()
     model.register_comm_hook(state, summing)
     loss_of(model, lib.batch()).backward()
@@ -111,31 +100,12 @@ def a_hook_on_every_unit(lib):
     ]
 
 
-@case(raises=AssertionError, words="root")
-def a_hook_on_an_inner_unit(lib):
-    model = lib.wrap_blocks(toy())
-    model.check_is_root()
-    model.blocks[0].register_comm_hook(None, summing)
-
-
-@case(raises=AssertionError, words="already")
-def a_second_hook(lib):
-    model = lib.wrap(toy())
-    for _ in range(2):
-        model.register_comm_hook(Calls(), summing)
-
-
 @case(raises=AssertionError, words="already")
 def a_second_hook_after_one_inside(lib):
     model = toy()
     model.head = lib.wrap(model.head)
     model.head._comm_hook = summing
     lib.wrap(model).register_comm_hook(Calls(), summing)
-
-
-@case(raises=ValueError)
-def a_hook_that_cannot_be_called(lib):
-    lib.wrap(toy()).register_comm_hook(None, 3)
 
 
 @case(raises=AssertionError, world=4, words="hybrid")
@@ -229,8 +199,9 @@ def a_scaled_loss_keeps_its_dtype(lib, dtype):
 
 @case()
 def several_losses_at_once(lib):
-    scaled = scaler(lib).scale([torch.ones(()), (torch.ones(2), torch.zeros(1))])
-    return scaled
+    scale = scaler(lib)
+    several = scale.scale([torch.ones(()), (torch.ones(2), torch.ones(1, dtype=torch.float16))])
+    return several, list(scale.scale(iter([torch.ones(2)])))
 
 
 @case(raises=ValueError)

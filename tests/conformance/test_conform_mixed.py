@@ -7,7 +7,7 @@ import dataclasses
 
 import torch
 from outcome import wrong
-from suite import Cases
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
@@ -17,7 +17,6 @@ from toys import Block, loss_of, toy
 case = Cases(__name__, __file__, rtol=2e-2)
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
-BOTH = [True, False]
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
 
@@ -136,7 +135,7 @@ def inputs_are_cast_wherever_they_are(lib, kind):
     value = VALUES[kind](torch.ones(2, 2), torch.ones(2, dtype=torch.int64))
     model(torch.ones(3, 2), value, named=value)
     _, rest, named = model.seen
-    return dtypes(rest), dtypes(named["named"])
+    return dtypes(rest), dtypes(named["named"]), dtypes(value)
 
 
 @case(torch=wrong("stays"), fsdpc_does="casts its data like any other tensor")
@@ -146,8 +145,8 @@ def a_packed_sequence_as_input(lib):
     assert model.seen[1][0].data.dtype == BF16, "stays in float32 beside bfloat16 parameters"
 
 
-@case(over={"inner": BOTH, "outer": BOTH})
-def inputs_of_nested_units(lib, inner, outer):
+@case(over={"inner": BOTH, "outer": BOTH, "own": BOTH})
+def inputs_of_nested_units(lib, inner, outer, own):
     mixed = MixedPrecision(
         param_dtype=BF16, cast_forward_inputs=inner, cast_root_forward_inputs=outer
     )
@@ -156,7 +155,7 @@ def inputs_of_nested_units(lib, inner, outer):
     class Parent(nn.Module):
         def __init__(self):
             super().__init__()
-            self.child, self.linear = child, nn.Linear(2, 2)
+            self.child, self.linear = child, nn.Linear(2, 2) if own else None
 
         def forward(self, x):
             self.seen = x.dtype
@@ -225,10 +224,7 @@ def full_precision_classes_under_a_callable_policy(lib):
 
 @case()
 def accumulating_in_bf16(lib):
-    model = lib.wrap_blocks(toy(), mixed_precision=COMBINATIONS["param"])
-    for micro in range(2):
-        loss_of(model, lib.batch(0, micro)).backward()
-    return lib.gradients(model)
+    return lib.gradients_after(lib.wrap_blocks(toy(), mixed_precision=COMBINATIONS["param"]), "11")
 
 
 @case(env={"FSDP_USE_FULL_PREC_IN_EVAL": "1"}, over={"use_orig_params": [True, False]})

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import torch
 from outcome import wrong
-from suite import Cases
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from toys import Block, clean, loss_of, toy
 
 case = Cases(__name__, __file__)
-
-BOTH = [True, False]
 
 
 # --- ignored -------------------------------------------------------------------------------------
@@ -24,12 +22,6 @@ def both_spellings(lib):
     lib.wrap(model, ignored_modules=[model.head], ignored_states=[model.norm])
 
 
-@case(raises=ValueError, words="ignored_states")
-def modules_and_parameters_mixed(lib):
-    model = toy()
-    lib.wrap(model, ignored_states=[model.head, model.norm.weight])
-
-
 @case(raises=ValueError, over={"name": ["ignored_modules", "ignored_states"]})
 def elements_of_another_type(lib, name):
     lib.wrap(toy(), **{name: [1]})
@@ -38,19 +30,6 @@ def elements_of_another_type(lib, name):
 @case(raises=TypeError, words="iterable", over={"name": ["ignored_modules", "ignored_states"]})
 def not_iterable(lib, name):
     lib.wrap(toy(), **{name: 3})
-
-
-@case(raises=ValueError)
-def parameters_as_ignored_modules(lib):
-    model = toy()
-    lib.wrap(model, ignored_modules=[model.head.weight])
-
-
-@case(raises=ValueError, words="FSDP modules")
-def an_ignored_unit(lib):
-    model = toy()
-    model.head = lib.wrap(model.head)
-    lib.wrap(model, ignored_modules=[model.head])
 
 
 @case()
@@ -224,12 +203,6 @@ def an_init_function_without_meta_parameters(lib):
     asked = []
     values = lib.full(lib.wrap(toy(), param_init_fn=asked.append))
     return asked, values
-
-
-@case(raises=ValueError, words="callable")
-def an_init_function_that_cannot_be_called(lib):
-    with torch.device("meta"):
-        lib.wrap(nn.Linear(2, 2), param_init_fn=3)
 
 
 @case()

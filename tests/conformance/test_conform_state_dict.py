@@ -6,24 +6,20 @@ import collections
 
 import torch
 from outcome import OFFLOADS_ON_THE_CPU, wrong
-from suite import Cases
+from suite import BOTH, SHARDED, Cases
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import (
     FullStateDictConfig,
     MixedPrecision,
-    ShardingStrategy,
     StateDictType,
 )
 from toys import loss_of, toy
 
 case = Cases(__name__, __file__, rtol=1e-6)
 
-S = ShardingStrategy
-SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
 T = StateDictType
 FULL = T.FULL_STATE_DICT
-BOTH = [True, False]
 
 
 def trained(lib, model):
@@ -54,22 +50,10 @@ def after_a_step(lib, orig):
 
 
 @case()
-def with_a_prefix(lib):
-    return dict(lib.wrap_blocks(toy()).state_dict(prefix="model."))
-
-
-@case()
 def into_a_given_dictionary(lib):
     given = collections.OrderedDict(other=torch.ones(1))
     result = lib.wrap_blocks(toy()).state_dict(destination=given)
     return result is given, list(given)
-
-
-@case()
-def kept_as_variables(lib):
-    """keep_vars=True"""
-    state = lib.wrap_blocks(toy()).state_dict(keep_vars=True)
-    return {k: tuple(v.shape) for k, v in state.items()}
 
 
 @case()
@@ -79,11 +63,6 @@ def values_are_copies(lib):
     for value in state.values():
         value.zero_()
     return lib.full(model)
-
-
-@case()
-def values_need_no_gradient(lib):
-    return [v.requires_grad for v in lib.wrap_blocks(toy()).state_dict().values()]
 
 
 @case()
@@ -109,13 +88,6 @@ def parameters_in_their_original_dtype(lib):
     return dict(model.state_dict())
 
 
-@case(over={"orig": BOTH})
-def tied_weights_twice(lib, orig):
-    model = toy(width=6, vocabulary=13)
-    model.head.weight = model.embed.weight
-    return dict(sorted(lib.wrap_blocks(model, use_orig_params=orig).state_dict().items()))
-
-
 @case(torch=wrong("order"), fsdpc_does="has the unsharded model's order")
 def the_order_of_tied_weights(lib):
     """Order of a state dict's keys with tied weights"""
@@ -139,11 +111,6 @@ def a_plain_root_around_units(lib):
     for i, block in enumerate(model.blocks):
         model.blocks[i] = lib.wrap(block)
     return dict(model.state_dict())
-
-
-@case()
-def a_child_alone(lib):
-    return dict(lib.wrap_blocks(toy()).blocks[1].state_dict())
 
 
 @case(over={"outside": BOTH})
@@ -256,34 +223,6 @@ def loading_an_fsdp_state_dict_into_a_plain_model(lib):
     plain = toy(seed=2)
     plain.load_state_dict(lib.wrap_blocks(toy(seed=1)).state_dict())
     return dict(plain.state_dict())
-
-
-def without(state, *names):
-    return {k: v for k, v in state.items() if k not in names}
-
-
-@case(raises=RuntimeError, words="missing key", over={"key": ["head.bias", "blocks.0.up.weight"]})
-def a_missing_key(lib, key):
-    lib.wrap_blocks(toy()).load_state_dict(without(toy().state_dict(), key))
-
-
-@case(raises=RuntimeError, words="unexpected key")
-def an_unexpected_key(lib):
-    lib.wrap_blocks(toy()).load_state_dict({**toy().state_dict(), "other": torch.ones(1)})
-
-
-@case(raises=RuntimeError, words="size mismatch")
-def a_value_of_another_shape(lib):
-    state = {**toy().state_dict(), "head.bias": torch.ones(3)}
-    lib.wrap_blocks(toy()).load_state_dict(state)
-
-
-@case()
-def not_strict(lib):
-    state = {**without(toy(seed=2).state_dict(), "blocks.0.up.weight"), "other": torch.ones(1)}
-    model = lib.wrap_blocks(toy(seed=1))
-    result = model.load_state_dict(state, strict=False)
-    return result.missing_keys, result.unexpected_keys, lib.full(model)
 
 
 @case()

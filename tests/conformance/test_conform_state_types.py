@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from outcome import raises, wrong
-from suite import Cases
+from suite import BOTH, Cases, S
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -16,7 +16,6 @@ from torch.distributed.fsdp import (
     LocalStateDictConfig,
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp import api as torch_api
@@ -24,10 +23,8 @@ from toys import toy
 
 case = Cases(__name__, __file__, rtol=1e-6)
 
-S = ShardingStrategy
 T = StateDictType
 FULL, SHARDED, LOCAL = T.FULL_STATE_DICT, T.SHARDED_STATE_DICT, T.LOCAL_STATE_DICT
-BOTH = [True, False]
 
 # --- types ---------------------------------------------------------------------------------------
 
@@ -269,12 +266,6 @@ def the_local_form_of_original_parameters(lib):
     state = sharded(lib, first, LOCAL)
     with lib.FSDP.state_dict_type(second, LOCAL):
         second.load_state_dict(state)
-
-
-@case(raises=RuntimeError)
-def the_local_form_with_a_mesh(lib):
-    model = lib.wrap(toy(), device_mesh=init_device_mesh("cpu", (2,)))
-    sharded(lib, model, LOCAL)
 
 
 test_torch, test_fsdpc = case.tests()

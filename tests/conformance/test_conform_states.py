@@ -6,7 +6,7 @@ import functools
 
 import torch
 from outcome import any_of, raises, wrong
-from suite import Cases
+from suite import BOTH, Cases
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
@@ -18,8 +18,6 @@ from torch.distributed.fsdp._common_utils import TrainingState
 from toys import Block, clean, loss_of, toy
 
 case = Cases(__name__, __file__)
-
-BOTH = [True, False]
 
 
 # --- states --------------------------------------------------------------------------------------
@@ -122,16 +120,6 @@ def requires_grad_of_everything(lib, orig):
     x = torch.ones(1, 3, requires_grad=True)
     model(x).sum().backward()
     return [p.grad is None for p in model.parameters()], x.grad
-
-
-@case()
-def zero_grad_of_the_module(lib):
-    model = lib.wrap_blocks(toy())
-    loss_of(model, lib.batch()).backward()
-    model.zero_grad()
-    none = all(p.grad is None for p in model.parameters())
-    loss_of(model, lib.batch()).backward()
-    return none, lib.gradients(model)
 
 
 # --- activation wrappers -------------------------------------------------------------------------

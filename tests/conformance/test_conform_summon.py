@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import torch
 from outcome import OFFLOADS_ON_THE_CPU, any_of, raises, wrong
-from suite import Cases
+from suite import BOTH, SHARDED, Cases, S
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import MixedPrecision
 from toys import Reference, difference, loss_of, toy
 
 case = Cases(__name__, __file__)
-
-S = ShardingStrategy
-SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
-BOTH = [True, False]
 
 
 def shapes(module):
@@ -80,12 +76,6 @@ def a_module_without_units(lib):
     model = nn.Linear(2, 2)
     with lib.FSDP.summon_full_params(model):
         return shapes(model)
-
-
-@case(raises=NotImplementedError)
-def rank0_only_with_writeback(lib):
-    with lib.FSDP.summon_full_params(lib.wrap(toy()), rank0_only=True, writeback=True):
-        pass
 
 
 @case(over={"orig": BOTH})
@@ -171,13 +161,6 @@ def offload_everywhere_is_warned_of(lib):
     with lib.FSDP.summon_full_params(model, offload_to_cpu=True):
         pass
     return lib.warned("offload_to_cpu=True and rank0_only=False")
-
-
-@case(raises=AssertionError)
-def inside_itself(lib):
-    model = lib.wrap(toy())
-    with lib.FSDP.summon_full_params(model), lib.FSDP.summon_full_params(model):
-        pass
 
 
 @case()

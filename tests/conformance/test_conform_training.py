@@ -5,18 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from outcome import any_of, raises, wrong
-from suite import Cases
+from suite import BOTH, HYBRIDS, SHARDED, Cases, S
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision
 from toys import Block, Reference, difference, loss_of, toy
 
 case = Cases(__name__, __file__)
-
-S = ShardingStrategy
-SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
-HYBRIDS = [S.HYBRID_SHARD, S._HYBRID_SHARD_ZERO2]
-BOTH = [True, False]
 
 
 @case(over={"strategy": SHARDED, "orig": BOTH})
@@ -70,14 +65,6 @@ def no_gradient_before_backward(lib, orig):
     return all(p.grad is None for p in model.parameters())
 
 
-@case(over={"orig": BOTH})
-def backward_twice_adds(lib, orig):
-    model = lib.wrap_blocks(toy(), use_orig_params=orig)
-    for micro in range(3):
-        loss_of(model, lib.batch(0, micro)).backward()
-    return lib.gradients(model)
-
-
 @case(over={"strategy": SHARDED})
 def two_forwards_then_one_backward(lib, strategy):
     model = lib.wrap_blocks(toy(), sharding_strategy=strategy)
@@ -93,8 +80,7 @@ def two_forwards_then_two_backwards(lib, strategy):
     for step, loss in enumerate(losses):
         loss.backward()
         reference.backward(lib.batch(step))
-    text = difference(lib.gradients(model), reference.gradients(), rtol=1e-5)
-    assert not text, f"gradients: {text}"
+    lib.check_gradients(model, reference)
 
 
 @case(
@@ -109,37 +95,14 @@ def backward_twice_through_one_graph(lib, orig):
     loss.backward(retain_graph=True)
     loss.backward()
     reference.backward(lib.batch(), times=2)
-    text = difference(lib.gradients(model), reference.gradients(), rtol=1e-5)
-    assert not text, text
-
-
-@case(over={"set_to_none": BOTH, "orig": BOTH})
-def zero_grad(lib, set_to_none, orig):
-    return lib.train(lib.wrap_blocks(toy(), use_orig_params=orig), set_to_none=set_to_none)
+    lib.check_gradients(model, reference)
 
 
 @case(over={"name": ["SGD", "Adam", "Adagrad", "RMSprop"], "orig": BOTH})
 def optimizers(lib, name, orig):
     model = lib.wrap_blocks(toy(), use_orig_params=orig)
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.05, weight_decay=0.01)
-    for step in range(3):
-        loss_of(model, lib.batch(step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return lib.full(model)
-
-
-@case()
-def parameter_groups_of_original_parameters(lib):
-    model = lib.wrap_blocks(toy(), use_orig_params=True)
-    decay = [p for n, p in model.named_parameters() if "norm" not in n]
-    rest = [p for n, p in model.named_parameters() if "norm" in n]
-    optimizer = torch.optim.AdamW(
-        [{"params": decay, "weight_decay": 0.5}, {"params": rest, "weight_decay": 0.0}], lr=1e-2
-    )
-    loss_of(model, lib.batch()).backward()
-    optimizer.step()
-    return lib.full(model)
+    return lib.full_after(model, optimizer=optimizer)
 
 
 @case()
@@ -160,15 +123,6 @@ def evaluation(lib, orig):
     model = lib.wrap_blocks(toy(), use_orig_params=orig).eval()
     with torch.no_grad():
         return model(lib.batch()), model(lib.batch(1))
-
-
-@case()
-def evaluation_between_steps(lib):
-    model = lib.wrap_blocks(toy())
-    result = [lib.train(model, steps=1)["losses"]]
-    with torch.no_grad():
-        result.append(model(lib.batch(7)))
-    return result, lib.train(model, steps=1)
 
 
 @case()
@@ -279,22 +233,6 @@ def a_frozen_unit_before_everything_trainable(lib, orig):
 
 
 @case()
-def gradients_of_inputs(lib):
-    model = lib.wrap_blocks(nn.Sequential(Block(6), Block(6)))
-    x = torch.full((2, 6), 0.5 + lib.rank, requires_grad=True)
-    model(x).square().sum().backward()
-    return x.grad
-
-
-@case()
-def gradients_by_autograd_grad_of_inputs(lib):
-    model = lib.wrap_blocks(nn.Sequential(Block(6), Block(6)))
-    x = torch.full((2, 6), 0.5 + lib.rank, requires_grad=True)
-    (grad,) = torch.autograd.grad(model(x).square().sum(), x)
-    return grad
-
-
-@case()
 def a_loss_of_two_outputs(lib):
     class Heads(nn.Module):
         def __init__(self):
@@ -358,8 +296,7 @@ def equal_to_an_unsharded_model(lib, strategy):
     loss.backward()
     expected = reference.backward(lib.batch())
     assert torch.allclose(loss, expected)
-    text = difference(lib.gradients(model), reference.gradients(), rtol=1e-5)
-    assert not text, text
+    lib.check_gradients(model, reference)
 
 
 @case(over={"dtype": [torch.bfloat16, torch.float16]}, rtol=2e-2)
@@ -393,8 +330,7 @@ def training_after_a_first_forward_in_inference_mode(lib, orig):
         model(lib.batch())
     loss_of(model, lib.batch()).backward()
     reference.backward(lib.batch())
-    text = difference(lib.gradients(model), reference.gradients(), rtol=1e-5)
-    assert not text, text
+    lib.check_gradients(model, reference)
 
 
 @case(over={"orig": BOTH})
@@ -436,22 +372,6 @@ def an_output_in_an_object_of_the_users(lib):
     plain(x).value.sum().backward()
     text = difference(lib.gradients(model), {n: p.grad for n, p in plain.named_parameters()})
     assert not text, text
-
-
-@case(world=4, torch=wrong("elements"), fsdpc_does="adds in fp32 and rounds once")
-def a_mean_in_bfloat16(lib):
-    """the mean over four ranks of gradients in bfloat16"""
-    mixed = MixedPrecision(reduce_dtype=torch.bfloat16)
-    model = lib.wrap(nn.Linear(64, 64, bias=False), mixed_precision=mixed, use_orig_params=True)
-    grads = [
-        torch.randn(64, 64, generator=torch.Generator().manual_seed(r)).bfloat16().float()
-        for r in range(lib.world)
-    ]
-    (model(torch.eye(64)) * grads[lib.rank].t()).sum().backward()
-    mean = sum(g.double() for g in grads) / lib.world
-    got = lib.gradients(model)["weight"].double()
-    far = int(((got - mean).abs() > mean.abs() * 2.0**-8 * 1.01).sum())
-    assert far == 0, f"{far} elements differ by more than one rounding"
 
 
 test_torch, test_fsdpc = case.tests()

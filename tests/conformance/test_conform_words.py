@@ -1,5 +1,5 @@
 """Code that catches an error reads its text: where both libraries raise the same type, fsdpc's text
-begins as torch's does. What an error says of the mistake itself is the other modules' business.
+begins as torch's does. What the other modules refuse has other words of fsdpc's own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import functools
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from suite import Cases
+from suite import HYBRIDS, Cases
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -17,7 +17,6 @@ from torch.distributed.fsdp import (
     FullStateDictConfig,
     OptimStateKeyType,
     ShardedStateDictConfig,
-    ShardingStrategy,
     StateDictType,
 )
 from torch.distributed.fsdp._common_utils import TrainingState
@@ -28,7 +27,6 @@ case = Cases(__name__, __file__)
 
 FULL, SHARDED = StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT
 LOCAL = StateDictType.LOCAL_STATE_DICT
-HYBRID = ShardingStrategy.HYBRID_SHARD
 BLOCKS = ModuleWrapPolicy({Block})
 
 LOCAL_ON_A_MESH = "Found state_dict_type LOCAL_STATE_DICT"
@@ -80,11 +78,12 @@ def local_on_a_mesh(lib, call):
 
 def inner(lib, call):
     model = lib.wrap_blocks(toy())
-    model(tokens(0, 0))
+    loss = model(tokens(0, 0)).sum()
     if call == "no_sync":
         with model.blocks[0].no_sync():
             pass
     elif call == "clip":
+        loss.backward()
         model.blocks[0].clip_grad_norm_(1.0)
     else:
         model.blocks[0].register_comm_hook(None, lambda state, grad: None)
@@ -178,6 +177,22 @@ def shard_full(lib, optim_input):
     lib.FSDP.shard_full_optim_state_dict({"state": {}}, model, optim_input)
 
 
+OF_HYBRIDS = {
+    "by hand": "Manual wrapping with {} requires explicit specification of process group or "
+    "device_mesh.",
+    "flat mesh": "Expected device_mesh to have ndim=2 but got 1",
+    "one group": "Expected process_group to be passed in as either None or "
+    "Tuple[dist.ProcessGroup, dist.ProcessGroup] but got <class",
+}
+
+
+def hybrid(lib, strategy, given):
+    options = {"device_mesh": mesh()} if given == "flat mesh" else {}
+    if given == "one group":
+        options["process_group"] = dist.group.WORLD
+    lib.wrap(toy(), sharding_strategy=strategy, **options)
+
+
 # name -> (program, the error's type, how torch's text begins)
 WORDS = {
     "wrapped already": (
@@ -197,23 +212,15 @@ WORDS = {
         "Cannot pass both process_group and device_mesh at the same time. Please just pass only one"
         " of them.",
     ),
-    "hybrid by hand": (
-        lambda lib: lib.wrap(toy(), sharding_strategy=HYBRID),
-        ValueError,
-        f"Manual wrapping with {HYBRID} requires explicit specification of process group or "
-        "device_mesh.",
-    ),
-    "flat mesh": (
-        lambda lib: lib.wrap(toy(), sharding_strategy=HYBRID, device_mesh=mesh()),
-        ValueError,
-        "Expected device_mesh to have ndim=2 but got 1",
-    ),
-    "one group": (
-        lambda lib: lib.wrap(toy(), sharding_strategy=HYBRID, process_group=dist.group.WORLD),
-        ValueError,
-        "Expected process_group to be passed in as either None or Tuple[dist.ProcessGroup, "
-        "dist.ProcessGroup] but got <class",
-    ),
+    **{
+        f"{given}, {strategy.name}": (
+            functools.partial(hybrid, strategy=strategy, given=given),
+            ValueError,
+            words.format(strategy),
+        )
+        for strategy in HYBRIDS
+        for given, words in OF_HYBRIDS.items()
+    },
     "both ignored": (
         lambda lib: lib.wrap(toy(), ignored_modules=[], ignored_states=[]),
         ValueError,
@@ -221,12 +228,12 @@ WORDS = {
         "ignored_states.",
     ),
     "ignored mix": (
-        lambda lib: lib.wrap(toy(), ignored_states=[nn.Linear(1, 1), nn.Parameter(torch.ones(1))]),
+        lambda lib: lib.wrap(m := toy(), ignored_states=[m.head, m.norm.weight]),
         ValueError,
         "ignored_states expects all nn.Parameter or all nn.Module list elements but got types [",
     ),
     "ignored others": (
-        lambda lib: lib.wrap(toy(), ignored_modules=[nn.Parameter(torch.ones(1))]),
+        lambda lib: lib.wrap(m := toy(), ignored_modules=[m.head.weight]),
         ValueError,
         "ignored_modules expects nn.Module list elements but got types [",
     ),
