@@ -122,6 +122,30 @@ class Pair:
         self.compare_gradients()
         self.apply(zero=zero)
 
+    def follow(self, *steps: str) -> None:
+        """One step per text, whose words come before its forward, or behind "|" between forward and
+        backward: "+path" trains what is below a path ("all": everything), "-path" freezes it, a
+        digit is a micro-batch without communication, "eval" a forward without gradients. "keep"
+        leaves the gradients in place; "none": nothing is trained, so there is no backward.
+        """
+        for text in steps:
+            before, _, between = text.partition("|")
+            self.do(before)
+            if "none" in text:
+                assert not loss_of(self.model, self.batch()).requires_grad
+            else:
+                self.step(lambda words=between: self.do(words), zero="keep" not in text)
+
+    def do(self, words: str) -> None:
+        for word in words.split():
+            if word[0] in "+-":
+                self.set("" if word[1:] == "all" else word[1:], word[0] == "+")
+            elif word.isdigit():
+                self.accumulate(int(word))
+            elif word == "eval":
+                with torch.no_grad():
+                    self.model(self.batch(1))
+
     def compare_gradients(self) -> None:
         what = f"in step {self.step_number}"
         check_gradients("fsdpc", self.model, self.reference, what)
