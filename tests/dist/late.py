@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
-from toys import Reference, check_equal, full_gradients, full_parameters
+from toys import Reference, check_equal, full_gradients, full_parameters, wrap, wrap_blocks
 
 POISON = {"FSDPC_POISON": "1"}
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
@@ -23,34 +24,34 @@ def batch(rank, step, width=6):
     return torch.randn(3, width, generator=generator)
 
 
-def compare(model, sharded, batch_of, *, loss_of, steps=3):
-    """Gradients and parameters of SGD steps beside an unsharded copy; sums may have another order,
-    as the gradients of an input are added up inside a unit first. Fails on NaN. Collective.
+def compare(rank, make, *units, sharded=None, batch_of=None, loss_of=None, steps=3, **options):
+    """Gradients and parameters of SGD steps of the model that `make` makes, beside an unsharded
+    copy; sums may have another order, as gradients of an input are added up inside a unit first.
+    Each module of the classes `units` is a unit, with these options, unless `sharded` wraps the
+    model. Fails on NaN. Collective.
     """
+    torch.manual_seed(0)
+    model, loss_of = make(), loss_of or squares
+    batch_of = batch_of or functools.partial(batch, rank)
     reference = Reference(model, loss_of=loss_of)
-    model = sharded(model)
+    if sharded:
+        model = sharded(model)
+    else:
+        model = (wrap_blocks if units else wrap)("fsdpc", model, *units, **options)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, reference.master)]
     for step in range(steps):
         loss_of(model, batch_of(step)).backward()
         reference.backward(batch_of(step))
-        check_equal(
-            full_gradients(model),
-            reference.gradients(),
-            f"gradients of step {step}",
-            rtol=1e-5,
-            atol=1e-6,
-        )
+        near(full_gradients(model), reference.gradients(), f"gradients of step {step}")
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        check_equal(
-            full_parameters(model),
-            reference.parameters(),
-            f"parameters of step {step}",
-            rtol=1e-5,
-            atol=1e-6,
-        )
+        near(full_parameters(model), reference.parameters(), f"parameters of step {step}")
     return model
+
+
+def near(got, expected, what):
+    check_equal(got, expected, what, rtol=1e-5, atol=1e-6)
 
 
 def squares(model, x):

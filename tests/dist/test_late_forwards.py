@@ -7,10 +7,9 @@ import threading
 import pytest
 import torch
 from harness import ranks
-from late import POISON, Smooth, batch, both_ways, both_wires, compare, smooth_stack, squares
+from late import POISON, Smooth, batch, both_ways, both_wires, compare, smooth_stack
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from toys import wrap_blocks
 
 import fsdpc
 
@@ -47,14 +46,7 @@ class Rolling(nn.Module):
 @both_wires
 def test_a_unit_applied_to_its_own_output(rank, world, use_orig_params, collectives):
     fsdpc.set_collectives(collectives)
-    torch.manual_seed(0)
-    compare(
-        Rolling(),
-        lambda m: wrap_blocks("fsdpc", m, Rollout, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step),
-        steps=4,
-        loss_of=squares,
-    )
+    compare(rank, Rolling, Rollout, use_orig_params=use_orig_params, steps=4)
 
 
 class TwoOutputs(nn.Module):
@@ -104,14 +96,7 @@ class Threaded(nn.Module):
 @both_ways
 @pytest.mark.parametrize("reentrant", [None, True, False])
 def test_units_called_in_threads(rank, world, reentrant, use_orig_params):
-    torch.manual_seed(0)
-    compare(
-        Threaded(reentrant),
-        lambda m: wrap_blocks("fsdpc", m, TwoOutputs, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step),
-        steps=4,
-        loss_of=squares,
-    )
+    compare(rank, lambda: Threaded(reentrant), TwoOutputs, use_orig_params=use_orig_params, steps=4)
 
 
 class Straight(nn.Module):
@@ -184,12 +169,12 @@ class Again(nn.Module):
 @both_wires
 def test_a_unit_that_is_done_again_before_its_sum_is_due(rank, world, use_orig_params, collectives):
     fsdpc.set_collectives(collectives)
-    torch.manual_seed(0)
     compare(
-        Again(),
-        lambda m: wrap_blocks("fsdpc", m, TwoOutputs, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step).requires_grad_(),
-        loss_of=squares,
+        rank,
+        Again,
+        TwoOutputs,
+        use_orig_params=use_orig_params,
+        batch_of=lambda step: batch(rank, step).requires_grad_(),
     )
 
 
@@ -228,13 +213,7 @@ class Rings(nn.Module):
 @ranks(2, env={**POISON, "FSDPC_TEST_JITTER": ""})
 @both_ways
 def test_containers_that_hold_themselves(rank, world, use_orig_params):
-    torch.manual_seed(0)
-    compare(
-        Rings(),
-        lambda m: wrap_blocks("fsdpc", m, Ring, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step),
-        loss_of=squares,
-    )
+    compare(rank, Rings, Ring, use_orig_params=use_orig_params)
 
 
 @ranks(2, env=POISON)
@@ -256,10 +235,4 @@ def test_a_backward_that_broke_off_inside_a_forward(rank, world):
     def fail(grad):
         raise ZeroDivisionError
 
-    torch.manual_seed(0)
-    compare(
-        Trying(),
-        lambda m: wrap_blocks("fsdpc", m, Smooth),
-        lambda step: batch(rank, step),
-        loss_of=squares,
-    )
+    compare(rank, Trying, Smooth)

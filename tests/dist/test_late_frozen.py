@@ -48,15 +48,13 @@ class LoRA(nn.Module):
 @both_wires
 def test_frozen_linear_beside_low_rank_ones(rank, world, strategy, use_orig_params, collectives):
     fsdpc.set_collectives(collectives)
-    torch.manual_seed(0)
     compare(
-        Stack(*[LoRA(rank=rank) for _ in range(4)]),
-        lambda m: wrap_blocks(
-            "fsdpc", m, LoRA, sharding_strategy=strategy, use_orig_params=use_orig_params
-        ),
-        lambda step: batch(rank, step),
+        rank,
+        lambda: Stack(*[LoRA(rank=rank) for _ in range(4)]),
+        LoRA,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
         steps=2,
-        loss_of=squares,
     )
 
 
@@ -76,12 +74,11 @@ class Cross(nn.Module):
 @ranks(2, env=POISON)
 @both_ways
 def test_a_frozen_unit_with_an_input_that_all_units_share(rank, world, use_orig_params):
-    torch.manual_seed(0)
     model = compare(
-        Stack(*[Cross() for _ in range(4)], memory=True),
-        lambda m: wrap_blocks("fsdpc", m, Cross, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step),
-        loss_of=squares,
+        rank,
+        lambda: Stack(*[Cross() for _ in range(4)], memory=True),
+        Cross,
+        use_orig_params=use_orig_params,
     )
     # The shared input's own gradient comes last of all: no unit may wait for that.
     assert fsdpc.memory_stats(model)["spare_count"] == 0
@@ -108,7 +105,6 @@ class Nested(nn.Module):
 @both_ways
 @every_strategy
 def test_frozen_parameters_around_a_nested_unit(rank, world, strategy, use_orig_params):
-    torch.manual_seed(0)
     options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
 
     def sharded(model):
@@ -117,13 +113,7 @@ def test_frozen_parameters_around_a_nested_unit(rank, world, strategy, use_orig_
             model.blocks[i] = wrap("fsdpc", nested, **options)
         return wrap("fsdpc", model, **options)
 
-    compare(
-        Stack(*[Nested(rank) for _ in range(3)]),
-        sharded,
-        lambda step: batch(rank, step),
-        steps=2,
-        loss_of=squares,
-    )
+    compare(rank, lambda: Stack(*[Nested(rank) for _ in range(3)]), sharded=sharded, steps=2)
 
 
 class Passing(nn.Module):
@@ -156,34 +146,20 @@ class PassingStack(nn.Module):
 @ranks(2, env=POISON)
 @both_ways
 def test_frozen_units_between_trainable_ones(rank, world, use_orig_params):
-    torch.manual_seed(0)
-    compare(
-        PassingStack(),
-        lambda m: wrap_blocks("fsdpc", m, Passing, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step),
-        loss_of=squares,
-    )
+    compare(rank, PassingStack, Passing, use_orig_params=use_orig_params)
 
 
 @ranks(2, env=POISON)
 @both_ways
 @pytest.mark.parametrize("kind", list(CheckpointImpl), ids=lambda k: k.name)
 def test_frozen_parameters_under_checkpointing(rank, world, kind, use_orig_params):
-    torch.manual_seed(0)
-
     def sharded(model):
         for i, block in enumerate(model.blocks):
             block = wrap("fsdpc", block, use_orig_params=use_orig_params)
             model.blocks[i] = checkpoint_wrapper(block, checkpoint_impl=kind)
         return wrap("fsdpc", model, use_orig_params=use_orig_params)
 
-    compare(
-        Stack(*[LoRA(rank=rank) for _ in range(3)]),
-        sharded,
-        lambda step: batch(rank, step),
-        steps=2,
-        loss_of=squares,
-    )
+    compare(rank, lambda: Stack(*[LoRA(rank=rank) for _ in range(3)]), sharded=sharded, steps=2)
 
 
 class Detached(nn.Module):
@@ -225,10 +201,6 @@ class Index(nn.Module):
 @ranks(2, env=POISON)
 @both_ways
 def test_integer_parameters_that_a_backward_needs(rank, world, use_orig_params):
-    torch.manual_seed(0)
     compare(
-        Stack(*[Index() for _ in range(4)]),
-        lambda m: wrap_blocks("fsdpc", m, Index, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step),
-        loss_of=squares,
+        rank, lambda: Stack(*[Index() for _ in range(4)]), Index, use_orig_params=use_orig_params
     )

@@ -37,11 +37,11 @@ def penalty(model, x):
 def test_gradient_penalty(rank, world, strategy, use_orig_params, collectives):
     fsdpc.set_collectives(collectives)
     compare(
-        smooth_stack(),
-        lambda m: wrap_blocks(
-            "fsdpc", m, Smooth, sharding_strategy=strategy, use_orig_params=use_orig_params
-        ),
-        lambda step: batch(rank, step),
+        rank,
+        smooth_stack,
+        Smooth,
+        sharding_strategy=strategy,
+        use_orig_params=use_orig_params,
         loss_of=penalty,
     )
 
@@ -67,12 +67,7 @@ class Force(nn.Module):
 @both_wires
 def test_autograd_grad_inside_forward(rank, world, use_orig_params, collectives):
     fsdpc.set_collectives(collectives)
-    model = compare(
-        Force(),
-        lambda m: wrap_blocks("fsdpc", m, Smooth, use_orig_params=use_orig_params),
-        lambda step: batch(rank, step),
-        loss_of=squares,
-    )
+    model = compare(rank, Force, Smooth, use_orig_params=use_orig_params)
     model.eval()
     with torch.no_grad():
         energy, force = model(batch(rank, 9))
@@ -136,12 +131,7 @@ def test_a_second_backward_after_another_pass_is_refused(rank, world):
         grad.pow(2).sum().backward()
     for p in model.parameters():
         p.grad = None
-    compare(
-        smooth_stack(),
-        lambda m: wrap_blocks("fsdpc", m, Smooth),
-        lambda step: batch(rank, step),
-        loss_of=squares,
-    )
+    compare(rank, smooth_stack, Smooth)
     squares(model, batch(rank, 2)).backward()
     assert all(not p.grad.isnan().any() for p in model.parameters() if p.grad is not None)
 
