@@ -8,8 +8,10 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullOptimStateDictConfig, FullStateDictConfig, StateDictType
 from toys import Block, Reference, Toy, loss_of, tokens, wrap_blocks
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -32,6 +34,20 @@ class Mixed(Toy):
 def mixed(seed: int = 0) -> Mixed:
     torch.manual_seed(seed)
     return Mixed()
+
+
+def both(function: Callable[..., None]) -> Callable[..., None]:
+    return pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(function)
+
+
+def on_rank_0(model: nn.Module) -> Any:
+    """Weights and states on rank 0 alone, while this lasts."""
+    return type(model).state_dict_type(
+        model,
+        StateDictType.FULL_STATE_DICT,
+        FullStateDictConfig(rank0_only=True, offload_to_cpu=True),
+        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True),
+    )
 
 
 def adam(model: nn.Module) -> torch.optim.Optimizer:

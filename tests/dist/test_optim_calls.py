@@ -13,39 +13,23 @@ from harness import ranks, run_ranks, shorten_deadlines
 from optim_runs import (
     Run,
     adam,
+    both,
     check_dict,
     check_states,
     load,
     mixed,
     named,
+    on_rank_0,
     save,
     start,
 )
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import OptimStateKeyType, ShardingStrategy
 from torch.distributed.optim.named_optimizer import _NamedOptimizer
 from toys import Toy, loss_of, tokens, toy, wrap, wrap_blocks
 
 import fsdpc
 from fsdpc import FSDP
-
-FULL = StateDictType.FULL_STATE_DICT
-
-
-def both(function):
-    return pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(function)
-
-
-def on_rank_0(model):
-    return FSDP.state_dict_type(
-        model, FULL, None, FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=True)
-    )
-
 
 # --- the older methods ---------------------------------------------------------------------------
 

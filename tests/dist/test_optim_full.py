@@ -12,34 +12,26 @@ from harness import ranks, run_ranks
 from optim_runs import (
     Run,
     adam,
+    both,
     check_dict,
     check_states,
     load,
     mixed,
+    on_rank_0,
     options_of,
     save,
     start,
 )
 from torch import nn
-from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    ShardingStrategy,
-    StateDictType,
-)
+from torch.distributed.fsdp import ShardingStrategy
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
-FULL = StateDictType.FULL_STATE_DICT
 WIRE = {"FSDPC_COLLECTIVES": "c10d"}
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.NO_SHARD,
 ]
-
-
-def both(function):
-    return pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(function)
 
 
 def check_full(run: Run) -> None:
@@ -63,7 +55,7 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
     check_full(run)
     again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
     saved = save(run)
-    with rank0(again.model):
+    with on_rank_0(again.model):
         load(again, saved if rank == 0 else None)
     check_dict(save(again), run.expected())
 
@@ -73,21 +65,9 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
 def test_hybrid(rank, world, use_orig_params):
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
     pair = (groups[rank // 2], groups[2 + rank % 2])
-    run = start(
-        rank,
-        toy(),
-        process_group=pair,
-        use_orig_params=use_orig_params,
-        steps=0,
-        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
-    )
-    run.reference.groups = [[0, 1], [2, 3]]
-    run.train(2)
-    check_full(run)
-    with rank0(run.model):
-        saved = save(run)
-        assert bool(saved) == (rank == 0)
-        again = start(
+
+    def started():
+        return start(
             rank,
             toy(),
             process_group=pair,
@@ -95,18 +75,18 @@ def test_hybrid(rank, world, use_orig_params):
             steps=0,
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
         )
-    with rank0(again.model):
+
+    run = started()
+    run.reference.groups = [[0, 1], [2, 3]]
+    run.train(2)
+    check_full(run)
+    with on_rank_0(run.model):
+        saved = save(run)
+        assert bool(saved) == (rank == 0)
+        again = started()
+    with on_rank_0(again.model):
         load(again, saved)
     check_dict(save(again), run.expected())
-
-
-def rank0(model: nn.Module, offload: bool = True):
-    return type(model).state_dict_type(
-        model,
-        FULL,
-        FullStateDictConfig(rank0_only=True, offload_to_cpu=offload),
-        FullOptimStateDictConfig(rank0_only=True, offload_to_cpu=offload),
-    )
 
 
 # --- back again ----------------------------------------------------------------------------------
@@ -178,14 +158,14 @@ def test_resumed_losses_are_the_uninterrupted_runs(rank, world, use_orig_params)
 @both
 def test_rank0_only(rank, world, use_orig_params):
     run = start(rank, mixed(), use_orig_params=use_orig_params)
-    with rank0(run.model):
+    with on_rank_0(run.model):
         saved = save(run)
     if rank == 0:
         check_dict(saved, run.expected())
     else:
         assert saved == {}
     again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
-    with rank0(again.model):
+    with on_rank_0(again.model):
         load(again, saved)
     check_dict(save(again), run.expected())
 

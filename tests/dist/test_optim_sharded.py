@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import whole
 from harness import ranks
-from optim_runs import check_dict, mixed, save, start
+from optim_runs import both, check_dict, mixed, save, start
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -27,12 +27,16 @@ SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DIC
 WIRE = {"FSDPC_COLLECTIVES": "c10d"}
 
 
-def both(function):
-    return pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(function)
+def in_form(run, form=SHARDED, options=None):
+    return type(run.model).state_dict_type(run.model, form, None, options)
 
 
-def in_form(run, form=SHARDED):
-    return type(run.model).state_dict_type(run.model, form)
+def check_loads(run, saved, expected, *form):
+    """Loaded in this form, the states are what the run's optimizer holds."""
+    with in_form(run, *form):
+        loaded = type(run.model).optim_state_dict_to_load(run.model, run.optim, saved)
+    run.optim.load_state_dict(loaded)
+    check_dict(save(run), expected)
 
 
 def wholes(saved):
@@ -61,11 +65,7 @@ def test_rows_and_back(rank, world, form, use_orig_params):
     up = saved["state"]["blocks.0.up.weight"]["exp_avg"].local_shards()
     assert sum(shard.tensor.numel() for shard in up) <= -(-11 // world) * 6
     again = start(rank, mixed(), steps=0, use_orig_params=not use_orig_params)
-    with in_form(again):
-        again.optim.load_state_dict(
-            type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
-        )
-    check_dict(save(again), run.expected())
+    check_loads(again, saved, run.expected())
 
 
 @ranks(2, env=WIRE)
@@ -76,10 +76,7 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
         saved = save(run)
         check_dict(wholes(saved), run.expected())
         again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
-        again.optim.load_state_dict(
-            type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
-        )
-    check_dict(save(again), run.expected())
+    check_loads(again, saved, run.expected())
 
 
 @ranks(2, 4)
@@ -104,11 +101,7 @@ def test_dtensors_with_a_mesh(rank, world, use_orig_params):
     check_form(saved, DTensor)
     check_dict(wholes(saved), run.expected())
     again = start(rank, toy(), steps=0, **options)
-    with in_form(again):
-        again.optim.load_state_dict(
-            type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
-        )
-    check_dict(save(again), run.expected())
+    check_loads(again, saved, run.expected())
 
 
 @ranks(2)
@@ -116,12 +109,12 @@ def test_a_mesh_is_noted_in_the_configurations(rank, world):
     """As torch's class does: readers of the settings see which form comes."""
     run = start(rank, toy(), device_mesh=init_device_mesh("cpu", (2,)))
     config = ShardedOptimStateDictConfig()
-    with type(run.model).state_dict_type(run.model, SHARDED, None, config):
+    with in_form(run, SHARDED, config):
         settings = type(run.model).get_state_dict_type(run.model)
         assert settings.optim_state_dict_config is config and config._use_dtensor
         check_form(save(run), DTensor)
     plain = start(rank, toy())
-    with type(plain.model).state_dict_type(plain.model, SHARDED):
+    with in_form(plain):
         settings = type(plain.model).get_state_dict_type(plain.model)
         assert not settings.optim_state_dict_config._use_dtensor
 
@@ -142,18 +135,13 @@ def test_dtensors_that_lie_in_another_way_are_gathered(rank, world):
         },
     }
     again = start(rank, toy(), steps=0)
-    again.optim.load_state_dict(
-        type(again.model).optim_state_dict_to_load(again.model, again.optim, spread)
-    )
-    check_dict(save(again), run.expected())
+    check_loads(again, spread, run.expected(), FULL)
 
 
 @ranks(2)
 def test_dtensors_need_a_mesh(rank, world):
     run = start(rank, toy())
-    with type(run.model).state_dict_type(
-        run.model, SHARDED, None, ShardedOptimStateDictConfig(_use_dtensor=True)
-    ):
+    with in_form(run, SHARDED, ShardedOptimStateDictConfig(_use_dtensor=True)):
         with pytest.raises(AssertionError, match="device_mesh"):
             save(run)
 
@@ -178,11 +166,7 @@ def test_units_that_are_not_sharded_stay_whole(rank, world, use_orig_params):
         sharding_strategy=ShardingStrategy.NO_SHARD,
         use_orig_params=use_orig_params,
     )
-    with in_form(again):
-        again.optim.load_state_dict(
-            type(again.model).optim_state_dict_to_load(again.model, again.optim, rows)
-        )
-    check_dict(save(again), run.expected())
+    check_loads(again, rows, run.expected())
 
 
 @ranks(4)
@@ -198,10 +182,7 @@ def test_hybrid_without_a_mesh(rank, world):
         saved = save(run)
     check_form(saved, ShardedTensor)
     again = start(rank, toy(), steps=0)
-    with in_form(again):
-        load_rows = type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
-    again.optim.load_state_dict(load_rows)
-    check_dict(save(again), run.expected())
+    check_loads(again, saved, run.expected())
 
 
 @ranks(3)
@@ -217,8 +198,4 @@ def test_through_windows_that_hold_a_few_elements(rank, world, use_orig_params):
     config = FullOptimStateDictConfig(rank0_only=True)
     for kind, options, saved in ((SHARDED, None, rows), (FULL, config, expected)):
         again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
-        with type(again.model).state_dict_type(again.model, kind, None, options):
-            again.optim.load_state_dict(
-                type(again.model).optim_state_dict_to_load(again.model, again.optim, saved)
-            )
-        check_dict(save(again), expected)
+        check_loads(again, saved, expected, kind, options)
