@@ -65,12 +65,6 @@ class Side:
     def no_sync(self) -> Any:
         return nullcontext()
 
-    def mark(self) -> None:
-        """Also parameters that took the place of those on the meta device."""
-        for name, p in self.model.named_parameters():
-            if toys.clean(name) in self.frozen:
-                p.was_frozen = True
-
     def average(self) -> None: ...
 
     def ask(self, forward: Callable[[], Tensor], into: bool) -> None:
@@ -95,6 +89,28 @@ class Side:
             toys.clean(n): torch.tensor(float(p.requires_grad))
             for n, p in self.trained().named_parameters()
         }
+
+    def write(self, factor: float) -> None:
+        with torch.no_grad():
+            for p in self.trained().parameters():
+                if p.is_floating_point():
+                    p.mul_(factor)
+
+    def set_by_user(self, factor: float) -> None:
+        self.write(factor)
+
+    def freeze(self, choice: float, frozen: bool) -> None:
+        named = {toys.clean(n): p for n, p in self.trained().named_parameters()}
+        for p in chosen(named, choice):
+            p.requires_grad_(not frozen)
+
+    def copy_average(self) -> nn.Module:
+        return copy.deepcopy(self.model)
+
+    def reload_optimizer(self, kind: str) -> None:
+        state = copy.deepcopy(self.optimizer.state_dict())
+        self.make_optimizer(kind)
+        self.optimizer.load_state_dict(state)
 
 
 class Abandoned(Exception):
@@ -182,14 +198,6 @@ class Plain(Side):
     def values(self) -> dict[str, Tensor]:
         return {n: p.detach() for n, p in self.master.named_parameters()}
 
-    def write(self, factor: float) -> None:
-        with torch.no_grad():
-            for p in self.master.parameters():
-                if p.is_floating_point():
-                    p.mul_(factor)
-
-    set_by_user = write
-
     def save(self, sharded: bool) -> dict[str, Tensor]:
         return {k: v.detach().clone() for k, v in self.master.state_dict().items()}
 
@@ -199,32 +207,39 @@ class Plain(Side):
     def load_part(self, state: dict[str, Any]) -> None:
         self.master.load_state_dict(state, strict=False)
 
-    def freeze(self, choice: float, frozen: bool) -> None:
-        for p in chosen(dict(self.master.named_parameters()), choice):
-            p.requires_grad_(not frozen)
-
     def unfreeze(self, choice: float) -> None:
         for _, p in sorted(self.master.named_parameters()):
             if hasattr(p, "was_frozen") and p.is_floating_point():
                 p.requires_grad_(True)
 
-    def copy_average(self) -> nn.Module:
-        return copy.deepcopy(self.model)
 
-    def reload_optimizer(self, kind: str) -> None:
-        state = copy.deepcopy(self.optimizer.state_dict())
-        self.make_optimizer(kind)
-        self.optimizer.load_state_dict(state)
+class OfFsdpc(Side):
+    """What `shard` makes of the model, and a second model beside it."""
 
-
-class Sharded(Side):
-    def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
+    def __init__(
+        self, case: Case, model: nn.Module, shard: Callable[[], nn.Module], groups: Any = None
+    ) -> None:
         self.frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
         check_blocks(model)
         self.second = second_model(case.config, groups)
-        super().__init__(case, shard(model, case.config, groups))
-        self.mark()
+        super().__init__(case, shard())
+        for name, p in self.model.named_parameters():
+            if toys.clean(name) in self.frozen:
+                p.was_frozen = True  # also where it took the place of one on the meta device
         self.make_optimizer(case.optimizer)
+
+    def load_part(self, state: dict[str, Any]) -> None:
+        load_part(self.model, state)
+
+    def unfreeze(self, choice: float) -> None:
+        for name, p in self.model.named_parameters():
+            if toys.clean(name) in self.frozen and p.is_floating_point():
+                p.requires_grad_(True)
+
+
+class Sharded(OfFsdpc):
+    def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
+        super().__init__(case, model, lambda: shard(model, case.config, groups), groups)
 
     def no_sync(self) -> Any:
         return self.model.no_sync()
@@ -247,9 +262,6 @@ class Sharded(Side):
     def flags(self) -> dict[str, Tensor]:
         with toys.summon(self.model, writeback=False):
             return super().flags()
-
-    def load_part(self, state: dict[str, Any]) -> None:
-        load_part(self.model, state)
 
     def values(self) -> dict[str, Tensor]:
         return toys.full_parameters(self.model)
@@ -284,19 +296,6 @@ class Sharded(Side):
         with self.state_type(sharded):
             self.model.load_state_dict(state)
 
-    def freeze(self, choice: float, frozen: bool) -> None:
-        named = {toys.clean(n): p for n, p in self.model.named_parameters()}
-        for p in chosen(named, choice):
-            p.requires_grad_(not frozen)
-
-    def unfreeze(self, choice: float) -> None:
-        for name, p in self.model.named_parameters():
-            if toys.clean(name) in self.frozen and p.is_floating_point():
-                p.requires_grad_(True)
-
-    def copy_average(self) -> nn.Module:
-        return copy.deepcopy(self.model)
-
     def reload_optimizer(self, kind: str) -> None:
         cls = type(self.model)
         state = cls.optim_state_dict(self.model, self.optimizer)
@@ -306,17 +305,12 @@ class Sharded(Side):
         )
 
 
-class InPlace(Side):
+class InPlace(OfFsdpc):
     """Sharded by ``fully_shard``: DTensor parameters, torch's functions on them."""
 
     def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
-        self.frozen = {n for n, p in model.named_parameters() if not p.requires_grad}
-        check_blocks(model)
-        self.second = second_model(case.config)
-        super().__init__(case, filled(model, case.config))
-        self.mark()
+        super().__init__(case, model, lambda: filled(model, case.config))
         self.unsynced = 0
-        self.make_optimizer(case.optimizer)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -345,12 +339,6 @@ class InPlace(Side):
     def values(self) -> dict[str, Tensor]:
         return {toys.clean(n): p.detach().full_tensor() for n, p in self.model.named_parameters()}
 
-    def write(self, factor: float) -> None:
-        with torch.no_grad():
-            for p in self.model.parameters():
-                if p.is_floating_point():
-                    p.mul_(factor)
-
     def set_by_user(self, factor: float) -> None:
         with torch.no_grad():
             for p in self.model.parameters():
@@ -368,28 +356,10 @@ class InPlace(Side):
     def load(self, state: dict[str, Any], sharded: bool) -> None:
         self.model.load_state_dict(state if sharded else as_parts(self.model, state))
 
-    def load_part(self, state: dict[str, Any]) -> None:
-        load_part(self.model, state)
-
-    def freeze(self, choice: float, frozen: bool) -> None:
-        named = {toys.clean(n): p for n, p in self.model.named_parameters()}
-        for p in chosen(named, choice):
-            p.requires_grad_(not frozen)
-
-    def unfreeze(self, choice: float) -> None:
-        for name, p in self.model.named_parameters():
-            if toys.clean(name) in self.frozen and p.is_floating_point():
-                p.requires_grad_(True)
-
     def copy_average(self) -> nn.Module:
         plain = copied(self.case.model_before)
         plain.load_state_dict(self.save(False))
         return plain.train(self.model.training)
-
-    def reload_optimizer(self, kind: str) -> None:
-        state = copy.deepcopy(self.optimizer.state_dict())
-        self.make_optimizer(kind)
-        self.optimizer.load_state_dict(state)
 
 
 def shard_in_place(model: nn.Module, config: Config) -> nn.Module:
