@@ -117,8 +117,11 @@ overlaps(const nccl_call *call)
 }
 
 static fsdpc_nccl_result
-begin(nccl_call made)
+begin(fsdpc_nccl_comm handle, const void *send, void *recv, fsdpc_cu_stream stream,
+      nccl_request request)
 {
+    const nccl_call made = {
+        .comm = handle, .request = request, .send = send, .recv = recv, .stream = stream};
     api_lock();
     struct ncclComm *comm = nccl_check(made.comm, "a collective");
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
@@ -193,45 +196,30 @@ NCCL_EXPORT fsdpc_nccl_result
 ncclAllGather(const void *send, void *recv, size_t count, fsdpc_nccl_type type,
               fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {
-    return begin((nccl_call){.comm = comm,
-                             .request = {.kind = ALL_GATHER, .type = type, .count = count},
-                             .send = send,
-                             .recv = recv,
-                             .stream = stream});
+    return begin(comm, send, recv, stream,
+                 (nccl_request){.kind = ALL_GATHER, .type = type, .count = count});
 }
 
 NCCL_EXPORT fsdpc_nccl_result
 ncclReduceScatter(const void *send, void *recv, size_t count, fsdpc_nccl_type type,
                   fsdpc_nccl_op op, fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {
-    return begin(
-        (nccl_call){.comm = comm,
-                    .request = {.kind = REDUCE_SCATTER, .type = type, .op = op, .count = count},
-                    .send = send,
-                    .recv = recv,
-                    .stream = stream});
+    return begin(comm, send, recv, stream,
+                 (nccl_request){.kind = REDUCE_SCATTER, .type = type, .op = op, .count = count});
 }
 
 NCCL_EXPORT fsdpc_nccl_result
 ncclAllReduce(const void *send, void *recv, size_t count, fsdpc_nccl_type type, fsdpc_nccl_op op,
               fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {
-    return begin(
-        (nccl_call){.comm = comm,
-                    .request = {.kind = ALL_REDUCE, .type = type, .op = op, .count = count},
-                    .send = send,
-                    .recv = recv,
-                    .stream = stream});
+    return begin(comm, send, recv, stream,
+                 (nccl_request){.kind = ALL_REDUCE, .type = type, .op = op, .count = count});
 }
 
 NCCL_EXPORT fsdpc_nccl_result
 ncclBroadcast(const void *send, void *recv, size_t count, fsdpc_nccl_type type, int root,
               fsdpc_nccl_comm comm, fsdpc_cu_stream stream)
 {
-    return begin(
-        (nccl_call){.comm = comm,
-                    .request = {.kind = BROADCAST, .type = type, .root = root, .count = count},
-                    .send = send,
-                    .recv = recv,
-                    .stream = stream});
+    return begin(comm, send, recv, stream,
+                 (nccl_request){.kind = BROADCAST, .type = type, .root = root, .count = count});
 }
