@@ -1,17 +1,25 @@
-"""The module's face and its preparation: no_sync, names, input casts, ignored parts, meta device,
-sync_module_states, repr, marks."""
+"""The wrapper and its constructor beyond what `conformance` compares with torch's: no_sync, meta
+device, sync_module_states, names of units, marks, own refusals, hosts, the precision line.
+"""
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
+import logging
+import warnings
+from collections import OrderedDict
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import ranks
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    MixedPrecision,
+    ShardingStrategy,
+)
 from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
     always_wrap_policy,
@@ -30,21 +38,11 @@ from toys import (
     wrap_blocks,
 )
 
-BF16 = torch.bfloat16
+from fsdpc import fully_shard
 
 
 def values(model):
     return {clean(name): p.detach().clone() for name, p in model.named_parameters()}
-
-
-@ranks(2)
-def test_no_sync_belongs_to_the_root(rank, world, engine):
-    model = wrap_blocks(engine, toy())
-    model(tokens(rank, 0))
-    with pytest.raises(RuntimeError, match="no_sync.*root"):
-        model.blocks[0].no_sync().__enter__()
-    with summon(model), pytest.raises(ValueError, match="states"):
-        model.no_sync().__enter__()
 
 
 @ranks(2)
@@ -66,107 +64,6 @@ def test_no_sync_accumulates_and_ends_with_an_exception_too(rank, world, use_ori
             )
 
 
-Pair = collections.namedtuple("Pair", ["a", "b"])
-
-
-@dataclasses.dataclass
-class Batch:
-    x: torch.Tensor
-    label: str
-
-
-class Spy(nn.Module):
-    """Reports the dtypes it sees."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-        self.seen = None
-
-    def forward(self, x, *rest, **named):
-        self.seen = (x, rest, named)
-        return self.linear(x.to(self.linear.weight.dtype))
-
-
-@ranks(2)
-def test_inputs_are_cast_wherever_they_are(rank, world, engine):
-    mixed = MixedPrecision(param_dtype=BF16)
-    model = wrap(engine, Spy(), mixed_precision=mixed)
-    f, i = torch.ones(2, 2), torch.ones(2, dtype=torch.int64)
-    x = torch.ones(3, 2, requires_grad=True)
-    model(x, i, [f, 3], (f, None), Pair(f, i), {"k": f}, batch=Batch(f, "a"), n=4).sum().backward()
-    got_x, (got_i, got_list, got_tuple, got_pair, got_dict), named = model.module.seen
-    assert got_x.dtype == BF16 and got_i.dtype == torch.int64
-    assert got_list[0].dtype == BF16 and got_list[1] == 3
-    assert got_tuple[0].dtype == BF16 and got_tuple[1] is None
-    assert type(got_pair) is Pair and got_pair.a.dtype == BF16 and got_pair.b.dtype == torch.int64
-    assert got_dict["k"].dtype == BF16
-    assert named["batch"].x.dtype == BF16 and named["batch"].label == "a" and named["n"] == 4
-    assert x.grad.dtype == torch.float32 and f.dtype == torch.float32
-
-
-@ranks(2)
-@pytest.mark.parametrize("root_casts", [True, False])
-@pytest.mark.parametrize("all_cast", [True, False])
-def test_which_units_cast(rank, world, engine, root_casts, all_cast):
-    mixed = MixedPrecision(
-        param_dtype=BF16, cast_forward_inputs=all_cast, cast_root_forward_inputs=root_casts
-    )
-
-    class Outer(nn.Module):
-        def __init__(self, has_own):
-            super().__init__()
-            self.first, self.inner = Spy(), Spy()
-            self.own = nn.Parameter(torch.ones(1)) if has_own else None
-
-        def forward(self, x):
-            self.seen = x.dtype
-            return self.inner(self.first(x).float())
-
-    for has_own in (True, False):
-        policy = ModuleWrapPolicy({Spy})
-        model = wrap(engine, Outer(has_own), mixed_precision=mixed, auto_wrap_policy=policy)
-        model(torch.ones(1, 2))
-        casts = root_casts or (all_cast and has_own)
-        assert model.module.seen == (BF16 if casts else torch.float32)
-        inner = model.module.inner.module.seen[0].dtype
-        assert inner == (BF16 if all_cast else torch.float32)
-
-
-@ranks(2)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_ignored_parts_stay_as_they_are(rank, world, engine, use_orig_params):
-    for spelling in ("ignored_modules", "ignored_states", "parameters"):
-        model = toy()
-        block = model.blocks[0]
-        options = {
-            "ignored_modules": {"ignored_modules": [block]},
-            "ignored_states": {"ignored_states": [block]},
-            "parameters": {"ignored_states": list(block.parameters())},
-        }[spelling]
-        before = {name: (p, p.detach().clone()) for name, p in block.named_parameters()}
-        model = wrap(engine, model, use_orig_params=use_orig_params, **options)
-        loss_of(model, tokens(rank, 0)).backward()
-        for name, (p, value) in before.items():
-            assert block.get_parameter(name) is p and torch.equal(p.detach(), value)
-        expected = toy()
-        loss_of(expected, tokens(rank, 0)).backward()
-        torch.testing.assert_close(
-            block.up.weight.grad, expected.blocks[0].up.weight.grad, rtol=1e-5, atol=1e-7
-        )
-
-
-@ranks(2)
-def test_ignored_buffers_keep_their_dtype(rank, world, engine):
-    model = nn.ModuleDict({"a": nn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)})
-    mixed = MixedPrecision(buffer_dtype=torch.float64, _module_classes_to_ignore=())
-    model = wrap(engine, model, mixed_precision=mixed, ignored_modules=[model["b"]])
-    model.check_is_root()
-    assert model.module["a"].running_mean.dtype == torch.float64
-    assert model.module["a"].num_batches_tracked.dtype == torch.int64
-    assert model.module["b"].running_mean.dtype == torch.float32
-
-
 class WithBuffer(nn.Module):
     def __init__(self, writes_buffer=True, device=None):
         super().__init__()
@@ -186,47 +83,6 @@ class WithBuffer(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_meta_device_by_reset_parameters(rank, world, engine, use_orig_params):
-    model = nn.Sequential(WithBuffer(device="meta"), nn.Sequential(WithBuffer(device="meta")))
-    expected = WithBuffer()
-    expected.reset_parameters()
-    policy = ModuleWrapPolicy({nn.Sequential})
-    model = wrap(engine, model, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    got = full_parameters(model)
-    for name in ("0.weight", "1.0.weight"):
-        assert torch.equal(got[name], expected.weight.detach())
-    assert all(buffer.tolist() == [2.0, 2.0] for buffer in model.buffers())
-
-
-@ranks(2)
-def test_meta_device_by_function(rank, world, engine):
-    model = toy().to("meta")
-    asked = []
-
-    def initialise(module):
-        asked.append(type(module).__name__)
-        module.to_empty(device="cpu", recurse=False)
-        with torch.no_grad():
-            for p in module.parameters(recurse=False):
-                p.fill_(0.5)
-
-    model = wrap_blocks(engine, model, param_init_fn=initialise)
-    assert all(bool((value == 0.5).all()) for value in full_parameters(model).values())
-    assert asked.count("Block") == 2 and asked.count("Toy") == 1 and asked.count("Linear") == 5
-
-
-@ranks(2)
-def test_meta_device_keeps_ties(rank, world):
-    with torch.device("meta"):
-        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
-    model["b"].weight = model["a"].weight
-    model = wrap("fsdpc", model)
-    with summon(model):
-        assert model["a"].weight is model["b"].weight
-
-
-@ranks(2)
 def test_what_nothing_initialised_is_named(rank, world):
     model = nn.Sequential(WithBuffer(device="meta"), WithBuffer(False, device="meta"))
     with pytest.warns(UserWarning, match=r"unwritten: \['1.scale'\]"):
@@ -237,11 +93,6 @@ def test_what_nothing_initialised_is_named(rank, world):
             super().__init__()
             self.weight = nn.Parameter(torch.zeros(2, device="meta"))
 
-    with (
-        pytest.warns(UserWarning, match="Unable to call `reset_parameters"),
-        pytest.raises(AttributeError, match="reset_parameters"),
-    ):
-        wrap("fsdpc", NoReset())
     with pytest.raises(RuntimeError, match=r"weight.*still on the meta device"):
         wrap("fsdpc", NoReset(), param_init_fn=lambda module: None)
 
@@ -269,22 +120,6 @@ def test_sync_module_states_after_meta(rank, world):
     init = None if rank == 0 else lambda m: m.to_empty(device="cpu", recurse=False)
     model = wrap_blocks("fsdpc", model, sync_module_states=True, param_init_fn=init)
     check_equal(full_parameters(model), values(toy()), "of rank 0")
-
-
-@ranks(2)
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_names_and_repr(rank, world, engine, use_orig_params):
-    model = wrap_blocks(engine, toy(), use_orig_params=use_orig_params)
-    names = [name for name, _ in model.named_parameters()]
-    if use_orig_params:
-        assert [clean(name) for name in names] == [name for name, _ in toy().named_parameters()]
-    else:
-        assert sorted(clean(n) for n in names) == [
-            "_flat_param",
-            "blocks.0._flat_param",
-            "blocks.1._flat_param",
-        ]
-    assert "Block" in repr(model)
 
 
 @ranks(2)
@@ -355,3 +190,166 @@ def test_an_exception_in_forward_and_a_new_step(rank, world):
     assert isinstance(model.blocks[0].module, Block)
     with summon(model, with_grads=True):
         torch.testing.assert_close(model.head.weight.grad, reference.head.weight.grad)
+
+
+HYBRID = ShardingStrategy.HYBRID_SHARD
+
+
+@ranks(2)
+def test_a_mistake_leaves_the_model_as_it_was(rank, world):
+    model, mesh = toy(), init_device_mesh("cpu", (world,))
+    for options in (
+        {"ignored_modules": [model.head], "ignored_states": [model.norm]},
+        {"ignored_states": [model.head, model.norm.weight]},
+        {"ignored_modules": [1]},
+        {"ignored_modules": 3},
+        {"ignored_states": 3},
+        {"process_group": dist.group.WORLD, "device_mesh": mesh},
+        {"sharding_strategy": HYBRID},
+        {"sharding_strategy": HYBRID, "process_group": dist.group.WORLD},
+        {"sharding_strategy": HYBRID, "device_mesh": mesh},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            wrap("fsdpc", model, **options)
+        assert next(model.parameters()).dim() == 2, options
+
+
+@ranks(1)
+def test_mistakes_of_type_are_named(rank, world):
+    for name, value in [
+        ("sharding_strategy", "FULL_SHARD"),
+        ("cpu_offload", True),
+        ("backward_prefetch", "pre"),
+        ("mixed_precision", torch.bfloat16),
+    ]:
+        with pytest.raises(TypeError, match=name):
+            wrap("fsdpc", toy(), **{name: value})
+    with pytest.raises(ValueError, match="param_init_fn"):
+        wrap("fsdpc", toy(), param_init_fn=3)
+    with pytest.raises(ValueError, match="auto_wrap_policy"):
+        wrap("fsdpc", toy(), auto_wrap_policy=3)
+    with pytest.raises(TypeError, match="nn.Module"):
+        wrap("fsdpc", torch.zeros(3))
+    with pytest.raises(TypeError, match="device_id"):
+        wrap("fsdpc", toy(), device_id=2.5)
+
+
+@ranks(2)
+def test_an_accelerator_is_refused_in_one_sentence(rank, world):
+    for device in (0, torch.device("cuda", 0), torch.device("meta")):
+        with pytest.raises(RuntimeError, match=r"device_id.*CPU"):
+            wrap("fsdpc", toy(), device_id=device)
+
+
+@ranks(2)
+def test_warnings_point_at_the_callers_line(rank, world):
+    from fsdpc import FSDP
+
+    mixed = MixedPrecision(param_dtype=torch.bfloat16)
+    norms = nn.Sequential(nn.BatchNorm1d(2))
+    model = toy()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        FSDP(nn.ModuleList([nn.Linear(2, 2)]))
+        FSDP(model, ignored_modules=[model])
+        FSDP(toy(), sharding_strategy=ShardingStrategy.NO_SHARD)
+        FSDP(norms, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=mixed)
+        model = FSDP(toy())
+        model.clip_grad_norm_(1.0)
+        with FSDP.summon_full_params(model, offload_to_cpu=True):
+            pass
+    assert len(caught) == 6
+    assert {warning.filename for warning in caught} == {__file__}
+
+
+@ranks(2)
+def test_a_tie_across_units_is_refused_by_name(rank, world):
+    for use_orig_params in (False, True):
+        model = toy(width=6, vocabulary=13)
+        model.head.weight = model.embed.weight
+        with pytest.raises(ValueError, match=r"weight.*tied.*ignored_states"):
+            wrap(
+                "fsdpc",
+                model,
+                auto_wrap_policy=ModuleWrapPolicy({nn.Embedding}),
+                use_orig_params=use_orig_params,
+            )
+
+
+@ranks(4)
+def test_hybrid_groups_by_host(rank, world):
+    import os
+
+    os.environ["FSDPC_HOST"] = f"host{rank % 2}"
+    model = wrap_blocks("fsdpc", toy(), sharding_strategy=HYBRID)
+    assert dist.get_process_group_ranks(model.process_group) == [rank % 2, rank % 2 + 2]
+    assert dist.get_process_group_ranks(model._inter_node_pg) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert model.blocks[0].process_group is model.process_group
+    os.environ["FSDPC_HOST"] = f"host{rank == 0}"
+    with pytest.raises(ValueError, match="same number of ranks on every host"):
+        wrap_blocks("fsdpc", toy(), sharding_strategy=HYBRID)
+
+
+@ranks(2)
+def test_the_precision_line(rank, world):
+    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = wrap_blocks("fsdpc", toy(), mixed_precision=mixed)
+    assert model.precision_line == ""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("fsdpc").addHandler(handler)
+    logging.getLogger("fsdpc").setLevel(logging.INFO)
+    for _ in range(2):
+        model(tokens(rank, 0))
+    assert lines == [model.precision_line] * (rank == 0)
+    for part in ("storage fp32", "compute bf16", "reduce fp32", "gradients / 2", "3 units"):
+        assert part in model.precision_line
+
+
+def named(*names):
+    torch.manual_seed(0)
+    return nn.Sequential(OrderedDict((name, nn.Linear(4, 4)) for name in names))
+
+
+def in_one_unit(model):
+    return wrap("fsdpc", model)
+
+
+def in_units(model):
+    return wrap("fsdpc", model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+
+
+def by_fully_shard(model):
+    for module in (*model, model):
+        fully_shard(module)
+    return model
+
+
+@ranks(2)
+def test_names_that_differ_between_ranks(rank, world):
+    """Only names: one warning, and the model trains; the same names in another order: refused."""
+    said = []
+    for shard in (in_one_unit, in_units, by_fully_shard):
+        results = []
+        for names in (("a", "b"), ("a", "y" if rank else "b")):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                model = shard(named(*names))
+                optimizer = torch.optim.SGD(model.parameters(), 0.1)
+                for _ in range(2):
+                    loss = model(torch.full((1, 4), 1.0 + rank)).square().sum()
+                    loss.backward()
+                    optimizer.step()
+                results.append(float(loss.detach()))
+            said += [str(each.message) for each in caught if "only names" in str(each.message)]
+            options = StateDictOptions(full_state_dict=True)
+            keys = list(get_model_state_dict(model, options=options))
+            assert not keys or keys[2] == f"{names[1]}.weight"
+        assert results[0] == results[1]
+        swapped = named(*(("b", "a") if rank else ("a", "b")))
+        with pytest.raises(Exception, match="disagree"):
+            shard(swapped)(torch.ones(1, 4))
+        with pytest.raises(Exception, match="disagree"):  # shapes, too
+            shard(nn.Sequential(nn.Linear(4, 4 + rank)))
+    assert len(said) == 1 and "rank 0 has" in said[0]

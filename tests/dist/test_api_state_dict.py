@@ -14,10 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,
 )
 from torch.distributed.fsdp import (
-    FullOptimStateDictConfig,
     FullStateDictConfig,
     MixedPrecision,
-    ShardedStateDictConfig,
     ShardingStrategy,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, always_wrap_policy
@@ -204,35 +202,6 @@ def test_loading_by_assignment(rank, world):
     model.load_state_dict(state, assign=True)
     same(model.state_dict(), state)
     assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-
-
-@ranks(2)
-def test_inside_summon_full_params(rank, world):
-    model = wrap_blocks("fsdpc", toy())
-    with type(model).summon_full_params(model):
-        got = model.state_dict()
-    same(got, toy().state_dict())
-
-
-@ranks(2)
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_state_dict_settings(rank, world, engine):
-    model = wrap_blocks(engine, toy())
-    cls = type(model)
-    assert cls.get_state_dict_type(model).state_dict_type is FULL
-    config, optim = FullStateDictConfig(rank0_only=True), FullOptimStateDictConfig(rank0_only=True)
-    before = cls.set_state_dict_type(model, FULL, config, optim)
-    assert before.state_dict_config == FullStateDictConfig()
-    settings = cls.get_state_dict_type(model)
-    assert (settings.state_dict_config, settings.optim_state_dict_config) == (config, optim)
-    with pytest.raises(RuntimeError, match="Expected state_dict_config of type"):
-        cls.set_state_dict_type(model, FULL, ShardedStateDictConfig())
-    with cls.state_dict_type(model, FULL):
-        assert cls.get_state_dict_type(model).state_dict_config == FullStateDictConfig()
-    assert cls.get_state_dict_type(model).state_dict_config == config
-    cls.set_state_dict_type(model.blocks[0], FULL, FullStateDictConfig())
-    with pytest.raises(AssertionError, match="same state"):
-        cls.get_state_dict_type(model)
 
 
 @ranks(2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import warnings
 
@@ -17,12 +16,10 @@ from torch.distributed.fsdp.wrap import (
     ModuleWrapPolicy,
     _or_policy,
     always_wrap_policy,
-    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from torch.distributed.fsdp.wrap import wrap as manual_wrap
 from toys import Block, clean, compare_training, toy, wrap
 
 
@@ -132,28 +129,6 @@ def test_a_full_precision_class_inside_a_forced_leaf_is_still_found(rank, world)
 
 
 @ranks(2)
-def test_batch_norm_computes_in_full_precision(rank, world):
-    mixed = MixedPrecision(param_dtype=torch.bfloat16)
-    seen = []
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
-    model[1].register_forward_hook(lambda m, args, out: seen.append((args[0].dtype, out.dtype)))
-    with pytest.warns(UserWarning, match="separate FSDP inst"):
-        model = wrap(
-            "fsdpc", model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), mixed_precision=mixed
-        )
-    out = model(torch.randn(5, 3))
-    assert out.dtype == torch.bfloat16
-    assert seen == [(torch.float32, torch.float32)] or seen[0][0] == torch.float32
-    assert model[1].module.running_mean.dtype == torch.float32
-
-
-@ranks(2)
-def test_custom_policy_of_wrong_type(rank, world, engine):
-    with pytest.raises(ValueError):
-        wrap(engine, toy(), auto_wrap_policy=CustomPolicy(lambda module: "yes"))
-
-
-@ranks(2)
 def test_a_module_at_two_places_is_one_unit_at_both(rank, world):
     for policy in (ModuleWrapPolicy({nn.Linear}), always_wrap_policy):
         shared = nn.Linear(3, 3)
@@ -162,19 +137,6 @@ def test_a_module_at_two_places_is_one_unit_at_both(rank, world):
         first, second = model.module["a"], model.module["b"]
         first, second = (getattr(m, "module", m) for m in (first, second))
         assert first[0] is second[0] and type(first[0]) is type(model)
-
-
-@ranks(2)
-def test_enable_wrap(rank, world, engine):
-    cls = importlib.import_module(engine).FullyShardedDataParallel
-    linear = nn.Linear(3, 3)
-    assert manual_wrap(linear) is linear
-    options = {"wrapper_cls": cls, "device_id": torch.device("cpu"), "use_orig_params": True}
-    with enable_wrap(**options):
-        model = manual_wrap(nn.Sequential(manual_wrap(linear, forward_prefetch=True)))
-    assert isinstance(model, cls) and isinstance(model[0], cls)
-    assert model[0].forward_prefetch and not model.forward_prefetch
-    assert model._use_orig_params
 
 
 class Shared(nn.Module):

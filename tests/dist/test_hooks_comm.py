@@ -379,19 +379,6 @@ def test_the_hook_survives_a_conversion(rank, world):
     assert [dtype for _, _, dtype, _ in hook.seen] == [torch.float32] * 3 + [torch.float64] * 3
 
 
-@ranks(2)
-def test_registration_is_checked(rank, world, engine):
-    model = wrap_blocks(engine, toy())
-    model.check_is_root()
-    with pytest.raises(AssertionError, match="root instance"):
-        model.blocks[0].register_comm_hook(None, default_hooks.reduce_scatter_hook)
-    with pytest.raises(ValueError, match="must be callable but got 3"):
-        model.register_comm_hook(None, 3)
-    model.register_comm_hook(None, default_hooks.reduce_scatter_hook)
-    with pytest.raises(AssertionError, match="already registered"):
-        model.register_comm_hook(None, default_hooks.reduce_scatter_hook)
-
-
 @ranks(4)
 @pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
 def test_not_with_replicas(rank, world, strategy):

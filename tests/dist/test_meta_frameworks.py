@@ -308,15 +308,6 @@ def test_a_function_that_leaves_something_on_meta(rank, world):
         wrap("fsdpc", on_meta("device", Block), param_init_fn=some)
 
 
-@ranks(2)
-def test_a_module_that_cannot_reset_itself(rank, world, engine):
-    with (
-        pytest.warns(UserWarning, match="Unable to call `reset_parameters"),
-        pytest.raises(AttributeError, match="reset_parameters"),
-    ):
-        wrap(engine, on_meta("device", Cached))
-
-
 def ignored_on_meta(rank, world):
     model = real() if rank == 0 else on_meta("device")
     wrap("fsdpc", model, sync_module_states=True, ignored_modules=[model.batch_norm])

@@ -113,22 +113,6 @@ def test_a_step_skips_for_infinities_and_only_reads_finite_gradients(kind, monke
     assert found == [float(skips)] and checks == [kind] * (not only_read)
 
 
-def test_outputs_keep_their_dtype_and_structure():
-    scaler = scaler_of(init_scale=4.0)
-    half, single = torch.tensor(2.0, dtype=torch.float16), torch.ones(2)
-    scaled = scaler.scale([half, (single, single.bfloat16())])
-    assert type(scaled) is list and type(scaled[1]) is tuple
-    assert [t.dtype for t in (scaled[0], *scaled[1])] == [
-        torch.float16,
-        torch.float32,
-        torch.bfloat16,
-    ]
-    assert float(scaled[0]) == 8.0
-    assert [float(t) for t in scaler.scale(iter([half]))] == [8.0]
-    with pytest.raises(ValueError, match="must be a Tensor or an iterable"):
-        scaler.scale(3)
-
-
 @ranks(1, 2)
 @BOTH
 @pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name)
