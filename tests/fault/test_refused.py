@@ -119,7 +119,8 @@ def test_ranks_that_differ(rank, world, change, expected):
     with pytest.raises(fsdpc.MismatchError) as caught:
         loss_of(wrap_blocks("fsdpc", model, **options), tokens(rank, 0))
     text = str(caught.value)
-    assert "rank 1" in text and all(part in text for part in expected), text
+    assert "rank 0 has" in text and "rank 1 has" in text, text
+    assert all(part in text for part in expected), text
 
 
 @ranks(3)
