@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from fsdpc import FSDP
+from fsdpc import FSDP, fully_shard
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -69,6 +69,14 @@ def blocks(name: str) -> functools.partial:
 
 def shard(name: str, model: torch.nn.Module, **options) -> FSDP:
     return FSDP(model, auto_wrap_policy=blocks(name), **options)
+
+
+def shard_in_place(name: str, model: torch.nn.Module, **options) -> torch.nn.Module:
+    """By fully_shard; the root's own unit holds the embeddings, tied or not, and the head."""
+    for module in list(model.modules()):
+        if isinstance(module, MODELS[name][1]):
+            fully_shard(module, **options)
+    return fully_shard(model, **options)
 
 
 def batch(rank: int, step: int) -> dict[str, torch.Tensor]:

@@ -174,18 +174,11 @@ def test_losses_equal_ddp(case):
         assert got[rank][3] == (3 if "auto_wrap_policy" in case or "wrap_by_hand" in case else 1)
 
 
-@both_forms
-@pytest.mark.parametrize("use_orig_params", [True, False])
-def test_resume(form, use_orig_params, tmp_path):
+def check_resumed(fit, folder, **options):
     """Saved after one epoch and continued by a new Trainer: the losses of one that never stopped,
-    to the bit."""
-    options = {
-        "kind": "fsdpc",
-        "auto_wrap_policy": {Block},
-        "state_dict_type": form,
-        "use_orig_params": use_orig_params,
-    }
-    file = str(tmp_path / "checkpoint")
+    to the bit.
+    """
+    file = str(folder / "checkpoint")
     straight = run_ranks(fit, 2, env=ELASTIC, **options)
     first = run_ranks(fit, 2, env=ELASTIC, epochs=1, save=file, **options)
     rest = run_ranks(fit, 2, env=ELASTIC, resume=file, **options)
@@ -194,6 +187,13 @@ def test_resume(form, use_orig_params, tmp_path):
         assert first[rank][1] + rest[rank][1] == straight[rank][1]
         for name, value in straight[rank][2].items():
             assert torch.equal(rest[rank][2][name], value), name
+
+
+@both_forms
+@pytest.mark.parametrize("use_orig_params", [True, False])
+def test_resume(form, use_orig_params, tmp_path):
+    options = {"state_dict_type": form, "use_orig_params": use_orig_params}
+    check_resumed(fit, tmp_path, kind="fsdpc", auto_wrap_policy={Block}, **options)
 
 
 @pytest.mark.parametrize("use_orig_params", [True, False])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 from harness import run_ranks
 
 import fsdpc
@@ -15,6 +14,7 @@ from test_lightning import (  # noqa: E402
     ELASTIC,
     EPOCHS,
     Tiny,
+    check_resumed,
     close,
     loader,
     on_ddp,
@@ -64,16 +64,4 @@ def test_losses_equal_ddp(options):
 
 @pytest.mark.parametrize("full", [True, False])
 def test_resume(full, tmp_path):
-    """Saved after one epoch and continued by a new Trainer: the losses of one that never stopped,
-    to the bit.
-    """
-    options = {"full": full}
-    file = str(tmp_path / "checkpoint")
-    straight = run_ranks(fit, 2, env=ELASTIC, **options)
-    first = run_ranks(fit, 2, env=ELASTIC, epochs=1, save=file, **options)
-    rest = run_ranks(fit, 2, env=ELASTIC, resume=file, **options)
-    for rank in range(2):
-        assert first[rank][0] + rest[rank][0] == straight[rank][0]
-        assert first[rank][1] + rest[rank][1] == straight[rank][1]
-        for name, value in straight[rank][2].items():
-            assert torch.equal(rest[rank][2][name], value), name
+    check_resumed(fit, tmp_path, full=full)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from harness import ranks
-from models import MODELS, adamw, batch, both_models, build, steps
-from torch import nn
+from models import adamw, batch, both_models, build, steps
+from models import shard_in_place as shard
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,33 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdpc import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from fsdpc import FSDPModule, register_fsdp_forward_method
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
-def shard(name: str, model: nn.Module, **options) -> nn.Module:
-    """A unit for each block; the root's own holds the embeddings, tied or not, and the head."""
-    for module in list(model.modules()):
-        if isinstance(module, MODELS[name][1]):
-            fully_shard(module, **options)
-    return fully_shard(model, **options)
-
-
-@ranks(2)
-@both_models
-def test_training_equals_ddp(rank, world, name):
-    """To the bit: two ranks' gradients have one order of summation."""
-    reference = DistributedDataParallel(build(name))
-    model = shard(name, build(name))
-    assert sum(isinstance(m, FSDPModule) for m in model.modules()) == 3
-    expected = steps(reference, adamw(reference), rank, 0, 5)
-    assert steps(model, adamw(model), rank, 0, 5) == expected
-    assert expected[-1] < expected[0]
-    state, whole = model.state_dict(), reference.module.state_dict()
-    assert list(state) == list(whole)
-    for key, value in state.items():
-        assert torch.equal(value.full_tensor(), whole[key]), key
 
 
 @ranks(4)
@@ -113,22 +89,6 @@ def test_generate(rank, world, name, how):
     model.train()
     reference = DistributedDataParallel(whole.train())
     assert steps(model, adamw(model), rank, 0, 2) == steps(reference, adamw(reference), rank, 0, 2)
-
-
-@ranks(2)
-@both_models
-def test_checkpointed_blocks_and_bf16(rank, world, name):
-    """transformers' own gradient checkpointing inside the units changes nothing; bf16 trains."""
-    mixed = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    seen = []
-    for checkpointed in (False, True):
-        module = build(name)
-        if checkpointed:
-            module.gradient_checkpointing_enable({"use_reentrant": False})
-        model = shard(name, module, mp_policy=mixed)
-        seen.append(steps(model, adamw(model), rank, 0, 4))
-    assert seen[0] == seen[1]
-    assert seen[0][-1] < seen[0][0]
 
 
 @ranks(2)

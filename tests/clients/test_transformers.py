@@ -2,45 +2,59 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
-from models import adamw, batch, both_models, both_ways, build, shard, steps
+from models import adamw, batch, both_models, both_ways, build, shard, shard_in_place, steps
 from resume import FORMS, load, save
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdpc import FSDP, MixedPrecision
+from fsdpc import FSDP, FSDPModule, MixedPrecision, MixedPrecisionPolicy
+
+DOORS = {
+    "flat": functools.partial(shard, use_orig_params=False),
+    "orig": functools.partial(shard, use_orig_params=True),
+    "fully_shard": shard_in_place,
+}
 
 
 @ranks(2)
 @both_models
-@both_ways
-def test_training_equals_ddp(rank, world, name, use_orig_params):
+@pytest.mark.parametrize("door", DOORS)
+def test_training_equals_ddp(rank, world, name, door):
     """To the bit: two ranks' gradients have one order of summation."""
     reference = DistributedDataParallel(build(name))
-    model = shard(name, build(name), use_orig_params=use_orig_params)
-    assert len(FSDP.fsdp_modules(model)) == 3
+    model = DOORS[door](name, build(name))
+    assert sum(isinstance(module, (FSDP, FSDPModule)) for module in model.modules()) == 3
     expected = steps(reference, adamw(reference), rank, 0, 5)
     assert steps(model, adamw(model), rank, 0, 5) == expected
     assert expected[-1] < expected[0]
     state, whole = model.state_dict(), reference.module.state_dict()
     assert list(state) == list(whole)
     for key, value in state.items():
+        value = value.full_tensor() if door == "fully_shard" else value
         assert torch.equal(value, whole[key]), key
 
 
 @ranks(2)
 @both_models
-def test_checkpointed_blocks_and_bf16(rank, world, name):
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_checkpointed_blocks_and_bf16(rank, world, name, door):
     """transformers' own gradient checkpointing inside the units changes nothing; bf16 trains."""
-    mixed = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    low = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    if door == "orig":
+        mixed = {"mixed_precision": MixedPrecision(**low)}
+    else:
+        mixed = {"mp_policy": MixedPrecisionPolicy(**low)}
     seen = []
     for checkpointed in (False, True):
         module = build(name)
         if checkpointed:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        model = shard(name, module, mixed_precision=mixed, use_orig_params=True)
+        model = DOORS[door](name, module, **mixed)
         seen.append(steps(model, adamw(model), rank, 0, 4))
     assert seen[0] == seen[1]
     assert seen[0][-1] < seen[0][0]

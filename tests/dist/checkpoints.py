@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import StateDictType
+from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
 from toys import Block, toy, wrap_blocks
 
@@ -95,6 +95,18 @@ def build(kind: str, model: nn.Module | None = None, **options: Any) -> nn.Modul
     if options.pop("mesh", False):
         options["device_mesh"] = mesh
     return wrap_blocks(engine, model, **options)
+
+
+def hybrid(mesh: bool) -> dict[str, Any]:
+    """Options of HYBRID_SHARD on four ranks, by a mesh or by groups."""
+    if mesh:
+        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        options: dict[str, Any] = {"device_mesh": both}
+    else:
+        shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+        replicate, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        options = {"process_group": (shard, replicate)}
+    return {**options, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
 
 
 def whole(value: Any) -> Any:

@@ -8,9 +8,8 @@ import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from checkpoints import KINDS, build, dcp_state_dict, load, mixed, same, save
+from checkpoints import KINDS, build, dcp_state_dict, hybrid, load, mixed, same, save
 from harness import ranks, run_ranks
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
@@ -20,8 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
@@ -139,13 +136,9 @@ def test_wrappers_around_and_inside(rank, world):
 
 @ranks(4)
 def test_hybrid(rank, world):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    strategy = ShardingStrategy.HYBRID_SHARD
+    options = hybrid(mesh=True)
     expected = toy(seed=1).state_dict()
-    models = [
-        wrap_blocks("fsdpc", toy(seed), sharding_strategy=strategy, device_mesh=mesh)
-        for seed in (0, 1)
-    ]
+    models = [wrap_blocks("fsdpc", toy(seed), **options) for seed in (0, 1)]
     state = get_model_state_dict(models[1])
     same(state, expected)
     set_model_state_dict(models[0], state)
@@ -282,14 +275,7 @@ def test_under_torchs_name(rank, world, first):
 
 
 def write_and_read_hybrid(rank, world, path, mesh):
-    if mesh:
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        options = {"device_mesh": both}
-    else:
-        shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-        replicate, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        options = {"process_group": (shard, replicate)}
-    options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    options = hybrid(mesh)
     model, other = (wrap_blocks("fsdpc", toy(seed), **options) for seed in (0, 1))
     save(path, get_model_state_dict(other))
     state = get_model_state_dict(model)

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoints import FULL, SHARDED, build, mixed, same, typed, whole
+from checkpoints import FULL, SHARDED, build, hybrid, mixed, same, typed, whole
 from harness import ranks, run_ranks
 from torch import nn
 from torch.distributed._shard.api import load_with_process_group
@@ -100,14 +100,7 @@ def test_torchs_dict_loads_and_the_other_way_round(rank, world, mesh):
 @ranks(4)
 @pytest.mark.parametrize("mesh", [False, True])
 def test_hybrid(rank, world, mesh):
-    if mesh:
-        both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        options = {"device_mesh": both}
-    else:
-        shard, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-        replicate, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        options = {"process_group": (shard, replicate)}
-    options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    options = hybrid(mesh)
     expected = toy(seed=2).state_dict()
     model = wrap_blocks("fsdpc", toy(), **options)
     other = wrap_blocks("fsdpc", toy(seed=2), **options)
