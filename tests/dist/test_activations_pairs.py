@@ -17,10 +17,9 @@ from harness import ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from toys import full_gradients, no_sync_if, wrap_blocks
+from toys import full_gradients, no_sync_if, shard_blocks, wrap_blocks
 
 from fsdpc import FullyShardedDataParallel as FSDP
-from fsdpc import fully_shard
 from fsdpc.activations import checkpoint, compress, offload, offloading
 
 WIDTH = 64  # an activation of (2, 32, 64) is above the least that compress() packs
@@ -79,12 +78,6 @@ def replaced(model: Any, count: int, by: Callable[[nn.Module], Any]) -> Any:
     return model
 
 
-def by_fully_shard(model: Any) -> Any:
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
 def ours(model: Any, **options: Any) -> Any:
     checkpoint(model, blocks=Block, **options)
     return model
@@ -92,7 +85,7 @@ def ours(model: Any, **options: Any) -> Any:
 
 DOORS: dict[str, Callable[[Any], Any]] = {
     "FSDP": lambda model: wrap_blocks("fsdpc", model, Block, use_orig_params=True),
-    "fully_shard": by_fully_shard,
+    "fully_shard": shard_blocks,
 }
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "checkpoint": lambda model: ours(model, ratio="1/2"),

@@ -12,7 +12,7 @@ import torch
 from harness import ranks
 from torch import nn
 from torch.distributed.tensor import DTensor
-from toys import Block, full_gradients, loss_of, tokens, toy, wrap, wrap_blocks
+from toys import Block, full_gradients, loss_of, shard_blocks, tokens, toy, wrap, wrap_blocks
 
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc import fully_shard
@@ -27,16 +27,10 @@ def train_step(model, around=None):
     return full_gradients(model)
 
 
-def by_fully_shard(model):
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
-
-
 DOORS = {
     "FSDP": partial(wrap_blocks, "fsdpc", use_orig_params=True),
     "flat": partial(wrap_blocks, "fsdpc", use_orig_params=False),
-    "fully_shard": by_fully_shard,
+    "fully_shard": shard_blocks,
 }
 CHOICES = ({"ratio": "1/2"}, {"every": 2}, {"ratio": 1, "policy": "matmul"})
 

@@ -6,18 +6,13 @@ import pytest
 import torch
 from harness import ranks
 from torch import nn
-from toys import loss_of, no_sync_if, tokens, toy, wrap_blocks
+from toys import by_door, loss_of, no_sync_if, tokens, toy
 
 from fsdpc import StateError, fully_shard
 
 
 def sharded(kind):
-    model = toy()
-    if kind != "fully_shard":
-        return wrap_blocks("fsdpc", model, use_orig_params=kind == "original")
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return by_door(kind, toy())
 
 
 def local(value):

@@ -22,9 +22,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
-from toys import loss_of, tokens, toy, wrap_blocks
+from toys import loss_of, shard_blocks, tokens, toy, wrap_blocks
 
-from fsdpc import checkpoint, fully_shard
+from fsdpc import checkpoint
 from fsdpc.checkpoint import folders
 from fsdpc.checkpoint.convert import convert
 from fsdpc.checkpoint.ranks import ranks_of
@@ -57,9 +57,7 @@ def make(kind: str, model: nn.Module | None = None) -> tuple[nn.Module, torch.op
         model = wrap_blocks(engine, toy(), sharding_strategy=ShardingStrategy.NO_SHARD)
     elif kind == "fsdpc2":
         model = toy() if model is None else model
-        for block in model.blocks:
-            fully_shard(block)
-        fully_shard(model)
+        shard_blocks(model)
     else:
         model = build(kind, model)
     params = [p for p in model.parameters() if p.requires_grad]

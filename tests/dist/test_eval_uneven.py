@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from harness import ranks
-from toys import full_parameters, loss_of, tokens, toy, wrap, wrap_blocks
+from toys import by_door, full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
 
@@ -24,12 +24,7 @@ def wide() -> torch.nn.Module:
 
 
 def sharded(door: str) -> torch.nn.Module:
-    model = wide()
-    if door != "fully_shard":
-        return wrap_blocks("fsdpc", model, use_orig_params=door == "orig")
-    for block in model.blocks:
-        fsdpc.fully_shard(block)
-    return fsdpc.fully_shard(model)
+    return by_door(door, wide())
 
 
 @contextmanager

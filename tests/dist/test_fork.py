@@ -13,9 +13,7 @@ import pytest
 import torch
 from harness import ranks
 from torch import nn
-from toys import Reference, check_parameters, loss_of, summon, tokens, toy, wrap_blocks
-
-from fsdpc import fully_shard
+from toys import Reference, by_door, check_parameters, loss_of, summon, tokens, toy
 
 
 def exit_in_order(status):
@@ -48,14 +46,7 @@ class Child:
 
 
 def build(interface):
-    if interface == "class":
-        return wrap_blocks("fsdpc", toy(), use_orig_params=True)
-    if interface == "flat":
-        return wrap_blocks("fsdpc", toy())
-    model = toy()
-    for block in model.blocks:
-        fully_shard(block)
-    return fully_shard(model)
+    return by_door(interface, toy())
 
 
 def local(tensor):

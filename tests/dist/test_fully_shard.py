@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib
 import os
 import pickle
 import tempfile
@@ -21,6 +20,7 @@ from harness import ranks, run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,25 +29,11 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toys import Block, loss_of, tokens, toy, wrap_blocks
+from toys import Block, loss_of, shard_blocks, tokens, toy, wrap_blocks
 
 import fsdpc
 import fsdpc.optim
 from fsdpc import checkpoint
-
-DOORS = ["torch", "fsdpc"]
-
-
-def door(name: str):
-    package = "torch.distributed.fsdp" if name == "torch" else "fsdpc"
-    return importlib.import_module(package).fully_shard
-
-
-def shard_blocks(name: str, model: nn.Module, **options) -> nn.Module:
-    for module in model.modules():
-        if isinstance(module, Block):
-            door(name)(module, **options)
-    return door(name)(model, **options)
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,7 +57,7 @@ def test_ranks_that_differ_in_what_they_sum(rank, world, collectives):
     """The rank that keeps the unit raises; over a wire, and on a GPU, every rank does."""
     if collectives == "c10d":
         os.environ["FSDPC_COLLECTIVES"] = "c10d"
-    model = shard_blocks("fsdpc", toy())
+    model = shard_blocks(toy())
     model.blocks[0].set_requires_gradient_sync(rank == 0)
     loss = loss_of(model, tokens(rank, 0))
     compared = collectives == "c10d" or "FSDPC_LIBCUDA" in os.environ
@@ -115,7 +101,7 @@ def test_tensor_parallel_and_sharded(rank, world, precision):
     policy = fsdpc.MixedPrecisionPolicy()
     if precision == "bfloat16":
         policy = fsdpc.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    shard_blocks("fsdpc", model, mesh=mesh["dp"], mp_policy=policy)
+    shard_blocks(model, mesh=mesh["dp"], mp_policy=policy)
     up, down = model.blocks[0].up.weight, model.blocks[0].down.weight
     assert up.device_mesh.mesh_dim_names == down.device_mesh.mesh_dim_names == ("dp", "tp")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -165,7 +151,7 @@ def test_equal_meshes_are_one_mesh(rank, world):
     clipped_steps(reference, [[tokens(r, n) for r in range(2)] for n in range(2)])
     wanted = dict(reference.named_parameters())
     for what, (model, mesh) in cases.items():
-        shard_blocks("fsdpc", model, mesh=mesh)
+        shard_blocks(model, mesh=mesh)
         clipped_steps(model, [[tokens(rank // 2, n)] for n in range(2)])
         for name, value in full(model).items():
             torch.testing.assert_close(
@@ -189,7 +175,7 @@ def test_meshes_that_are_not_parts_of_one(rank, world):
 def sharded(kind: str) -> nn.Module:
     if kind == "fsdp1":
         return wrap_blocks("fsdpc", toy(seed=7), use_orig_params=True)
-    return shard_blocks(kind, toy(seed=7))
+    return shard_blocks(toy(seed=7), torch_fully_shard if kind == "torch" else None)
 
 
 def hop(rank: int, world: int, kind: str, folder: str, number: int) -> dict[str, torch.Tensor]:
@@ -241,7 +227,7 @@ def test_a_checkpoint_hops_through_both_libraries(tmp_path):
 
 @ranks(3)
 def test_cast_after_sharding_keeps_objects_gradients_and_values(rank, world):
-    model = shard_blocks("fsdpc", toy())
+    model = shard_blocks(toy())
     before = list(model.parameters())
     loss_of(model, tokens(rank, 0)).backward()
     grads = [p.grad.full_tensor() for p in before]
@@ -262,7 +248,7 @@ def test_cast_after_sharding_keeps_objects_gradients_and_values(rank, world):
 def test_meta_parameters_are_named_until_they_have_values(rank, world):
     with torch.device("meta"):
         model = toy()
-    shard_blocks("fsdpc", model)
+    shard_blocks(model)
     with pytest.raises(RuntimeError, match=r"materialized from meta device.*norm\.weight"):
         model(tokens(rank, 0))
     model.to_empty(device="cpu")
@@ -358,7 +344,7 @@ def test_sgd_with_momentum_steps_local_tensors(rank, world, implementation):
     chosen = {} if implementation == "loop" else {implementation: True}
     options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, **chosen}
     options |= {"nesterov": True} if implementation == "foreach" else {"dampening": 0.2}
-    model, whole = shard_blocks("fsdpc", toy()), toy()
+    model, whole = shard_blocks(toy()), toy()
     optimizers = [torch.optim.SGD(m.parameters(), **options) for m in (model, whole)]
     pairs = list(zip(model.parameters(), whole.parameters(), strict=True))
     for number in range(4):
@@ -384,7 +370,7 @@ def test_sgd_with_momentum_steps_local_tensors(rank, world, implementation):
 def test_the_plan_equals_what_units_of_rows_allocate(rank, world):
     policy = fsdpc.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for options in ({}, {"mp_policy": policy}, {"reshard_after_forward": False}):
-        model = shard_blocks("fsdpc", toy(), **options)
+        model = shard_blocks(toy(), **options)
         loss_of(model, tokens(rank, 0)).backward()
         report = fsdpc.memory_report(model)
         assert report.equal, report
@@ -414,7 +400,7 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
         mean = grad.to(reduce_dtype or grad.dtype).double()
         dist.all_reduce(mean)
         exact.append(mean / world)
-    own, theirs = gradients(fsdpc.fully_shard), gradients(door("torch"))
+    own, theirs = gradients(fsdpc.fully_shard), gradients(torch_fully_shard)
     for mean, value in zip(exact, own, strict=True):
         torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-12)
     far = [(value.double() - mean).abs().max() for mean, value in zip(exact, theirs, strict=True)]
@@ -434,15 +420,16 @@ RANGES = """root_pre_forward|pre_forward (0)|all_gather (0)|post_forward (0)|pre
     |post_backward_reduce (0)|root_post_backward_callback"""
 
 
+def shard_each(shard=fsdpc.fully_shard) -> nn.Module:
+    return shard(nn.Sequential(shard(Block()), shard(Block())))
+
+
 @ranks(2)
 def test_ranges_in_a_profile(rank, world):
     wanted = {f"FSDP::{name.strip()}" for name in RANGES.split("|")}
     found = []
-    for package in ("fsdpc", "torch"):
-        model = nn.Sequential(Block(), Block())
-        for block in model:
-            door(package)(block)
-        door(package)(model)
+    for shard in (fsdpc.fully_shard, torch_fully_shard):
+        model = shard_each(shard)
         model(torch.ones(2, 6)).sum().backward()  # not in the profile
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             model(torch.ones(2, 6)).sum().backward()
@@ -461,7 +448,7 @@ def test_ranges_reach_the_observers_of_other_profilers(rank, world, annotate):
     observer stands for its own.
     """
     profiler = torch.autograd.profiler
-    model = shard_blocks("fsdpc", nn.Sequential(Block(), Block()))
+    model = shard_each()
     model(torch.ones(2, 6)).sum().backward()
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for owner, name in (

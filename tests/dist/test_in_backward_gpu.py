@@ -12,11 +12,11 @@ import pytest
 import torch
 from harness import ranks, run_ranks
 from test_device_waits import COUNTED, ON_GPU, Run, leave_out_each_wait, nccl_calls
-from test_optim_in_backward import MAKERS, same, sharded, train
+from test_optim_in_backward import MAKERS, same, train
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
-from toys import Block, toy, wrap
+from toys import Block, by_door, toy
 
 import fsdpc
 from fsdpc import optim
@@ -50,9 +50,9 @@ def test_equals_steps_after_backward(rank: int, world: int, door: str):
 
     for policy, make in zip(("lazy", "eager", "random:1"), MAKERS.values(), strict=True):
         simgpu.policy(policy)
-        expected = sharded(door, toy())
+        expected = by_door(door, toy())
         outside = make(expected.named_parameters())
-        model = sharded(door, toy())
+        model = by_door(door, toy())
         inside = optim.in_backward(model, make)
         train(expected, outside, rank)
         train(model, inside, rank)
@@ -109,18 +109,6 @@ class Pair(nn.Module):
         return x
 
 
-def cut(model: Partial, door: str) -> Any:
-    """A unit per block."""
-    for i, block in enumerate(model.blocks):
-        if door == "fully_shard":
-            fsdpc.fully_shard(block)
-        else:
-            model.blocks[i] = wrap("fsdpc", block, use_orig_params=True)
-    if door == "fully_shard":
-        return fsdpc.fully_shard(model)
-    return wrap("fsdpc", model, use_orig_params=True)
-
-
 @ranks(1, 2, env=ON_GPU)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_parameters_and_modules_that_are_not_used(rank: int, world: int, door: str):
@@ -141,7 +129,7 @@ def test_parameters_and_modules_that_are_not_used(rank: int, world: int, door: s
     ]
     ends = []
     for within in (False, True):
-        model = cut(Partial(), door)
+        model = by_door(door, Partial())
         optimizer = (
             optim.in_backward(model, MAKERS["AdamW"])
             if within
@@ -164,7 +152,7 @@ def test_other_numbers_of_reduce_slots(rank: int, world: int, slots: int):
     import simgpu
 
     os.environ["FSDPC_REDUCE_SLOTS"] = str(slots)
-    expected, model = cut(Partial(), "fully_shard"), cut(Partial(), "fully_shard")
+    expected, model = by_door("fully_shard", Partial()), by_door("fully_shard", Partial())
     outside = MAKERS["AdamW"](expected.named_parameters())
     inside = optim.in_backward(model, MAKERS["AdamW"])
     for each, its in ((expected, outside), (model, inside)):
@@ -184,7 +172,7 @@ def test_after_a_backward_that_raised(rank: int, world: int):
     def fail(*_: Any) -> None:
         raise ValueError("planted")
 
-    model = cut(Partial(), "fully_shard")
+    model = by_door("fully_shard", Partial())
     inside = optim.in_backward(model, MAKERS["AdamW"])
     seen: list[bool] = []
     watched = model.blocks[3].pair[0].weight
@@ -210,7 +198,7 @@ def test_after_a_backward_that_raised(rank: int, world: int):
 @ranks(1, 2, env=ON_GPU)
 def test_units_step_before_backward_ends(rank: int, world: int):
     """On several ranks all but the two whose sums are still in reduce slots."""
-    model = cut(Partial(), "fully_shard")
+    model = by_door("fully_shard", Partial())
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
     seen: list[int] = []
     firsts = [next(block.parameters()) for block in model.blocks]
@@ -282,7 +270,7 @@ def test_frozen_and_checkpointed_blocks_with_states_in_host_memory(
         model = toy()
         model.blocks[0].requires_grad_(False)
         checkpoint_blocks(model, ratio="1/2", blocks=Block)
-        model = sharded(door, model)
+        model = by_door(door, model)
 
         def make(p: Any) -> Any:
             return optim.AdamW(p, lr=1e-2, eps=1e-3, offload=host)

@@ -11,12 +11,12 @@ import simgpu
 import torch
 from harness import ranks
 from test_allocator import Cache
-from test_in_backward_gpu import ALL, Partial, cut
-from test_optim_in_backward import same, sharded
+from test_in_backward_gpu import ALL, Partial
+from test_optim_in_backward import same
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from torch.distributed.tensor import DTensor
-from toys import toy, wrap
+from toys import by_door, toy
 
 import fsdpc
 from fsdpc import _C, optim
@@ -54,18 +54,6 @@ class Even(nn.Module):
         return x.square().sum()
 
 
-def shard(door: str, model: nn.Module, **options: Any) -> nn.Module:
-    """A unit for each block."""
-    for i, block in enumerate(model.blocks):
-        if door == "fully_shard":
-            fsdpc.fully_shard(block)
-        else:
-            model.blocks[i] = wrap("fsdpc", block, use_orig_params=door == "orig", **options)
-    if door == "fully_shard":
-        return fsdpc.fully_shard(model)
-    return wrap("fsdpc", model, use_orig_params=door == "orig", **options)
-
-
 def adamw(params: Any) -> Any:
     return optim.AdamW(params, lr=1e-2, eps=1e-3)
 
@@ -88,7 +76,7 @@ def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: s
     cache = Cache()
     _C.Comm.self_(0)
     cache.serve()
-    model = shard(door, Even())
+    model = by_door(door, Even())
     before = cache.out()
     plain = adamw(model.named_parameters())
     if not early:
@@ -126,8 +114,8 @@ def test_units_in_any_order(rank: int, world: int, low: bool):
     def made() -> nn.Module:
         mixed = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
         if not low:
-            return shard("flat", Even(True))
-        return shard("orig", Even(True).bfloat16(), mixed_precision=mixed)
+            return by_door("flat", Even(True))
+        return by_door("orig", Even(True).bfloat16(), mixed_precision=mixed)
 
     expected, model = made(), made()
     outside, inside = adamw(expected.named_parameters()), optim.in_backward(model, adamw)
@@ -150,7 +138,7 @@ def test_units_in_any_order(rank: int, world: int, low: bool):
 def test_gradients_that_wait_for_the_end_of_backward(rank: int, world: int):
     """A unit of which a rank left parameters unused keeps its gradient meanwhile."""
     first = ["01", "0", "01", "0", "01"]
-    expected, model = cut(Partial(), "fully_shard"), cut(Partial(), "fully_shard")
+    expected, model = by_door("fully_shard", Partial()), by_door("fully_shard", Partial())
     outside, inside = adamw(expected.named_parameters()), optim.in_backward(model, adamw)
     sizes = []
     for number, which in enumerate((ALL[0], first, first, ALL[0])):
@@ -179,7 +167,7 @@ def test_gradients_that_the_program_keeps(rank: int, world: int, door: str, how:
         "view": lambda g: local_of(g).view(-1)[1:],
         "detached": lambda g: local_of(g).detach(),
     }[how]
-    model = shard(door, Even())
+    model = by_door(door, Even())
     optimizer = optim.in_backward(model, adamw)
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -211,7 +199,7 @@ def test_a_gradient_that_the_program_keeps_outlives_an_unfreezing(rank: int, wor
     for within in (False, True):
         model = Even()
         model.blocks[6].bias.requires_grad_(False)
-        model = shard(door, model)
+        model = by_door(door, model)
         optimizer = optim.in_backward(model, adamw) if within else adamw(model.named_parameters())
         weight, bias = units_of(model)[6].shard_params
         kept: list[Any] = []
@@ -230,7 +218,7 @@ def test_a_gradient_that_the_program_keeps_outlives_an_unfreezing(rank: int, wor
 @ranks(1, 2, env=GPU)
 def test_gradients_that_the_user_assigns(rank: int, world: int):
     """They are added to those of backward, also of modules that do not run."""
-    expected, model = shard("orig", Even()), shard("orig", Even())
+    expected, model = by_door("orig", Even()), by_door("orig", Even())
     outside, inside = adamw(expected.named_parameters()), optim.in_backward(model, adamw)
     for number in range(3):
         for each, its in ((expected, outside), (model, inside)):
@@ -249,7 +237,7 @@ def test_a_unit_that_finds_no_memory_is_named(rank: int, world: int):
     cache = Cache()
     _C.Comm.self_(0)
     cache.serve()
-    model = shard("fully_shard", Even())
+    model = by_door("fully_shard", Even())
     plain = adamw(model.parameters())
     step(model, plain, rank, 0)
     cache.full = True
@@ -276,7 +264,7 @@ def test_a_unit_that_finds_no_memory_is_named(rank: int, world: int):
 
 @ranks(1, 2, env=GPU)
 def test_models_without_enough_units_keep_their_own(rank: int, world: int):
-    model = sharded("orig", toy())
+    model = by_door("orig", toy())
     before = sum(unit.flat.grad.nbytes for unit in units_of(model))
     optimizer = optim.in_backward(model, adamw)
     small = fsdpc.FullyShardedDataParallel(nn.Linear(64, 64), use_orig_params=True)

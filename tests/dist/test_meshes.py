@@ -19,19 +19,12 @@ from harness import ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from toys import Block, loss_of, tokens, toy
+from toys import loss_of, shard_blocks, tokens, toy
 
 import fsdpc
 import fsdpc.checkpoint
 
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
-
-
-def shard_blocks(model: nn.Module, **options) -> nn.Module:
-    for module in list(model.modules()):
-        if isinstance(module, Block):
-            fsdpc.fully_shard(module, **options)
-    return fsdpc.fully_shard(model, **options)
 
 
 def whole(param: torch.Tensor) -> torch.Tensor:

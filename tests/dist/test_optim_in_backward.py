@@ -15,7 +15,17 @@ from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.utils.checkpoint import checkpoint
-from toys import Block, full_parameters, loss_of, no_sync_if, tokens, toy, wrap_blocks
+from toys import (
+    Block,
+    by_door,
+    full_parameters,
+    loss_of,
+    no_sync_if,
+    shard_blocks,
+    tokens,
+    toy,
+    wrap_blocks,
+)
 
 import fsdpc
 from fsdpc import _C, optim
@@ -29,14 +39,6 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "SGD": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
     "AdamWBF16": lambda p: optim.AdamWBF16(p, lr=1e-2, eps=1e-3),
 }
-
-
-def sharded(door: str, model: nn.Module) -> nn.Module:
-    if door != "fully_shard":
-        return wrap_blocks("fsdpc", model, use_orig_params=door == "orig")
-    for block in model.blocks:
-        fsdpc.fully_shard(block)
-    return fsdpc.fully_shard(model)
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -65,15 +67,15 @@ def same(found: nn.Module, expected: nn.Module) -> None:
 def test_equals_steps_after_backward(rank, world, door, collectives):
     os.environ["FSDPC_COLLECTIVES"] = collectives
     for make in MAKERS.values():
-        expected = sharded(door, toy())
+        expected = by_door(door, toy())
         outside = make(expected.named_parameters())
-        model = sharded(door, toy())
+        model = by_door(door, toy())
         optimizer = optim.in_backward(model, make)
         train(expected, outside, rank)
         train(model, optimizer, rank)
         assert all(p.grad is None for p in model.parameters())
         same(model, expected)
-        resumed = sharded(door, toy())
+        resumed = by_door(door, toy())
         with torch.no_grad():
             for mine, theirs in zip(resumed.parameters(), model.parameters(), strict=True):
                 mine.copy_(theirs)
@@ -88,11 +90,11 @@ def test_equals_steps_after_backward(rank, world, door, collectives):
 def test_checkpoint_on_disk(rank, world, tmp_path):
     """Saved by an optimizer that steps in backward, loaded by one that steps after it."""
     folder = str(tmp_path / "saved")
-    model = sharded("fully_shard", toy())
+    model = by_door("fully_shard", toy())
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
     train(model, optimizer, rank)
     fsdpc.checkpoint.save(folder, model, optimizer)
-    loaded = sharded("fully_shard", toy())
+    loaded = by_door("fully_shard", toy())
     other = MAKERS["AdamW"](loaded.parameters())
     fsdpc.checkpoint.load(folder, loaded, other)
     for each, its in ((model, optimizer), (loaded, other)):
@@ -103,7 +105,7 @@ def test_checkpoint_on_disk(rank, world, tmp_path):
 @ranks(1)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_a_unit_steps_before_backward_ends(rank, world, door):
-    model = sharded(door, toy())
+    model = by_door(door, toy())
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
     seen: list[int] = []
     last, first = model.blocks[-1], model.blocks[0]
@@ -140,7 +142,7 @@ def resident(tensor: torch.Tensor) -> int:
 @ranks(1, 2)
 def test_memory_of_gradients_is_given_up(rank, world):
     for inside in (False, True):
-        model = sharded("fully_shard", Wide())
+        model = by_door("fully_shard", Wide())
         make = MAKERS["SGD"]
         optimizer = optim.in_backward(model, make) if inside else make(model.parameters())
         units = [owner_of(param) for param in model.parameters()]
@@ -157,7 +159,7 @@ def test_memory_of_gradients_is_given_up(rank, world):
 @ranks(1, 2)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_memory_of_gradients_that_the_program_views_stays(rank, world, door):
-    model = sharded(door, toy())
+    model = by_door(door, toy())
     optim.in_backward(model, MAKERS["AdamW"])
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -174,7 +176,7 @@ def test_memory_of_gradients_that_the_program_views_stays(rank, world, door):
 
 @ranks(2)
 def test_what_is_refused(rank, world):
-    model = sharded("orig", toy())
+    model = by_door("orig", toy())
     with pytest.raises(TypeError, match=r"needs an optimizer of fsdpc\.optim, got AdamW"):
         optim.in_backward(model, lambda p: torch.optim.AdamW(p))
     with pytest.raises(NotImplementedError, match="AdamMini communicates"):
@@ -189,7 +191,7 @@ def test_what_is_refused(rank, world):
     loss_of(model, tokens(rank, 0)).backward()
     with pytest.raises(RuntimeError, match=r"second backward before optimizer\.step"):
         loss_of(model, tokens(rank, 1)).backward()
-    replicas = sharded("orig", toy())
+    replicas = by_door("orig", toy())
     optim.in_backward(replicas, MAKERS["AdamW"])
     with (
         no_sync_if(replicas, True),
@@ -211,7 +213,7 @@ def test_what_is_refused(rank, world):
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_clipping_after_backward_is_refused(rank, world, door):
     """No gradient is left, so that torch's functions would clip nothing and report a norm of 0."""
-    model, plain = sharded(door, toy()), toy()
+    model, plain = by_door(door, toy()), toy()
     before = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
     loss_of(model, tokens(rank, 0)).backward()
@@ -258,10 +260,7 @@ class Again(nn.Module):
 
 def again() -> nn.Module:
     torch.manual_seed(0)
-    model = Again()
-    for block in model.blocks:
-        fsdpc.fully_shard(block)
-    return fsdpc.fully_shard(model)
+    return shard_blocks(Again())
 
 
 @ranks(1, 2)
@@ -324,7 +323,7 @@ def test_frozen_and_checkpointed_blocks_with_states_on_a_disk(rank, world, door,
         model = toy()
         model.blocks[0].requires_grad_(False)
         checkpoint_blocks(model, ratio="1/2", blocks=Block)
-        model = sharded(door, model)
+        model = by_door(door, model)
         optimizer = make(model)
         for step in range(4):
             if step == 2:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from harness import ranks
 from torch import nn
-from toys import Block, Toy, tokens
+from toys import Block, Toy, shard_blocks, tokens
 
 import fsdpc
 from fsdpc.plan.compare import compare, fault
@@ -56,6 +56,15 @@ def right_in_bf16(rank):
     return base(rank, shard=lambda m: sharded(m, mixed_precision=mixed))
 
 
+def hooked(rank, hook):
+    def shard(model):
+        model = sharded(model)
+        model.register_comm_hook(None, hook)
+        return model
+
+    return base(rank, shard=shard)
+
+
 def factor(rank):
     """The sum over ranks is not divided."""
 
@@ -63,27 +72,16 @@ def factor(rank):
         torch.distributed.all_reduce(grad)
         out.copy_(grad.chunk(2)[rank])
 
-    def shard(model):
-        model = sharded(model)
-        model.register_comm_hook(None, hook)
-        return model
-
-    return base(rank, shard=shard)
+    return hooked(rank, hook)
 
 
 def lost_batch(rank):
     """The gradients of the other rank are left out."""
 
     def hook(state, grad, out):
-        pieces = grad.chunk(2)
-        out.copy_(pieces[rank])
+        out.copy_(grad.chunk(2)[rank])
 
-    def shard(model):
-        model = sharded(model)
-        model.register_comm_hook(None, hook)
-        return model
-
-    return base(rank, shard=shard)
+    return hooked(rank, hook)
 
 
 def local_clip(rank):
@@ -231,12 +229,6 @@ def test_right_trainings_pass(rank, world):
             assert max(result.figures.values()) < 5e-6, result.figures
 
 
-def by_calls(model):
-    for block in model.blocks:
-        fsdpc.fully_shard(block)
-    return fsdpc.fully_shard(model)
-
-
 def local_clip_of_rows(rank):
     def clip(model):
         grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -250,7 +242,7 @@ def local_clip_of_rows(rank):
 
 def no_division(rank):
     def shard(model):
-        model = by_calls(model)
+        model = shard_blocks(model)
         model.blocks[1].set_gradient_divide_factor(1.0)
         return model
 
@@ -259,7 +251,7 @@ def no_division(rank):
 
 def frozen_row(rank):
     def shard(model):
-        model = by_calls(model)
+        model = shard_blocks(model)
         model.blocks[2].up.weight.requires_grad_(False)
         return model
 
@@ -269,7 +261,7 @@ def frozen_row(rank):
 def early_sgd(rank):
     made = base(rank)
     optimizer = torch.optim.SGD(made["model"].parameters(), lr=0.1)
-    return {**made, "shard": by_calls, "optimizer": optimizer}
+    return {**made, "shard": shard_blocks, "optimizer": optimizer}
 
 
 ROWS = [  # and the unit, the parameter, a part of the text
@@ -286,7 +278,7 @@ def test_fully_shard_too(rank, world):
     for training, kind, unit, parameter, text in ROWS:
         made = training(rank)
         if "shard" not in made or made["shard"] is sharded:
-            made["shard"] = by_calls
+            made["shard"] = shard_blocks
         result = compare(lambda rank, made=made: made, rank, world)
         found = [f for f in result.findings if f.kind == kind]
         assert found, (training.__name__, result.findings)

@@ -13,7 +13,7 @@ from harness import ranks
 from torch import nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
-from toys import loss_of, tokens, toy, wrap, wrap_blocks
+from toys import by_door, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import fully_shard
@@ -28,14 +28,8 @@ def shard(module, interface):
 
 
 def build(interface, **options):
-    if interface != "fully_shard":
-        options["use_orig_params"] = interface == "class"
-        model = wrap_blocks("fsdpc", toy(), **options)
-        return model, model.module
-    model = toy()
-    for block in model.blocks:
-        fully_shard(block, **options)
-    return fully_shard(model, **options), model
+    model = by_door(interface, toy(), **options)
+    return model, getattr(model, "module", model)
 
 
 class Adapted(nn.Module):

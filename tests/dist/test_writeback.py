@@ -22,6 +22,7 @@ from toys import (
     full_gradients,
     full_parameters,
     loss_of,
+    shard_blocks,
     tokens,
     toy,
     wrap,
@@ -246,27 +247,6 @@ def test_a_parametrization_after_wrapping_says_the_way_out(rank, world, how):
         loss_of(model, tokens(rank, 0)).backward()
 
 
-# --- flags ---------------------------------------------------------------------------------------
-
-
-@ranks(2)
-@STRATEGIES
-def test_freezing_and_thawing_between_steps(rank, world, strategy):
-    model = sharded(sharding_strategy=strategy)
-    reference = Reference(toy())
-    for step, frozen in enumerate([(), ("blocks.0.up.weight", "head.bias"), ("embed.weight",), ()]):
-        for params in (by_name(model), dict(reference.master.named_parameters())):
-            for name, p in params.items():
-                p.requires_grad_(name not in frozen)
-        for name, p in reference.compute.named_parameters():
-            p.requires_grad_(name not in frozen)
-        loss_of(model, tokens(rank, step)).backward()
-        reference.backward(tokens(rank, step))
-        check_gradients("fsdpc", model, reference, f"step {step}")
-        model.zero_grad()
-        reference.master.zero_grad()
-
-
 # --- gradients -----------------------------------------------------------------------------------
 
 
@@ -427,10 +407,7 @@ def test_attributes_that_the_user_replaces_on_the_type(rank, world):
 
 
 def rows():
-    model = toy()
-    for block in model.blocks:
-        fsdpc.fully_shard(block)
-    return fsdpc.fully_shard(model)
+    return shard_blocks(toy())
 
 
 def halve(params):

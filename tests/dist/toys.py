@@ -94,6 +94,27 @@ def wrap_blocks(engine: str, module: nn.Module, *classes: type, **options: Any) 
     return wrap(engine, module, auto_wrap_policy=policy, **options)
 
 
+def shard_blocks(model: nn.Module, shard: Any = None, **options: Any) -> nn.Module:
+    """fsdpc's fully_shard, or `shard`: a unit for each of the model's blocks, and for the root."""
+    if shard is None:
+        from fsdpc import fully_shard as shard
+    for block in model.blocks:
+        shard(block, **options)
+    return shard(model, **options)
+
+
+def by_door(door: str, model: nn.Module, **options: Any) -> nn.Module:
+    """Sharded in place ("fully_shard"), or wrapped with flat ("flat") or original parameters; a
+    unit for each of the model's blocks.
+    """
+    if door == "fully_shard":
+        return shard_blocks(model, **options)
+    blocks = list(model.blocks)
+    policy = torch.distributed.fsdp.wrap.CustomPolicy(lambda module: module in blocks)
+    options["use_orig_params"] = door != "flat"
+    return wrap("fsdpc", model, auto_wrap_policy=policy, **options)
+
+
 def summon(model: nn.Module, **options: Any) -> Any:
     return type(model).summon_full_params(model, **options)
 
