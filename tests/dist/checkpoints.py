@@ -10,6 +10,7 @@ A checkpoint that one group of ranks writes and another reads goes through `tmp_
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy, StateDictType
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from toys import Block, toy, wrap_blocks
 
 FULL = StateDictType.FULL_STATE_DICT
@@ -110,23 +112,37 @@ def hybrid(mesh: bool) -> dict[str, Any]:
 
 
 def whole(value: Any) -> Any:
-    """A value of a state dict at full size, on every rank. Collective for distributed values."""
-    if isinstance(value, DTensor):
-        return value.full_tensor()
+    """A value of a state dict, or dicts of values, at full size, on every rank. Collective for
+    distributed values, and one exchange for all ShardedTensors.
+    """
+    leaves, form = tree_flatten(value)
+    sharded = iter(whole_of_sharded([leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]))
+    return tree_unflatten([whole_of_one(leaf, sharded) for leaf in leaves], form)
+
+
+def whole_of_one(value: Any, sharded: Iterator[Tensor]) -> Any:
     if isinstance(value, ShardedTensor):
-        return whole_of_sharded(value)
-    return value
+        return next(sharded)
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def whole_of_sharded(value: ShardedTensor) -> Tensor:
+def whole_of_sharded(values: list[ShardedTensor]) -> list[Tensor]:
     """By the shards' own metadata, and checked to cover every element once."""
-    world = dist.get_world_size()
-    mine = [(s.metadata.shard_offsets, s.tensor) for s in value.local_shards()]
-    everyone: list[Any] = [None] * world
-    dist.all_gather_object(everyone, mine, group=value._process_group)
+    if not values:
+        return []
+    groups = {value._process_group for value in values}
+    assert len(groups) == 1, groups
+    mine = [[(s.metadata.shard_offsets, s.tensor) for s in v.local_shards()] for v in values]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine, group=groups.pop())
+    members = [shards for shards in everyone if shards is not None]
+    return [put_together(v, sum(parts, [])) for v, *parts in zip(values, *members, strict=True)]
+
+
+def put_together(value: ShardedTensor, shards: list[tuple[list[int], Tensor]]) -> Tensor:
     full = torch.zeros(value.size(), dtype=value.dtype)
     covered = torch.zeros(value.size(), dtype=torch.int)
-    for offsets, tensor in (shard for shards in everyone if shards for shard in shards):
+    for offsets, tensor in shards:
         place = tuple(slice(o, o + n) for o, n in zip(offsets, tensor.shape, strict=True))
         full[place] = tensor
         covered[place] += 1
@@ -137,8 +153,9 @@ def whole_of_sharded(value: ShardedTensor) -> Tensor:
 def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
     """Equal keys in equal order, equal dtypes, shapes and values; `got` may be distributed."""
     assert list(got) == list(expected)
+    full = whole(dict(got))
     for key, value in expected.items():
-        found = whole(got[key])
+        found = full[key]
         if isinstance(value, torch.Tensor):
             assert found.dtype == value.dtype and found.shape == value.shape, key
             assert torch.equal(found, value), key

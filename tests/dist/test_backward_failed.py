@@ -175,16 +175,14 @@ def everything(run):
     for kind in (FULL, SHARDED, LOCAL):
         with typed(model, kind):
             state = model.state_dict()
-            for key, value in state.items():
-                if kind is not LOCAL:
-                    found[f"{kind.name} {key}"] = whole(value)
             if kind is LOCAL:
                 model.load_state_dict(state)
                 continue
-            saved = FSDP.optim_state_dict(model, optimizer)["state"]
+            found.update({f"{kind.name} {k}": v for k, v in whole(dict(state)).items()})
+            saved = whole(FSDP.optim_state_dict(model, optimizer)["state"])
             for name, values in saved.items():
                 for key, value in values.items():
-                    found[f"{kind.name} optimizer {name} {key}"] = whole(value)
+                    found[f"{kind.name} optimizer {name} {key}"] = value
     copied = copy.deepcopy(model)
     found.update({f"copy {k}": v for k, v in full_parameters(copied).items()})
     found.update({f"full {k}": v for k, v in full_parameters(model).items()})

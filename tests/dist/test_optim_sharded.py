@@ -39,14 +39,6 @@ def check_loads(run, saved, expected, *form):
     check_dict(save(run), expected)
 
 
-def wholes(saved):
-    state = {
-        name: {key: whole(value) for key, value in state.items()}
-        for name, state in saved["state"].items()
-    }
-    return {**saved, "state": state}
-
-
 def check_form(saved, form):
     for state in saved["state"].values():
         for key, value in state.items():
@@ -61,7 +53,7 @@ def test_rows_and_back(rank, world, form, use_orig_params):
     with in_form(run, form):
         saved = save(run)
     check_form(saved, ShardedTensor)
-    check_dict(wholes(saved), run.expected())
+    check_dict(whole(saved), run.expected())
     up = saved["state"]["blocks.0.up.weight"]["exp_avg"].local_shards()
     assert sum(shard.tensor.numel() for shard in up) <= -(-11 // world) * 6
     again = start(rank, mixed(), steps=0, use_orig_params=not use_orig_params)
@@ -74,7 +66,7 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
     run = start(rank, mixed(), use_orig_params=use_orig_params)
     with in_form(run):
         saved = save(run)
-        check_dict(wholes(saved), run.expected())
+        check_dict(whole(saved), run.expected())
         again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)
     check_loads(again, saved, run.expected())
 
@@ -99,7 +91,7 @@ def test_dtensors_with_a_mesh(rank, world, use_orig_params):
     ):
         saved = save(run)
     check_form(saved, DTensor)
-    check_dict(wholes(saved), run.expected())
+    check_dict(whole(saved), run.expected())
     again = start(rank, toy(), steps=0, **options)
     check_loads(again, saved, run.expected())
 
@@ -194,7 +186,7 @@ def test_through_windows_that_hold_a_few_elements(rank, world, use_orig_params):
     check_dict(save(run), expected)
     with in_form(run):
         rows = save(run)
-    check_dict(wholes(rows), expected)
+    check_dict(whole(rows), expected)
     config = FullOptimStateDictConfig(rank0_only=True)
     for kind, options, saved in ((SHARDED, None, rows), (FULL, config, expected)):
         again = start(rank, mixed(), steps=0, use_orig_params=use_orig_params)

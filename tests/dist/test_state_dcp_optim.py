@@ -39,10 +39,6 @@ def check(run, expected):
         check_dict(type(run.model).optim_state_dict(run.model, run.optim), expected)
 
 
-def wholes(state):
-    return {name: {k: whole(v) for k, v in s.items()} for name, s in state.items()}
-
-
 @ranks(2, 3)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_full(rank, world, use_orig_params):
@@ -107,7 +103,7 @@ def test_sharded(rank, world, use_orig_params, mesh):
     run = trained(rank, world, **options)
     expected = run.expected()
     model_state, state = get_state_dict(run.model, run.optim)
-    check_states(wholes(state["state"]), expected["state"])
+    check_states(whole(state["state"]), expected["state"])
     other = trained(rank, world, seed=1, **options)
     set_state_dict(other.model, other.optim, model_state_dict=model_state, optim_state_dict=state)
     check(other, expected)
