@@ -127,27 +127,7 @@ if TYPE_CHECKING:
         share_comm_ctx,
     )
     from fsdpc._install import install, uninstall
-    from fsdpc.api import (
-        BackwardPrefetch,
-        CPUOffload,
-        CPUOffloadPolicy,
-        FlatParameter,
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        LocalOptimStateDictConfig,
-        LocalStateDictConfig,
-        MixedPrecision,
-        MixedPrecisionPolicy,
-        OffloadPolicy,
-        OptimStateDictConfig,
-        OptimStateKeyType,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-        ShardingStrategy,
-        StateDictConfig,
-        StateDictSettings,
-        StateDictType,
-    )
+    from fsdpc.api import *
     from fsdpc.fsdp import FSDP, FullyShardedDataParallel
     from fsdpc.plan.profile import profile_memory
     from fsdpc.plan.report import memory_report

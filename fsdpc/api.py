@@ -5,22 +5,7 @@ script's ``torch.distributed.fsdp`` imports and its ``fsdpc`` imports. No logic 
 """
 
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.fsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed.fsdp.api import *
 from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 
 from fsdpc._torch import FlatParameter, TrainingState

@@ -2,43 +2,15 @@
 ``fsdpc.api``.
 """
 
-from fsdpc.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FlatParameter,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed.fsdp import api as _torchs
+
+from fsdpc.api import *
 from fsdpc.fsdp import FSDP, FullyShardedDataParallel
 
 __all__ = [
     "FSDP",
-    "BackwardPrefetch",
-    "CPUOffload",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
+    *_torchs.__all__,
 ]

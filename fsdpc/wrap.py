@@ -4,16 +4,7 @@
 torch's. ``fsdpc/_fsdp1/wrap.py`` applies policies to module trees.
 """
 
-from torch.distributed.fsdp.wrap import (
-    CustomPolicy,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    enable_wrap,
-    lambda_auto_wrap_policy,
-    size_based_auto_wrap_policy,
-    transformer_auto_wrap_policy,
-    wrap,
-)
+from torch.distributed.fsdp.wrap import *
 
 from fsdpc._torch import _or_policy, _Policy
 
