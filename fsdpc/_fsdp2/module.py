@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_
 from fsdpc._fsdp2.state import State, release, states_below
 from fsdpc._torch import REGISTRY_KEY, STATE_KEY
 
-M = TypeVar("M", bound=nn.Module)
+M = TypeVar("M", bound=nn.Module | list[Any])
 _CLASSES: dict[type, type] = {}
 _TORCH_KEY = torch_fully_shard.__wrapped__  # type: ignore[attr-defined]
 # While the list is not empty, ``fully_shard`` calls its last function (a planner's) instead of
@@ -273,34 +273,8 @@ def _check_modules(modules: Iterable[Any]) -> None:
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
 
 
-@overload
 def fully_shard(
     module: M,
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-) -> M: ...
-@overload
-def fully_shard(
-    module: list[M],
-    *,
-    mesh: DeviceMesh | None = ...,
-    reshard_after_forward: bool | int | None = ...,
-    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
-    mp_policy: MixedPrecisionPolicy = ...,
-    offload_policy: OffloadPolicy = ...,
-    ignored_params: set[nn.Parameter] | None = ...,
-    dp_mesh_dims: Any = ...,
-) -> list[M]: ...
-
-
-def fully_shard(  # type: ignore[misc]
-    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -309,7 +283,7 @@ def fully_shard(  # type: ignore[misc]
     offload_policy: OffloadPolicy = _NO_OFFLOAD,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
-) -> Any:
+) -> M:
     """Shard the parameters of ``module``, or of a list of modules as one unit, in place, and return
     it: ``torch.distributed.fsdp.fully_shard`` over fsdpc's engine, with its arguments and
     exceptions.
@@ -380,9 +354,9 @@ def fully_shard(  # type: ignore[misc]
         move_to(data_mesh.device, managed, ignored)
         if data_mesh.device.type == "cpu":
             _draws.install()
-        for one, (_, members, dims) in zip((state, *state._others), placed, strict=True):
+        for each, (_, members, dims) in zip((state, *state._others), placed, strict=True):
             if members:
-                one.make_unit(members, dims)
+                each.make_unit(members, dims)
     state.watch_hooks(one for _, one in managed)
     for _, one in managed:
         if one._parameters:
