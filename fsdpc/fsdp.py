@@ -58,7 +58,6 @@ from fsdpc.api import (
     OptimStateDictConfig,
     ShardingStrategy,
     StateDictConfig,
-    StateDictSettings,
     StateDictType,
     TrainingState,
 )
@@ -310,23 +309,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         self._assert_state(TrainingState.IDLE)
         return _clip.clip_grad_norm(self, _root.tree_units(self), max_norm, norm_type)
 
-    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Let ``hook`` replace the engine's reduction of gradients. Local; every rank must call
-        this method before the first forward.
-
-        Each backward calls the hook once per unit: as ``hook(state, grad)`` for an unsharded unit
-        (NO_SHARD), with the reduced gradient left in ``grad``; otherwise as
-        ``hook(state, grad, output)``, where ``grad`` is the unit's full gradient, 1-D and padded to
-        one equal piece per rank, and ``output`` receives this rank's piece of the reduced gradient.
-        Both have the reduce dtype; the hook may set their ``.data`` to another floating dtype. The
-        hook also divides. A unit with parameters of several dtypes makes one call per dtype. All
-        ranks make the calls in the same order; units without gradients make none, and ``no_sync``
-        makes none.
-
-        ``AssertionError``: not the root, a HYBRID strategy, or a hook is registered already.
-        ``ValueError``: ``hook`` is not callable.
-        """
-        _comm_hooks.register(self, state, hook)
+    register_comm_hook = _comm_hooks.register_comm_hook
 
     # --- full parameters ---
 
@@ -387,41 +370,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             _state_dict.abandon(self)
             raise
 
-    @staticmethod
-    def set_state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
-        """Set the state-dict type of every unit in ``module`` and return the previous settings.
-        Local.
-
-        ``RuntimeError``: a config's class does not match the type. ``AssertionError``: the units
-        disagree.
-        """
-        return _state_dict.set_type(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
-
-    @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
-        """Current settings of the units in ``module`` (``None`` without units). Local.
-        ``AssertionError``: the units disagree.
-        """
-        return _state_dict.get_type(module)
-
-    @staticmethod
-    def state_dict_type(
-        module: nn.Module,
-        state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> AbstractContextManager[None]:
-        """Context manager around ``set_state_dict_type``: restores the settings on exit. Local."""
-        return _state_dict.type_in_force(
-            module, state_dict_type, state_dict_config, optim_state_dict_config
-        )
+    set_state_dict_type = staticmethod(_state_dict.set_state_dict_type)
+    get_state_dict_type = staticmethod(_state_dict.get_state_dict_type)
+    state_dict_type = staticmethod(_state_dict.state_dict_type)
 
     # --- nn.Module's interface ---
 

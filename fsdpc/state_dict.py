@@ -198,25 +198,26 @@ def _after_load(member: Any, incompatible: Any) -> None:
 # --- state dict types ---
 
 
-def set_type(
+def set_state_dict_type(
     module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> StateDictSettings:
-    """Set type and configs on every FSDP instance in ``module``; returns the previous settings.
-    Local.
+    """Set the state-dict type of every unit in ``module`` and return the previous settings. Local.
 
-    ``TypeError``: arguments in the wrong order. ``KeyError``: ``kind`` is a str or int.
-    ``RuntimeError``: a config of another type. ``AssertionError``: the instances disagree.
+    ``TypeError``: arguments in the wrong order. ``KeyError``: the type is a str or int.
+    ``RuntimeError``: a config's class does not match the type. ``AssertionError``: the units
+    disagree.
     """
     _args.check_model("state_dict_type", module)
+    kind = state_dict_type
     if not isinstance(kind, StateDictType):
         error = KeyError if isinstance(kind, (str, int)) else TypeError
         raise error(f"state_dict_type: {kind!r} is not a StateDictType")
     config_type, optim_type = _CONFIGS[kind]
-    config = config_type() if config is None else config
-    optim_config = optim_type() if optim_config is None else optim_config
+    config = config_type() if state_dict_config is None else state_dict_config
+    optim_config = optim_type() if optim_state_dict_config is None else optim_state_dict_config
     if type(config) is not config_type:
         raise RuntimeError(
             f"Expected state_dict_config of type {config_type} but got {type(config)}"
@@ -257,10 +258,10 @@ def _apply_settings(module: nn.Module, settings: StateDictSettings) -> None:
         member._optim_state_dict_config = settings.optim_state_dict_config
 
 
-def get_type(module: nn.Module) -> StateDictSettings | None:
-    """The settings of the FSDP instances in ``module``, ``None`` without instances. Local.
+def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
+    """Current settings of the units in ``module`` (``None`` without units). Local.
 
-    ``AssertionError``: the settings differ. ``RuntimeError``: LOCAL with a device mesh.
+    ``AssertionError``: the units disagree. ``RuntimeError``: LOCAL with a device mesh.
     """
     _args.check_model("get_state_dict_type", module)
     found: StateDictSettings | None = None
@@ -286,14 +287,18 @@ def get_type(module: nn.Module) -> StateDictSettings | None:
 
 
 @contextmanager
-def type_in_force(
+def state_dict_type(
     module: nn.Module,
-    kind: StateDictType,
-    config: StateDictConfig | None,
-    optim_config: OptimStateDictConfig | None,
+    state_dict_type: StateDictType,
+    state_dict_config: StateDictConfig | None = None,
+    optim_state_dict_config: OptimStateDictConfig | None = None,
 ) -> Iterator[None]:
-    """Context manager around ``set_type``: restores the settings on exit, also after exceptions."""
-    previous = set_type(module, kind, config, optim_config)
+    """Context manager around ``set_state_dict_type``: restores the settings on exit, also after
+    exceptions. Local.
+    """
+    previous = set_state_dict_type(
+        module, state_dict_type, state_dict_config, optim_state_dict_config
+    )
     try:
         yield
     finally:

@@ -20,11 +20,25 @@ _COMPRESSING = (
 )
 
 
-def register(root: Any, state: object, hook: Hook) -> None:
-    """See ``FullyShardedDataParallel.register_comm_hook``."""
-    if not root.check_is_root():
+def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> None:
+    """Let ``hook`` replace the engine's reduction of gradients. Local; every rank must call
+    this method before the first forward.
+
+    Each backward calls the hook once per unit: as ``hook(state, grad)`` for an unsharded unit
+    (NO_SHARD), with the reduced gradient left in ``grad``; otherwise as
+    ``hook(state, grad, output)``, where ``grad`` is the unit's full gradient, 1-D and padded to
+    one equal piece per rank, and ``output`` receives this rank's piece of the reduced gradient.
+    Both have the reduce dtype; the hook may set their ``.data`` to another floating dtype. The
+    hook also divides. A unit with parameters of several dtypes makes one call per dtype. All
+    ranks make the calls in the same order; units without gradients make none, and ``no_sync``
+    makes none.
+
+    ``AssertionError``: not the root, a HYBRID strategy, or a hook is registered already.
+    ``ValueError``: ``hook`` is not callable.
+    """
+    if not self.check_is_root():
         raise AssertionError("register_comm_hook can only be called on a root instance.")
-    members = unit_modules(root)
+    members = unit_modules(self)
     for member in members:
         if member.sharding_strategy in HYBRID:
             raise AssertionError(
@@ -37,7 +51,7 @@ def register(root: Any, state: object, hook: Hook) -> None:
         raise ValueError(f"The communication hook must be callable but got {hook}")
     for member in members:
         member._comm_hook, member._comm_hook_state = hook, state
-    attach(root)
+    attach(self)
 
 
 def attach(root: Any) -> None:

@@ -43,7 +43,7 @@ class _Form:
 def _form_in_force(call: str, model: nn.Module, optim: Any) -> _Form:
     check_model(call, model)
     check_optimizer(call, optim)
-    settings = _state_dict.get_type(model)
+    settings = _state_dict.get_state_dict_type(model)
     if settings is None:
         read_book(model)  # raises: no unit
     config = settings.optim_state_dict_config  # type: ignore[union-attr]
