@@ -25,11 +25,12 @@ from fsdpc import state_dict as _state_dict
 from fsdpc._clip import clip as _clip
 from fsdpc._comm.bootstrap import make_groups
 from fsdpc._engine.companions import explain, explained
-from fsdpc._engine.compiled import call_untraced, not_traced
+from fsdpc._engine.compiled import not_traced
 from fsdpc._engine.device import engine_device
 from fsdpc._engine.interop import autocasts
 from fsdpc._engine.listeners import check_listeners
 from fsdpc._engine.modules import check_apart
+from fsdpc._engine.root import lazy_init, no_sync, start_at_first_use
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import refuse_lending
 from fsdpc._fsdp1 import args as _args
@@ -80,6 +81,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
 
     _fsdpc_is_unit = True
     _fsdpc_host = property(lambda self: self)
+    _front = _root.FRONT
+    _summing = property(_comm_hooks.summing_of)
     _others = ()  # an instance has one unit
 
     # What an instance begins with; the rest is set by the constructor and _init_state.
@@ -231,8 +234,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         _elementwise.install()
         unit = HandledUnit(self._name, infos, self._groups, **options)
         claim(infos, unit)
+        start_at_first_use(unit, self)
         this = weakref.ref(self)
-        unit.on_unattached = lambda: call_untraced(_root.lazy_init, this())
         unit.on_storage_dtype = lambda dtype: _convert.convert_storage(this(), dtype)
         self._unit = unit
         self._enter, self._leave = unit.pre_forward_hook, unit.post_forward_hook
@@ -282,14 +285,14 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         Root only (``RuntimeError``) and between steps (``ValueError``). Local, but every rank must
         enter the context.
         """
-        _root.lazy_init(self)
+        lazy_init(self)
         if not self._is_root:
             raise RuntimeError(
                 "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
                 "root FSDP module."
             )
         self._assert_state(TrainingState.IDLE)
-        return _root.no_sync(self)
+        return no_sync(_root.tree_units(self))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -301,7 +304,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         multiplied by ``min(1, max_norm / (norm + 1e-6))`` in place. On a GPU there is no host sync.
         ``RuntimeError``: not the root. ``ValueError``: not between steps.
         """
-        _root.lazy_init(self)
+        lazy_init(self)
         if not self._is_root:
             raise RuntimeError(
                 "`clip_grad_norm_()` should only be called on the root FSDP instance"
@@ -453,7 +456,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         """True for the outermost FSDP instance of its tree. Collective if lazy initialisation,
         which this call forces, has not run.
         """
-        _root.lazy_init(self)
+        lazy_init(self)
         return bool(self._is_root)
 
     @property

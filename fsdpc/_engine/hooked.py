@@ -9,7 +9,7 @@ on any rank makes no call.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,12 +23,16 @@ _END = -1  # in place of a unit's number: this rank has no unit left to reduce
 _DIFFERENT = -2  # ranks of another group of the unit gave different numbers
 
 
-def attach(tree: Any, sums: Iterable[tuple[Any, Summing]]) -> None:
-    """Let each function sum the gradients of its unit in ``tree``. Local. The units and their order
-    are the same on all ranks.
+def attach(tree: Any, hosts: Sequence[Any]) -> None:
+    """Let each host's ``_summing``, if it has one, sum the gradients of its unit in ``tree``.
+    Local. The hosts and their order are the same on all ranks.
     """
     orders: dict[tuple[int, ...], _Order] = {}
-    for number, (unit, summing) in enumerate(sums):
+    for host in hosts:
+        if host._summing is None and host._unit.flat.comm_hook is not None:
+            host._unit.flat.comm_hook = None
+    sums = [(host._unit, host._summing) for host in hosts if host._summing is not None]
+    for number, (unit, summing) in enumerate(each for each in sums if any(each[0].trainable)):
         comms = _comms_of(unit)
         key = tuple(map(id, comms))
         if key not in orders:

@@ -6,7 +6,7 @@ third front end needs no change below these two protocols.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,6 +14,8 @@ import torch
 from torch import nn
 
 from fsdpc._comm.bootstrap import Groups
+from fsdpc._engine.hooked import Summing
+from fsdpc._engine.modules import join
 from fsdpc._engine.tree import Tree
 from fsdpc._engine.unit import Unit
 
@@ -26,8 +28,10 @@ class UnitHost(Protocol):
     hooks mark the begin and end of a pass, for a root without a unit. ``_root``, ``_tree``,
     ``_is_root``: None until lazy initialisation; ``_tree`` is set on roots only. ``_mark_handles``:
     hooks to be removed when the tree ends. ``_others``: hosts of further units of the same modules.
+    ``_summing``: what sums the unit's gradients in place of the engine, or None.
     """
 
+    _front: FrontEnd
     _others: tuple[Any, ...]
     _name: str
     _unit: Any
@@ -41,6 +45,7 @@ class UnitHost(Protocol):
     world_size: int
     compute_device: torch.device
     precision_line: str
+    _summing: Summing | None
 
 
 @dataclass(frozen=True)
@@ -55,26 +60,46 @@ class TreeOptions:
 class FrontEnd:
     """A front end's part of lazy initialisation; see ``fsdpc/_engine/root.py``.
 
-    ``members(root)``: ``(clean name, nesting depth among units, host)`` in module order, the root
-    first, each host once. ``describe(host)``: what the host is, for errors. ``check(hosts)``:
-    before hosts join a tree: takes over what the user has changed, and raises ``ValueError`` if
-    options that must be equal in a tree differ. ``prepare(host, name)``:
-    sets what depends on the position in the tree. ``pass_unit(root)``: the root's ``_pass_unit``,
-    made when needed. ``forget_pass_unit(root)``: its hooks are not used any more.
-    ``options(root)``. ``attached(root)``: called with each new tree. ``modules(root)``: the modules
-    that the root owns. ``ignored(root)``: modules and parameters below it that the user left out.
-    ``clean``: a name as the user knows it. ``one_device``: how a user puts units on one device.
+    ``hosts(module)``: those that the front end has made of this module. ``describe(host)``: what
+    the host is, for errors. ``check(hosts)``: before hosts join a tree: takes over what the user
+    has changed, and raises ``ValueError`` if options that must be equal in a tree differ.
+    ``prepare(host, name)``: sets what depends on the position in the tree. ``pass_unit(root)``: the
+    root's ``_pass_unit``, made when needed. ``forget_pass_unit(root)``: its hooks are not used any
+    more. ``options(root)``. ``modules(root)``: the modules that the root owns. ``ignored(root)``:
+    modules and parameters below it that the user left out. ``clean``: a name as the user knows it.
+    ``one_device``: how a user puts units on one device.
     """
 
-    members: Callable[[Any], Iterable[tuple[str, int, Any]]]
+    hosts: Callable[[nn.Module], Iterable[Any]]
     describe: Callable[[Any], str]
     check: Callable[[list[Any]], None]
     prepare: Callable[[Any, str], None]
     pass_unit: Callable[[Any], Unit]
     forget_pass_unit: Callable[[Any], None]
     options: Callable[[Any], TreeOptions]
-    attached: Callable[[Any], None]
     modules: Callable[[Any], list[nn.Module]]
     ignored: Callable[[Any], Iterable[nn.Module | nn.Parameter]]
     clean: Callable[[str], str]
     one_device: str
+
+    def placed(self, modules: Iterable[nn.Module]) -> Iterator[tuple[str, int, Any]]:
+        """``(clean name, nesting depth among units, host)`` of the hosts at or below these modules,
+        in module order, each once. Local.
+        """
+        done: set[int] = set()
+        seen: set[nn.Module] = set()
+        stack = [("", 0, module) for module in reversed(list(modules))]
+        while stack:
+            name, depth, module = stack.pop()
+            if module in seen:
+                continue
+            seen.add(module)
+            for host in self.hosts(module):
+                if id(host) not in done:
+                    done.add(id(host))
+                    yield self.clean(name), depth, host
+                depth += host._unit is not None
+            below = [
+                (join(name, key), depth, c) for key, c in module._modules.items() if c is not None
+            ]
+            stack.extend(reversed(below))

@@ -34,8 +34,9 @@ class Watch:
     registration below it. Local.
     """
 
-    def __init__(self, front: FrontEnd, root: Any) -> None:
-        self.front, self.root = front, weakref.ref(root)
+    def __init__(self, root: Any) -> None:
+        self.front: FrontEnd = root._front
+        self.root = weakref.ref(root)
         if not _hooks:
             _hooks.append(register_module_module_registration_hook(_registered))
             _hooks.append(register_module_parameter_registration_hook(_registered))

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdpc import _C
 from fsdpc._comm import wire as _wire
+from fsdpc._engine import hooked as _hooked
 from fsdpc._engine import thaw as _thaw
 from fsdpc._engine.companions import explain
 from fsdpc._engine.compiled import call_untraced
@@ -32,7 +33,7 @@ logger = logging.getLogger("fsdpc")
 _SHORT = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
-def lazy_init(front: FrontEnd, root: Any) -> None:
+def lazy_init(root: Any) -> None:
     """Make ``root`` the root of its tree unless it belongs to a tree already. Collective over the
     units' groups.
 
@@ -43,12 +44,13 @@ def lazy_init(front: FrontEnd, root: Any) -> None:
     if root._is_root is not None and (root._unit is None or root._unit.tree is not None):
         return
     refuse_export()
-    placed = list(front.members(root))
+    front: FrontEnd = root._front
+    placed = list(front.placed(front.modules(root)))
     members = [member for _, _, member in placed]
     front.check(members)
     _check_one_device(front, members)
     for member in members:
-        _leave_tree(front, member, root)
+        _leave_tree(member, root)
     for name, _, member in placed:
         member._is_root = member is root
         member._root = weakref.ref(root)
@@ -57,7 +59,7 @@ def lazy_init(front: FrontEnd, root: Any) -> None:
     if root._unit is None and units:
         units = [(0, front.pass_unit(root)), *((depth + 1, unit) for depth, unit in units)]
     try:
-        _attach_tree(front, root, units)
+        _attach_tree(root, units)
     except BaseException as error:
         explain(error, "the first forward, making slots", placed=units)
         raise
@@ -66,26 +68,32 @@ def lazy_init(front: FrontEnd, root: Any) -> None:
         logger.info(root.precision_line)
 
 
-def _leave_tree(front: FrontEnd, member: Any, root: Any) -> None:
+def _leave_tree(member: Any, root: Any) -> None:
     """Undo the lazy initialisation of ``member``'s previous root unless that is ``root``."""
     tree = None if member._unit is None else member._unit.tree
     if tree is not None and tree.training_state != "idle":
         raise _C.StateError(
             f"unit {member._unit.name!r} is in {tree.training_state} as part of another model on "
-            f"rank {member.rank}, so {front.describe(root)} cannot use it now: finish the "
+            f"rank {member.rank}, so {root._front.describe(root)} cannot use it now: finish the "
             "other model's step first, or give each model its own units (copy.deepcopy)"
         )
-    before = None if member._root is None else member._root()
-    if before is not None:
-        release_tree(front, before)
-    elif tree is not None:  # its root was deleted
+    if not release(member) and tree is not None:  # its root was deleted
         tree.detach()
 
 
-def release_tree(front: FrontEnd, root: Any) -> None:
-    """Undo lazy initialisation: the units leave their tree, and the next use determines their root.
-    Local.
+def start_at_first_use(unit: Any, host: Any) -> None:
+    """Let the first hook of ``unit`` initialise the tree of ``host``. Local."""
+    this = weakref.ref(host)
+    unit.flat.on_unattached = lambda: call_untraced(lazy_init, this())
+
+
+def release(host: Any) -> bool:
+    """Undo the lazy initialisation of the host's root, if there is one: the units leave their tree,
+    and the next use determines their root. Local.
     """
+    root = None if host._root is None else host._root()
+    if root is None:
+        return False
     if root._tree is not None:
         root._tree.detach()
     for handle in root._mark_handles:
@@ -93,9 +101,10 @@ def release_tree(front: FrontEnd, root: Any) -> None:
     root._mark_handles = []
     if root._pass_unit is not None:
         root._pass_unit = None
-        front.forget_pass_unit(root)
-    for _, _, member in front.members(root):
+        root._front.forget_pass_unit(root)
+    for _, _, member in root._front.placed(root._front.modules(root)):
         member._is_root = member._root = member._tree = None
+    return True
 
 
 def _check_one_device(front: FrontEnd, members: list[Any]) -> None:
@@ -110,10 +119,10 @@ def _check_one_device(front: FrontEnd, members: list[Any]) -> None:
         )
 
 
-def _attach_tree(front: FrontEnd, root: Any, units: list[tuple[int, Any]]) -> None:
+def _attach_tree(root: Any, units: list[tuple[int, Any]]) -> None:
     if not units:
         return
-    options = front.options(root)
+    options = root._front.options(root)
     root._tree = Tree(
         [unit for _, unit in units],
         [depth for depth, _ in units],
@@ -121,19 +130,28 @@ def _attach_tree(front: FrontEnd, root: Any, units: list[tuple[int, Any]]) -> No
         forward_prefetch=options.forward_prefetch,
     )
     this = weakref.ref(root)
-    root._tree.core.on_thaw = lambda: call_untraced(_thaw_tree, front, this())
-    front.attached(root)
-    Watch(front, root)
+    root._tree.core.on_thaw = lambda: call_untraced(_thaw_tree, this())
+    attach_hooks(root)
+    Watch(root)
     one_memory = all(unit.groups.shard.one_memory for _, unit in units)
     if one_memory or root.world_size == 1:
         return
     if not root._mark_handles:
-        root._mark_handles = [h for m in front.modules(root) for h in attach_marked(m)]
+        root._mark_handles = [h for m in root._front.modules(root) for h in attach_marked(m)]
     if root._mark_handles:
         root._tree.core.defer_reduces()
 
 
-def _thaw_tree(front: FrontEnd, root: Any) -> None:
+def attach_hooks(root: Any) -> None:
+    """Let functions of the user's that hosts have as ``_summing`` sum gradients in place of the
+    engine. Local.
+    """
+    if root._tree is not None:
+        placed = root._front.placed(root._front.modules(root))
+        _hooked.attach(root._tree, [host for _, _, host in placed if host._unit is not None])
+
+
+def _thaw_tree(root: Any) -> None:
     """Rebuild the tree with memory for the gradients of unfrozen parameters. Collective over the
     units' groups, between passes.
     """
@@ -146,9 +164,9 @@ def _thaw_tree(front: FrontEnd, root: Any) -> None:
     try:
         for _, unit in units:
             _thaw.thaw(unit)
-        _attach_tree(front, root, units)
+        _attach_tree(root, units)
     except BaseException:
-        release_tree(front, root)  # the next forward retries, on all ranks
+        release(root)  # the next forward retries, on all ranks
         raise
     root.precision_line = precision_line(root, [unit for _, unit in units])
 

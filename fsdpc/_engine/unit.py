@@ -398,14 +398,6 @@ class Unit(WholeValues):
         return self._optim_params
 
     @property
-    def on_unattached(self) -> Callable[[], None] | None:
-        return self.flat.on_unattached
-
-    @on_unattached.setter
-    def on_unattached(self, call: Callable[[], None] | None) -> None:
-        self.flat.on_unattached = call
-
-    @property
     def require_sync(self) -> bool:
         """False inside no_sync: gradients stay on this rank, unsharded, in fp32."""
         return self.flat.sync

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from fsdpc._engine import hooked as _hooked
+from fsdpc._engine.hooked import Summing
+from fsdpc._engine.root import attach_hooks
 from fsdpc._fsdp1.args import HYBRID
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._torch import default_hooks
@@ -51,26 +52,13 @@ def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> No
         raise ValueError(f"The communication hook must be callable but got {hook}")
     for member in members:
         member._comm_hook, member._comm_hook_state = hook, state
-    attach(self)
+    attach_hooks(self)
 
 
-def attach(root: Any) -> None:
-    """Pass the hooks registered on ``root``'s instances to the engine. Local."""
-    if root._tree is None:
-        return
-    hooks = {
-        id(member._unit): (member._comm_hook, member._comm_hook_state)
-        for member in unit_modules(root)
-        if member._unit is not None and member._comm_hook is not None
-    }
-    _hooked.attach(
-        root._tree,
-        [
-            (unit, partial(_sum, *hooks[id(unit)]))
-            for unit in root._tree.units
-            if id(unit) in hooks and any(unit.trainable)
-        ],
-    )
+def summing_of(member: Any) -> Summing | None:
+    """The hook registered on an instance, as the engine calls it. Local."""
+    hook, state = member._comm_hook, member._comm_hook_state
+    return None if hook is None else partial(_sum, hook, state)
 
 
 def _sum(

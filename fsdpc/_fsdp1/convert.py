@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from fsdpc._engine.device import CPU
+from fsdpc._engine.root import release
 from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp1.args import GroupChoice
 from fsdpc._fsdp1.placement import why_not
-from fsdpc._fsdp1.root import release_tree
 from fsdpc._fsdp1.summon import check_idle, flat_owner, install, site_params
 
 Fn = Callable[[torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
     if unit is None:
         rest()
         if device != member.compute_device:
-            _release(member)
+            release(member)
             _move_groups(member, device)
     elif device == member.compute_device and _keeps_dtypes(unit, fn):
         with _hidden(member):
@@ -130,12 +130,6 @@ def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
     return all(fn(torch.empty(0, dtype=d, device=unit.device)).dtype == d for d in dtypes)
 
 
-def _release(member: Any) -> None:
-    root = None if member._root is None else member._root()
-    if root is not None:
-        release_tree(root)
-
-
 def _move_groups(member: Any, device: torch.device) -> None:
     member.compute_device = device
     member._init_groups(GroupChoice(member.process_group, member._inter_node_pg))
@@ -164,7 +158,7 @@ def _hidden(member: Any) -> Iterator[None]:
 
 def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn, device: torch.device) -> None:
     unit = member._unit
-    _release(member)
+    release(member)
     grads = [None if grad is None else fn(grad) for grad in unit.gather_full_grads()]
     install(member, unit.gather_full())
     rest()

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from fsdpc._engine.inputs import preparation
+from fsdpc._engine.root import lazy_init
 from fsdpc._fsdp1.collect import owned_modules, unit_modules
 from fsdpc._fsdp1.names import join
-from fsdpc._fsdp1.root import lazy_init
 from fsdpc._fsdp1.summon import install, site_params, uninstall
 
 

@@ -1,25 +1,19 @@
 """FSDP1's part of lazy initialisation (see ``fsdpc/_engine/root.py``): which instances belong to a
-root, what each needs of its position, the root's communication hooks.
+root, and what each needs of its position.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
-
-from fsdpc._engine import root as _root
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd, TreeOptions
 from fsdpc._engine.inputs import preparation
-from fsdpc._fsdp1 import comm_hooks as _comm_hooks
+from fsdpc._engine.root import lazy_init, start_at_first_use
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.handle import HandledUnit
 from fsdpc._fsdp1.mixed import cast_buffers
-from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._fsdp1.names import clean_fqn
 from fsdpc.api import BackwardPrefetch
 
 _PREFETCH = {
@@ -27,16 +21,6 @@ _PREFETCH = {
     BackwardPrefetch.BACKWARD_POST: "post",
     None: None,
 }
-
-
-def lazy_init(root: Any) -> None:
-    """``fsdpc._engine.root.lazy_init`` of an FSDP instance."""
-    _root.lazy_init(FRONT, root)
-
-
-def release_tree(root: Any) -> None:
-    """``fsdpc._engine.root.release_tree`` of an FSDP instance."""
-    _root.release_tree(FRONT, root)
 
 
 def _pass_unit(root: Any) -> HandledUnit:
@@ -54,8 +38,7 @@ def _pass_unit(root: Any) -> HandledUnit:
             use_orig_params=root._use_orig_params,
         )
         root._pass_unit = unit
-        this = weakref.ref(root)
-        unit.on_unattached = lambda: call_untraced(lazy_init, this())
+        start_at_first_use(unit, root)
         root._enter, root._leave = unit.pre_forward_hook, unit.post_forward_hook
     return root._pass_unit
 
@@ -77,26 +60,6 @@ def _check_homogeneous(members: list[Any]) -> None:
                 f"Expects one homogeneous value for {attr} but got {sorted(values)}: pass the "
                 f"same {name} to every FullyShardedDataParallel of a model"
             )
-
-
-def placed_units(root: Any) -> Iterator[tuple[str, int, Any]]:
-    """``(clean name, nesting depth among units, FSDP instance)`` in module order, each instance
-    once.
-    """
-    seen: set[nn.Module] = set()
-    stack: list[tuple[str, int, nn.Module]] = [("", 0, root)]
-    while stack:
-        name, depth, module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        if is_unit_module(module):
-            yield clean_fqn(name), depth, module
-            depth += module._unit is not None
-        children = [
-            (join(name, key), depth, c) for key, c in module._modules.items() if c is not None
-        ]
-        stack.extend(reversed(children))
 
 
 def _prepare_member(member: Any, name: str) -> None:
@@ -129,20 +92,14 @@ def tree_units(root: Any) -> list[Any]:
     return [member._unit for member in unit_modules(root) if member._unit is not None]
 
 
-def no_sync(root: Any) -> AbstractContextManager[None]:
-    """Leave gradients unreduced in every unit below ``root``; restored on exit. Local."""
-    return _root.no_sync(tree_units(root))
-
-
 FRONT = FrontEnd(
-    members=placed_units,
+    hosts=lambda module: (module,) if is_unit_module(module) else (),
     describe=lambda root: type(root.module).__name__,
     check=_check_homogeneous,
     prepare=_prepare_member,
     pass_unit=_pass_unit,
     forget_pass_unit=lambda root: root.forget_unit_hooks(),
     options=_options,
-    attached=_comm_hooks.attach,
     modules=lambda root: [root],
     ignored=lambda root: [
         item for member in unit_modules(root) for item in member._ignored.everything()

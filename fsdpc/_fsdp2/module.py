@@ -20,13 +20,14 @@ from fsdpc._clip import torch_utils as _clip
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.companions import explained
 from fsdpc._engine.compiled import not_traced
+from fsdpc._engine.root import release
 from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import assigned as _assigned
 from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
-from fsdpc._fsdp2.state import State, release, states_below
+from fsdpc._fsdp2.state import State, states_below
 from fsdpc._torch import REGISTRY_KEY, STATE_KEY
 
 M = TypeVar("M", bound=nn.Module | list[Any])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
-from fsdpc._engine import hooked as _hooked
-from fsdpc._engine import root as _root
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.companions import explain
 from fsdpc._engine.compiled import call_untraced, hook, not_traced
+from fsdpc._engine.hooked import Summing
 from fsdpc._engine.host import FrontEnd, TreeOptions
 from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
+from fsdpc._engine.root import lazy_init, release, start_at_first_use
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2 import tied as _tied
 from fsdpc._fsdp2.all_reduce_hook import sum_and_call
@@ -49,6 +49,7 @@ class State:
         ignored: Iterable[nn.Parameter],
         leader: State | None = None,
     ) -> None:
+        self._front = FRONT
         self._others: tuple[State, ...] = ()
         self._leader = None if leader is None else weakref.ref(leader)
         self.modules = modules
@@ -74,7 +75,7 @@ class State:
         self._to_run: set[nn.Module] = set()
         self._open = 0  # forwards in progress that have to be undone if they raise
         self._sync_gradients = self._sync_replicas = True
-        self.summing: _hooked.Summing | None = None  # with the user's all-reduce hook
+        self._summing: Summing | None = None  # with the user's all-reduce hook
         self._hooks: list[dict[int, Any]] = []  # the tables of backward hooks of the modules
 
     @property
@@ -120,8 +121,7 @@ class State:
             reshard_after_forward=self.reshard,
             offload=isinstance(self.offload, CPUOffloadPolicy),
         )
-        this = weakref.ref(self.leader)
-        unit.on_unattached = lambda: call_untraced(lazy_init, this())
+        start_at_first_use(unit, self.leader)
         return unit
 
     # --- what the user sets ----------------------------------------------------------------------
@@ -153,7 +153,7 @@ class State:
         if stream is not None and hook is None:
             raise AssertionError("all reduce hook stream is specified but hook itself is missing")
         release(self)
-        self.summing = None if hook is None else partial(sum_and_call, hook, stream)
+        self._summing = None if hook is None else partial(sum_and_call, hook, stream)
 
     def watch_hooks(self, modules: Iterable[nn.Module]) -> None:
         """Keep the unit gathered for backward hooks of these modules, whenever there are any."""
@@ -353,52 +353,15 @@ class State:
         unit.flat.unbind()
 
 
-def members(root: State) -> Iterator[tuple[str, int, State]]:
-    """``(name, nesting depth among units, state)`` in module order below the root's modules."""
-    done: set[int] = set()
-    seen: set[nn.Module] = set()
-    stack: list[tuple[str, int, nn.Module]] = [("", 0, module) for module in reversed(root.modules)]
-    while stack:
-        name, depth, module = stack.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        state = state_of(module)
-        if state is not None:
-            if id(state) not in done:
-                done.add(id(state))
-                yield name, depth, state
-            depth += state._unit is not None
-            for other in state._others:
-                if id(other) not in done:
-                    done.add(id(other))
-                    yield name, depth, other
-                depth += 1
-        children = [
-            (f"{name}.{key}" if name else key, depth, child)
-            for key, child in module._modules.items()
-            if child is not None
-        ]
-        stack.extend(reversed(children))
+def states_of(module: nn.Module) -> tuple[State, ...]:
+    """The states of the call that has ``module`` as an argument. Local."""
+    state = state_of(module)
+    return () if state is None else (state, *state._others)
 
 
 def states_below(module: nn.Module) -> list[State]:
     """The states of all calls at or below ``module``, in module order."""
-    found = [state_of(child) for child in module.modules()]
-    states = [each for state in found if state is not None for each in (state, *state._others)]
-    return list({id(state): state for state in states}.values())
-
-
-def lazy_init(state: State) -> None:
-    """``fsdpc._engine.root.lazy_init`` of a state."""
-    _root.lazy_init(FRONT, state.leader)
-
-
-def release(state: State) -> None:
-    """End the tree that ``state`` belongs to; the next forward makes another one. Local."""
-    root = None if state._root is None else state._root()
-    if root is not None:
-        _root.release_tree(FRONT, root)
+    return list(dict.fromkeys(state for child in module.modules() for state in states_of(child)))
 
 
 def _prepare(state: State, name: str) -> None:
@@ -413,16 +376,6 @@ def _prepare(state: State, name: str) -> None:
     reshard = state.reshard and not (state.automatic and state.leader._is_root)
     if unit.flat.reshards != reshard:
         unit.flat.reshards = reshard
-
-
-def _attach_hooks(root: State) -> None:
-    """Pass the all-reduce hooks to the engine; without one it sums by itself."""
-    states = [state for _, _, state in members(root) if state._unit is not None]
-    for state in states:
-        if state.summing is None and state._unit.flat.comm_hook is not None:
-            state._unit.flat.comm_hook = None
-    sums = [(state._unit, state.summing) for state in states if state.summing is not None]
-    _hooked.attach(root._tree, [each for each in sums if any(each[0].trainable)])
 
 
 def _names_in_root(state: State, names: list[str]) -> list[str]:
@@ -446,17 +399,18 @@ def _pass_unit(root: State) -> RowUnit:
     return root._pass_unit
 
 
-FRONT = FrontEnd(
-    members=members,
+FRONT: FrontEnd = FrontEnd(
+    hosts=states_of,
     describe=lambda root: root._name,
     check=_adopt_all,
     prepare=_prepare,
     pass_unit=_pass_unit,
     forget_pass_unit=lambda root: None,
     options=lambda root: TreeOptions(),
-    attached=_attach_hooks,
     modules=lambda root: root.modules,
-    ignored=lambda root: [param for _, _, state in members(root) for param in state.ignored],
+    ignored=lambda root: [
+        param for _, _, state in FRONT.placed(root.modules) for param in state.ignored
+    ],
     clean=lambda name: name,
     one_device="pass a mesh of the same device type to every call of fully_shard",
 )

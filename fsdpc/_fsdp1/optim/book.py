@@ -18,7 +18,7 @@ from torch import nn
 from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp1.collect import owned_modules, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
-from fsdpc._fsdp1.root import placed_units
+from fsdpc._fsdp1.root import FRONT
 from fsdpc._spans.span import Span
 
 Key = Hashable  # an optimizer's key of a parameter: an id, or a name
@@ -150,7 +150,7 @@ def read_book(model: nn.Module) -> Book:
     """
     units = [
         _unit_entry(name, member)
-        for name, _, member in placed_units(model)
+        for name, _, member in FRONT.placed([model])
         if member._unit is not None
     ]
     if not unit_modules(model):

@@ -12,9 +12,9 @@ from torch import nn
 from fsdpc._engine.interop import check_trains, computes, dtype_name
 from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_modules
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
-from fsdpc._fsdp1.root import placed_units
+from fsdpc._fsdp1.root import FRONT
 from fsdpc._fsdp1.wrap import apply_policy
-from fsdpc._fsdp2.state import members
+from fsdpc._fsdp2.state import FRONT as FRONT2
 from fsdpc._spans.rows import row_numel
 from fsdpc.api import MixedPrecision
 from fsdpc.plan.engine import OWN
@@ -93,7 +93,7 @@ def units_of(
     ignored = find_ignored(module, None, ignored_states)
     kept: dict[tuple[Param, ...], tuple[Param, ...]] = {}
     with _wrapped(module, policy, mixed_precision, ignored) as root:
-        placed = [(name, depth, m) for name, depth, m in placed_units(root) if m._unit]
+        placed = [each for each in FRONT.placed([root]) if each[2]._unit]
         if not root._unit and placed:  # the tree of a root without parameters has an empty unit
             placed = [("", 0, root), *((name, depth + 1, m) for name, depth, m in placed)]
         return tuple(_unit(name, depth, m, mixed_precision, kept) for name, depth, m in placed)
@@ -131,7 +131,9 @@ def units_of_calls(module: nn.Module, shard: Callable[[nn.Module], Any]) -> tupl
                 f"shard made {len(calls)} calls of fsdpc.fully_shard, none of them with the model "
                 "itself: fully_shard(model) comes last"
             )
-        placed = [(name, depth, call) for name, depth, call in members(root) if call._unit]
+        placed = [
+            (name, depth, call) for name, depth, call in FRONT2.placed(root.modules) if call._unit
+        ]
         if root._unit is None:  # the tree of a root without parameters has an empty unit
             placed = [(name, depth + 1, call) for name, depth, call in placed]
         units = [_unit_of_call(name, depth, call, call is root) for name, depth, call in placed]
