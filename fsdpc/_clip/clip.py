@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fsdpc._clip.device import norm_and_factor, scaling_of, tree_for
-from fsdpc._clip.norm import combine_of, reduce_over_ranks, root_of, tensor_sum
+from fsdpc._clip.norm import combine_of, root_of, sums_of_units, tensor_sum
 from fsdpc._clip.torch_utils import check_not_stepped
 
 # Of each unit the parameters that have a gradient, as bytes.
@@ -64,24 +64,14 @@ def _clip_factor(total: float, max_norm: float) -> float:
 def _global_sum(masks: Masks, others: list[torch.Tensor], norm_type: float) -> float:
     """Sum of |g|^p over every gradient element of the model; the largest |g| for the inf norm."""
     combine = combine_of(norm_type)
-    total = combine(tensor_sum(grad, norm_type) for grad in others)
-    for comm, members in _by_comm(list(masks)):
-        part = combine(unit.grad_norm_sums(masks[unit], norm_type) for unit in members)
-        if comm.world > 1:
-            part = reduce_over_ranks(
-                comm, part, "max" if math.isinf(norm_type) else "sum", "clip_grad_norm_"
-            )
-        total = combine([total, part])
-    return total
-
-
-def _by_comm(units: list[Any]) -> list[tuple[Any, list[Any]]]:
-    """Units grouped by sharding communicator, in module order, which is the same on every rank."""
-    groups: dict[int, tuple[Any, list[Any]]] = {}
-    for unit in units:
-        comm = unit.groups.shard
-        groups.setdefault(id(comm), (comm, []))[1].append(unit)
-    return list(groups.values())
+    own = combine(tensor_sum(grad, norm_type) for grad in others)
+    parts = sums_of_units(
+        masks,
+        lambda unit: unit.grad_norm_sums(masks[unit], norm_type),
+        norm_type,
+        "clip_grad_norm_",
+    )
+    return combine([own, *parts])
 
 
 def _unmanaged(root: Any, units: list[Any]) -> Iterator[torch.Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fsdpc._clip.norm import powers_of
+
 
 def tree_for(units: list[Any], norm_type: float) -> Any:
     """The tree that computes the norm of these units' gradients on the device; None: the host must.
@@ -66,11 +68,5 @@ def norm_and_factor(
 def _part(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
     """The engine's partial sums, float64 of shape (3,): sum of |x|^p, largest |x|, 0."""
     part = torch.zeros(3, dtype=torch.float64, device=grad.device)
-    wide = grad.detach().double().abs()
-    if wide.numel() == 0:
-        return part
-    if math.isinf(norm_type):
-        part[1] = wide.max()
-    else:
-        part[0] = wide.pow(norm_type).sum()
+    part[int(math.isinf(norm_type))] = powers_of(grad, norm_type)
     return part

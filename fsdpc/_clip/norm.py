@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,28 @@ def reduce_over_ranks(comm: Any, part: float, op: str, what: str) -> float:
     return math.nan if values[1] else float(values[0])
 
 
+def by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
+    """Units grouped by sharding communicator, in their order."""
+    groups: dict[int, tuple[Any, list[Any]]] = {}
+    for unit in units:
+        comm = unit.groups.shard
+        groups.setdefault(id(comm), (comm, []))[1].append(unit)
+    return list(groups.values())
+
+
+def sums_of_units(
+    units: Iterable[Any], sum_of: Callable[[Any], float], norm_type: float, what: str
+) -> Iterator[float]:
+    """By sharding communicator, the combined ``sum_of(unit)`` of all its ranks. Collective: ranks
+    have units of the same communicators in the same order.
+    """
+    for comm, members in by_comm(units):
+        part = combine_of(norm_type)(map(sum_of, members))
+        if comm.world > 1:
+            part = reduce_over_ranks(comm, part, "max" if math.isinf(norm_type) else "sum", what)
+        yield part
+
+
 def combine_of(norm_type: float) -> Any:
     """Sum, or a maximum that propagates NaN (Python's ``max`` may drop it)."""
     if not math.isinf(norm_type):
@@ -27,21 +49,24 @@ def combine_of(norm_type: float) -> Any:
 
 def root_of(total: float, norm_type: float) -> float:
     """The norm of a combined sum of powers."""
-    if math.isinf(norm_type):
-        return total
-    if norm_type == 0:
+    if math.isinf(norm_type) or norm_type == 0:
         return total
     return float(np.float64(total) ** (1.0 / norm_type))
 
 
 def tensor_sum(grad: torch.Tensor, norm_type: float) -> float:
     """Sum of |x|^p in fp64; for 0 the number of non-zeros, for inf the largest |x|."""
-    grad = grad.detach().double().abs()
-    if grad.numel() == 0:
-        return 0.0
+    return powers_of(grad, norm_type).item()
+
+
+def powers_of(grad: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """``tensor_sum`` as a 0-dim tensor on the gradient's device."""
+    wide = grad.detach().double().abs()
+    if wide.numel() == 0:
+        return wide.sum()
     if math.isinf(norm_type):
-        return grad.max().item()
-    return (grad != 0).sum().item() if norm_type == 0 else grad.pow(norm_type).sum().item()
+        return wide.max()
+    return (wide != 0).sum() if norm_type == 0 else wide.pow(norm_type).sum()
 
 
 def by_mesh(

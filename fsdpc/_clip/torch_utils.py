@@ -10,7 +10,6 @@ take parameters of both interfaces in one call.
 
 from __future__ import annotations
 
-import math
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -25,11 +24,12 @@ from torch.nn.utils import clip_grad
 
 from fsdpc._clip.largest import has_empty_parts, largest
 from fsdpc._clip.norm import (
+    by_comm,
     by_mesh,
     combine_of,
     of_meshes,
-    reduce_over_ranks,
     root_of,
+    sums_of_units,
     tensor_sum,
 )
 from fsdpc._engine.writeback import owner_of
@@ -189,7 +189,6 @@ def _sharded_norm(
     """
     if norm_type < 0:
         raise ValueError(f"norm_type of sharded tensors must be >= 0, got {norm_type}")
-    combine = combine_of(norm_type)
     units = _with_others(units)
     free = [t for i, t in enumerate(tensors) if i not in owners]
     sums = [tensor_sum(t, norm_type) for t in free if not isinstance(t, DTensor)]
@@ -199,13 +198,9 @@ def _sharded_norm(
     own: dict[Any, list[Tensor]] = {unit: [] for unit in units}
     for i, unit in owners.items():
         own[unit].append(tensors[i])
-    for comm, members in _by_comm(units):
-        part = combine(_unit_sum(unit, own[unit], norm_type) for unit in members)
-        if comm.world > 1:
-            op = "max" if math.isinf(norm_type) else "sum"
-            part = reduce_over_ranks(comm, part, op, "norm of sharded tensors")
-        sums.append(part)
-    total = root_of(combine(sums), norm_type)
+    what = "norm of sharded tensors"
+    sums += sums_of_units(units, lambda u: _unit_sum(u, own[u], norm_type), norm_type, what)
+    total = root_of(combine_of(norm_type)(sums), norm_type)
     like = tensors or units[0].shard_params[:1]
     dtype = reduce(torch.promote_types, [t.dtype for t in like])
     return torch.tensor(total, dtype=dtype, device=like[0].device)
@@ -233,7 +228,7 @@ def _absent_units() -> list[Any]:
     for tree in trees.values():
         units = [unit for unit in tree.units if unit.infos]
         if any(unit.holds_nothing(p) for unit in units for p in unit.shard_params):
-            comms = [id(comm) for comm, _ in _by_comm(units) if comm.world > 1]
+            comms = [id(comm) for comm, _ in by_comm(units) if comm.world > 1]
             groups.setdefault(tuple(comms), units)
     if len(groups) > 1:
         units = [unit for units in groups.values() for unit in units]
@@ -247,7 +242,7 @@ def _check_seen(tensors: Sequence[Tensor], owners: dict[int, Any]) -> None:
     """
     units = _with_others(owners.values())
     given = {id(tensors[i]) for i in owners}
-    for comm, members in _by_comm(units):
+    for comm, members in by_comm(units):
         own = [(unit, p, covers) for unit in members for p, _, covers in unit.optim_params]
         known = [each for each in own if id(each[1].grad) in given]
         if all(p.grad is None or id(p.grad) in given for _, p, _ in own):  # the whole model's
@@ -276,18 +271,9 @@ def _refuse_unknown(units: list[Any], rank: int, why: str) -> None:
         "that it cannot know that its part is asked for; call torch.nn.utils.clip_grad_norm_ with "
         "all parameters, not only with those that have a gradient, or the model's clip_grad_norm_"
     )
-    for comm, _ in _by_comm(units):
+    for comm, _ in by_comm(units):
         comm.abort(text)
     raise RuntimeError(text)
-
-
-def _by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
-    """The units by sharding communicator."""
-    groups: dict[int, tuple[Any, list[Any]]] = {}
-    for unit in units:
-        comm = unit.groups.shard
-        groups.setdefault(id(comm), (comm, []))[1].append(unit)
-    return list(groups.values())
 
 
 def _unit_sum(unit: Any, tensors: Sequence[Tensor], norm_type: float) -> float:
@@ -303,11 +289,8 @@ def _unit_sum(unit: Any, tensors: Sequence[Tensor], norm_type: float) -> float:
         else:
             sums.append(tensor_sum(tensor, norm_type))
     if any(mask):
-        whole, largest, _ = unit.flat.grad_norm(
-            bytes(mask), 2.0 if math.isinf(norm_type) else norm_type
-        )
-        sums.append(largest if math.isinf(norm_type) else whole)
-    return float(combine_of(norm_type)(sums))
+        sums.append(unit.grad_norm_sums(bytes(mask), norm_type))
+    return combine_of(norm_type)(sums)
 
 
 # --- which unit owns a tensor --------------------------------------------------------------------
