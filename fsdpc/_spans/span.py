@@ -1,16 +1,10 @@
-"""Spans: which elements of a whole tensor a memory holds, and where.
-
-Elements are counted row-major. Many spans of one tensor are a table: an int64 array whose rows are
-spans. A unit's spans come from C's layout (``csrc/unit/layout.h``), see ``Unit.spans``.
+"""A span: which elements of a whole tensor a memory holds, and where; counted row-major. A unit's
+spans come from C's layout (``csrc/unit/layout.h``), see ``Unit.spans``.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import NamedTuple
-
-import numpy as np
 
 
 class Span(NamedTuple):
@@ -21,78 +15,3 @@ class Span(NamedTuple):
     begin: int
     at: int
     count: int
-
-
-NO_SPANS = np.empty((0, 3), dtype=np.int64)
-
-
-def table_of(begin: int, at: int, count: int) -> np.ndarray:
-    """The table of one span, without a row if the span is empty."""
-    return np.array([[begin, at, count]], dtype=np.int64) if count else NO_SPANS
-
-
-def whole_span(numel: int) -> np.ndarray:
-    """All elements, at the begin of the memory."""
-    return table_of(0, 0, numel)
-
-
-def moved_to(spans: np.ndarray, at: int) -> np.ndarray:
-    """The same elements one behind the other from ``at`` on."""
-    moved = spans.copy()
-    moved[:, 1] = at + np.cumsum(spans[:, 2]) - spans[:, 2]
-    return moved
-
-
-def clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
-    """Elements ``[low, high)`` of the spans, counted over all of them."""
-    starts = np.cumsum(spans[:, 2]) - spans[:, 2]
-    begin = np.maximum(starts, low)
-    count = np.minimum(starts + spans[:, 2], high) - begin
-    moved = begin - starts
-    kept = np.stack([spans[:, 0] + moved, spans[:, 1] + moved, count], axis=1)
-    return kept[count > 0]
-
-
-def block_spans(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Spans of a block of a tensor, in a memory of its own."""
-    if not shape or math.prod(sizes) == 0:
-        return whole_span(math.prod(sizes))
-    # From the first dimension on, behind which the block has all of every dimension, it is one run.
-    last = len(shape) - 1
-    while last > 0 and sizes[last] == shape[last]:
-        last -= 1
-    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
-    begins = np.zeros(1, dtype=np.int64)
-    for d in range(last):
-        rows = (np.arange(sizes[d], dtype=np.int64) + offsets[d]) * strides[d]
-        begins = (begins[:, None] + rows[None, :]).reshape(-1)
-    begins = begins + offsets[last] * strides[last]
-    count = math.prod(sizes[last:])
-    ats = np.arange(len(begins), dtype=np.int64) * count
-    return np.stack([begins, ats, np.full(len(begins), count)], axis=1)
-
-
-def blocks_of(
-    shape: Sequence[int], begin: int, count: int
-) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The blocks (offsets, sizes) of which ``count`` > 0 elements from ``begin`` on consist, in
-    their order: the inverse of ``block_spans``.
-    """
-    if not shape:
-        return [((), ())]
-    rest = tuple(shape[1:])
-    inner = math.prod(rest)
-    row, at = divmod(begin, inner)
-    found = []
-    if at or count < inner:  # a part of a row
-        part = min(count, inner - at)
-        blocks = blocks_of(rest, at, part)
-        found += [((row, *offsets), (1, *sizes)) for offsets, sizes in blocks]
-        row, count = row + 1, count - part
-    rows, left = divmod(count, inner)
-    if rows:
-        found.append(((row, *[0] * len(rest)), (rows, *rest)))
-    if left:
-        blocks = blocks_of(rest, 0, left)
-        found += [((row + rows, *offsets), (1, *sizes)) for offsets, sizes in blocks]
-    return found

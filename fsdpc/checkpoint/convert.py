@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from fsdpc._spans.span import whole_span
+from fsdpc._companions.spans import whole_span
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.dcp_folder import KEYS, keys_of
 from fsdpc.checkpoint.digests import Digest, combine

@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from fsdpc._spans.span import blocks_of
+from fsdpc._companions.spans import blocks_of
 from fsdpc._torch import dcp_index_classes
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.held import Root

@@ -1,7 +1,7 @@
 """Named tensors of a checkpoint, and the elements of each that this rank holds.
 
 An entry is the same on every rank (name, shape, dtype, place in the order); its spans are a rank's
-own, as a table (``fsdpc/_spans/span.py``).
+own, as a table (``fsdpc/_companions/spans.py``).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fsdpc import _C
-from fsdpc._spans.span import NO_SPANS, clip
+from fsdpc._companions.spans import NO_SPANS, clip
 
 _CUT_BYTES = 1 << 20  # what replicas hold of a tensor is divided from this size on
 _PAGE = 4096

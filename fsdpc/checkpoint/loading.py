@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from fsdpc import _C
-from fsdpc._spans.span import whole_span
+from fsdpc._companions.spans import whole_span
 from fsdpc.checkpoint.digests import combine, combine_parts
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, parts_of_some, settle

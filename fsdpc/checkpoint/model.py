@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdpc._companions.spans import block_spans, table_of, whole_span
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.empties import is_unwritten
 from fsdpc._engine.interop import over
@@ -23,9 +24,8 @@ from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import UnitEntry, read_book
 from fsdpc._fsdp2.state import states_below
-from fsdpc._spans.dtensor import block_of
-from fsdpc._spans.span import block_spans, table_of, whole_span
 from fsdpc.checkpoint import torch_fsdp
+from fsdpc.checkpoint.dtensor import block_of
 from fsdpc.checkpoint.entries import Entry, OptimParam, flat, flat_and_home
 
 _PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call the module inside

@@ -23,10 +23,10 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
+from fsdpc._companions.spans import begun, moved_to, touched, whole_span
 from fsdpc._engine.device import CPU
 from fsdpc._engine.interop import around
-from fsdpc._spans.blocks import begun, touched
-from fsdpc._spans.span import Span, moved_to, whole_span
+from fsdpc._spans.span import Span
 from fsdpc._states.groups import group_of, owners_of, plain_options
 from fsdpc._states.keys import is_cut, numbers_of, shape_of
 from fsdpc.checkpoint.entries import Entry, OptimParam, flat

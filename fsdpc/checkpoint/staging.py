@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fsdpc._companions.lane import Lane, call_before_write, ordinal_of, pinned
-from fsdpc._spans.span import moved_to
+from fsdpc._companions.spans import moved_to
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import (

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from fsdpc._companions.spans import moved_to, table_of
 from fsdpc._fsdp1.names import clean_fqn, join
-from fsdpc._spans.span import moved_to, table_of
 from fsdpc.checkpoint.entries import Entry, OptimParam
 
 

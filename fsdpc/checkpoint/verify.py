@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from fsdpc import _C
-from fsdpc._spans.span import whole_span
+from fsdpc._companions.spans import whole_span
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError

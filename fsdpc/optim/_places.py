@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdpc._companions.spans import touched
 from fsdpc._engine.writeback import owner_of
-from fsdpc._spans.blocks import touched
 from fsdpc._spans.rows import block
 from fsdpc._spans.span import Span
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fsdpc import _C
-from fsdpc._spans.blocks import touched
+from fsdpc._companions.spans import touched
 from fsdpc.optim._base import (
     Members,
     Rule,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fsdpc import _C
+from fsdpc._companions.spans import touched
 from fsdpc._companions.state_layout import BLOCK, MIN_8BIT, Extent, extent_of_8bit
-from fsdpc._spans.blocks import touched
 from fsdpc.optim._base import Members, Scaling, check_number, step_counter
 from fsdpc.optim._chunks import Ends, worker_of
 from fsdpc.optim._disk import Disk

@@ -44,7 +44,7 @@ from torch.optim.optimizer import (
 import fsdpc.optim
 from fsdpc import _C, checkpoint
 from fsdpc._companions.lane import call_before_write
-from fsdpc._spans.span import blocks_of
+from fsdpc._companions.spans import blocks_of
 from fsdpc.checkpoint import (
     background,
     cli,
