@@ -125,9 +125,10 @@ class Unit(WholeValues):
         self.released = [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_places: dict[int, tuple[dict[str, Any], str]] = {}
-        self.flat_segments: list[dict[str, Any]] = []  # the layout of each
-        self._optim_params: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
-        self.views: list[Tensor] = []  # over the shard, one per entry of _optim_params
+        # For each sharded parameter: the parameter, the tensor over its gradient (None: frozen),
+        # and the indices of the original parameters that it covers.
+        self.optim_params: list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]] = []
+        self.views: list[Tensor] = []  # over the shard, one per entry of optim_params
         if use_orig_params:
             self._shard_originals()
         else:
@@ -258,7 +259,7 @@ class Unit(WholeValues):
 
     def fresh_grad(self, index: int) -> Tensor:
         """Another tensor over the gradient of ``optim_params[index]``. Local."""
-        param, _, covers = self._optim_params[index]
+        param, _, covers = self.optim_params[index]
         if self.use_orig_params:
             return self.grad_view(covers[0])
         segment = self.flat.layout()["params"][covers[0]]["segment"]
@@ -295,7 +296,7 @@ class Unit(WholeValues):
     def _add_optim_param(
         self, param: nn.Parameter, grad: Tensor | None, covers: tuple[int, ...]
     ) -> None:
-        self._optim_params.append((param, grad, covers))
+        self.optim_params.append((param, grad, covers))
         self.views.append(self.local(param).data)
 
     def place_flat_param(self, index: int, table: dict[str, Any], key: str) -> None:
@@ -303,16 +304,19 @@ class Unit(WholeValues):
         self.flat_places[index] = table, key
         self.flat.place_param(index, table, key)
 
+    def segments(self) -> list[tuple[int, dict[str, Any]]]:
+        """Numbers and layouts of the segments, trainable ones first: the first flat parameter is
+        ``_flat_param``, as in torch. Local.
+        """
+        rows = enumerate(self.flat.layout()["segments"])
+        return sorted(rows, key=lambda row: not row[1]["trainable"])
+
     def _make_flat_params(self) -> None:
-        layout = self.flat.layout()
         by_segment: dict[int, list[int]] = {}
-        for i, row in enumerate(layout["params"]):
+        for i, row in enumerate(self.flat.layout()["params"]):
             by_segment.setdefault(row["segment"], []).append(i)
-        # The trainable segment first: its flat parameter is `_flat_param`, as in torch.
-        order = sorted(by_segment, key=lambda s: (not layout["segments"][s]["trainable"], s))
-        self.flat_segments = [layout["segments"][s] for s in order]
-        for s in order:
-            param = self.make_flat_param(layout["segments"][s], s)
+        for s, segment in self.segments():
+            param = self.make_flat_param(s, segment)
             grad = over(self.flat.grad_segment(s), param.dtype) if param.requires_grad else None
             self.flat_params.append(param)
             _writeback.set_owner(param, self)
@@ -338,7 +342,7 @@ class Unit(WholeValues):
         self.flat.bind(
             list(self.full),
             sites,
-            list(self._optim_params),
+            list(self.optim_params),
             watched,
             versions=self._versions,
             by_gather=not self.use_orig_params,
@@ -366,7 +370,7 @@ class Unit(WholeValues):
         """keep_low_precision_grads: ``.grad`` gets the compute dtype for the optimizer. The fp32
         sums stay; the next backward adopts the values of ``.grad``.
         """
-        for param, view, _ in self._optim_params:
+        for param, view, _ in self.optim_params:
             if view is not None and param.grad is view and view.dtype != self.param_dtype:
                 low, values = view.detach(), view.to(self.param_dtype)
                 param.grad = low
@@ -388,14 +392,7 @@ class Unit(WholeValues):
     @property
     def shard_params(self) -> list[nn.Parameter]:
         """The unit's sharded parameters, for an optimizer: originals or flat ones."""
-        return [param for param, _, _ in self._optim_params]
-
-    @property
-    def optim_params(self) -> list[tuple[nn.Parameter, Tensor | None, tuple[int, ...]]]:
-        """For each of ``shard_params``: the parameter, the tensor over its gradient (None: frozen),
-        and the indices of the original parameters that it covers.
-        """
-        return self._optim_params
+        return [param for param, _, _ in self.optim_params]
 
     @property
     def require_sync(self) -> bool:
@@ -483,7 +480,7 @@ class Unit(WholeValues):
 
     def _grad_mask(self) -> bytes:
         mask = bytearray(len(self.infos))
-        for param, view, covers in self._optim_params:
+        for param, view, covers in self.optim_params:
             for i in covers:
                 mask[i] = view is not None and param.grad is not None
         return bytes(mask)
@@ -492,7 +489,7 @@ class Unit(WholeValues):
         """True if all elements of ``param`` are on other ranks: ``.grad`` is None here. Local."""
         if param.numel() > 0 or not self.is_sharded:
             return False
-        covers = next((covers for one, _, covers in self._optim_params if one is param), ())
+        covers = next((covers for one, _, covers in self.optim_params if one is param), ())
         return any(self.shapes[i].numel() > 0 for i in covers)
 
     def grad_norm_sums(self, mask: bytes, norm_type: float) -> float:

@@ -29,7 +29,7 @@ class WholeValues:
     dtypes: list[torch.dtype]
     device: torch.device
     is_sharded: bool
-    _optim_params: list[tuple[Any, Tensor | None, tuple[int, ...]]]
+    optim_params: list[tuple[Any, Tensor | None, tuple[int, ...]]]
     adopted_grads: Any
     holds_nothing: Any
 
@@ -134,12 +134,12 @@ class WholeValues:
         """
         with self.adopted_grads() as mask:
             have = np.frombuffer(mask, dtype=np.uint8).astype(np.float32)
-            for param, _, covers in self._optim_params:
+            for param, _, covers in self.optim_params:
                 if self.holds_nothing(param):  # whatever `.grad` the program has put there
                     have[list(covers)] = 0
             if len(have) and self.is_sharded:
                 self.groups.shard.all_reduce(have, op="max", what=f"gradients of unit {self.name}")
-            for param, view, covers in self._optim_params:
+            for param, view, covers in self.optim_params:
                 if view is not None and param.grad is None and any(have[i] for i in covers):
                     view.zero_()  # cleared on this rank alone
             where = to or self.device
@@ -155,6 +155,6 @@ class WholeValues:
         for i, grad in enumerate(grads):
             if grad is not None:
                 self.flat.write(i, self._own(grad, i), grad=True)
-        for param, view, covers in self._optim_params:
+        for param, view, covers in self.optim_params:
             some = view is not None and any(grads[i] is not None for i in covers)
             param.grad = view if some and not self.holds_nothing(param) else None

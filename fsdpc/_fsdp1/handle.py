@@ -48,22 +48,14 @@ def _padding_of(
     return segment["piece_numel"] - max(ends, default=0)
 
 
-class HandleFace:
-    """Base of ``HandledUnit``. A framework that sets the storage dtype calls
+class HandledUnit(Unit):
+    """A unit of ``FullyShardedDataParallel``. A framework that sets the storage dtype calls
     ``on_storage_dtype``.
     """
 
-    infos: list[Any]
-    flat: Any
-    flat_params: list[nn.Parameter]
-    dtypes: list[torch.dtype]
-    trainable: list[bool]
-    shapes: list[torch.Size]
-    groups: Any
-    use_orig_params: bool
     on_storage_dtype: Callable[[torch.dtype], None] | None = None
 
-    def make_flat_param(self, segment: dict[str, Any], index: int) -> nn.Parameter:
+    def make_flat_param(self, index: int, segment: dict[str, Any]) -> nn.Parameter:
         """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``."""
         layout = self.flat.layout()
         members = [i for i, p in enumerate(layout["params"]) if p["segment"] == index]
@@ -114,11 +106,8 @@ class HandleFace:
         """
         if self.flat_params:
             return self.flat_params[0]
-        segments = self.flat.layout()["segments"]
-        if not segments:
-            return None
-        first = min(range(len(segments)), key=lambda s: (not segments[s]["trainable"], s))
-        return self.make_flat_param(segments[first], first)
+        first = next(iter(self.segments()), None)
+        return None if first is None else self.make_flat_param(*first)
 
     @property
     def _orig_param_dtype(self) -> torch.dtype | None:
@@ -130,10 +119,6 @@ class HandleFace:
     def _orig_param_dtype(self, dtype: torch.dtype) -> None:
         if self.on_storage_dtype is not None:
             self.on_storage_dtype(dtype)
-
-
-class HandledUnit(HandleFace, Unit):
-    """A unit of ``FullyShardedDataParallel``."""
 
 
 ON_GRADS.append(watch)

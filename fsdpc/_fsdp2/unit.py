@@ -106,7 +106,7 @@ class RowUnit(Unit):
             info.param = param
             _writeback.set_owner(param, self)
             self.released[i]._fsdpc_sharded = param
-            self._optim_params.append(
+            self.optim_params.append(
                 (param, self.grad_view(i) if self.trainable[i] else None, (i,))
             )
             self.views.append(local)

@@ -121,13 +121,9 @@ def after_load(member: Any) -> None:
 
 def _flats(unit: Any) -> list[tuple[dict[str, Any], torch.Tensor]]:
     """The unit's segments and this rank's flat parameter of each, the trainable ones first."""
-    segments = list(enumerate(unit.flat.layout()["segments"]))
-    segments.sort(key=lambda segment: not segment[1]["trainable"])
-    if unit.flat_params:
-        flats = [flat.detach() for flat in unit.flat_params]
-    else:
-        flats = [unit.make_flat_param(segment, index).detach() for index, segment in segments]
-    return [(segment, flat) for (_, segment), flat in zip(segments, flats, strict=True)]
+    segments = unit.segments()
+    flats = unit.flat_params or [unit.make_flat_param(*each) for each in segments]
+    return [(segment, flat.detach()) for (_, segment), flat in zip(segments, flats, strict=True)]
 
 
 def _lengths(unit: Any, segment: dict[str, Any]) -> list[int]:
