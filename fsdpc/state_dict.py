@@ -26,7 +26,7 @@ from fsdpc._fsdp1.state import full as _state_full
 from fsdpc._fsdp1.state import local as _state_local
 from fsdpc._fsdp1.state import sharded as _state_sharded
 from fsdpc._fsdp1.state.keys import fill_ties, put_wrapper_in, take_wrapper_out
-from fsdpc._fsdp1.summon import uninstall
+from fsdpc._fsdp1.summon import conceal
 from fsdpc._torch import ShardedTensor
 from fsdpc.api import (
     FullOptimStateDictConfig,
@@ -41,17 +41,15 @@ from fsdpc.api import (
     StateDictType,
 )
 
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
-
-
-_FORMS: dict[StateDictType, ModuleType] = {
-    StateDictType.FULL_STATE_DICT: _state_full,
-    StateDictType.LOCAL_STATE_DICT: _state_local,
-    StateDictType.SHARDED_STATE_DICT: _state_sharded,
+# The classes of the two configurations, and the functions around saving and loading.
+_KINDS: dict[StateDictType, tuple[type[Any], type[Any], ModuleType]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig, _state_full),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig, _state_local),
+    StateDictType.SHARDED_STATE_DICT: (
+        ShardedStateDictConfig,
+        ShardedOptimStateDictConfig,
+        _state_sharded,
+    ),
 }
 
 
@@ -75,9 +73,7 @@ def register_hooks(member: nn.Module) -> None:
 def abandon(member: Any) -> None:
     """Restore the sharded parameters after an exception between the hooks. Local."""
     for nested in unit_modules(member):
-        if nested._exposed:
-            nested._exposed = False
-            uninstall(nested)
+        conceal(nested)
 
 
 def _begin(member: Any, action: str, prefix: str) -> ModuleType:
@@ -110,7 +106,7 @@ def _begin(member: Any, action: str, prefix: str) -> ModuleType:
         number = None if unit.tree is None else f"{doing}{unit.tree.units.index(unit)}"
         doing += f"module at {clean_fqn(prefix) or '(root)'}"
         rendezvous(unit.groups, doing, f"state dict of unit {unit.name}", number)
-    return _FORMS[kind]
+    return _KINDS[kind][2]
 
 
 # --- saving ---
@@ -215,7 +211,7 @@ def set_state_dict_type(
     if not isinstance(kind, StateDictType):
         error = KeyError if isinstance(kind, (str, int)) else TypeError
         raise error(f"state_dict_type: {kind!r} is not a StateDictType")
-    config_type, optim_type = _CONFIGS[kind]
+    config_type, optim_type, _ = _KINDS[kind]
     config = config_type() if state_dict_config is None else state_dict_config
     optim_config = optim_type() if optim_state_dict_config is None else optim_state_dict_config
     if type(config) is not config_type:
@@ -267,13 +263,8 @@ def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
     found: StateDictSettings | None = None
     for member in unit_modules(module):
         settings = _settings_of(member)
-        local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
-        if local and member._device_mesh is not None:
-            raise RuntimeError(
-                "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
-                "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor "
-                "state_dict."
-            )
+        if settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
+            _state_local.refuse_mesh(member)
         if found is not None and settings != found:
             raise AssertionError(
                 "All FSDP modules must have the same state dict settings."

@@ -235,6 +235,20 @@ def uninstall(member: Any) -> None:
     show_flat_params(member)
 
 
+def expose(member: Any, values: Tensors) -> None:
+    """``install`` values for modules to save or load, until ``conceal``. Local."""
+    install(member, values)
+    member._exposed = True
+
+
+def conceal(member: Any) -> bool:
+    """Undo ``expose``; False if there is nothing to undo. Local."""
+    exposed, member._exposed = member._exposed, False
+    if exposed:
+        uninstall(member)
+    return exposed
+
+
 def site_params(unit: Any) -> list[Any]:
     """The values registered at each parameter's first site. Local."""
     return [info.sites[0][0]._parameters[info.sites[0][1]] for info in unit.infos]

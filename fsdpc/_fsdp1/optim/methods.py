@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,31 +22,21 @@ from fsdpc._fsdp1.optim.book import Key, is_named, keys_of_input, keys_of_optimi
 from fsdpc._fsdp1.optim.groups import keyed_groups, named_groups
 from fsdpc._fsdp1.optim.load import FirstRanksDict, OwnDict, sharded_states
 from fsdpc._fsdp1.optim.rekey import rekey
-from fsdpc._fsdp1.optim.save import Keep, copy_unknown, gather_states
+from fsdpc._fsdp1.optim.save import Form, copy_unknown, gather_states
 from fsdpc.api import OptimStateKeyType, StateDictType
 
 StateDict = dict[str, Any]
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
 
 
-@dataclass
-class _Form:
-    """The requested form of the dict."""
-
-    full: bool = True
-    rank0_only: bool = False
-    offload: bool = True
-    use_dtensor: bool = False
-
-
-def _form_in_force(call: str, model: nn.Module, optim: Any) -> _Form:
+def _form_in_force(call: str, model: nn.Module, optim: Any) -> Form:
     check_model(call, model)
     check_optimizer(call, optim)
     settings = _state_dict.get_state_dict_type(model)
     if settings is None:
         read_book(model)  # raises: no unit
     config = settings.optim_state_dict_config  # type: ignore[union-attr]
-    return _Form(
+    return Form(
         settings.state_dict_type is StateDictType.FULL_STATE_DICT,  # type: ignore[union-attr]
         getattr(config, "rank0_only", False),
         getattr(config, "offload_to_cpu", True),
@@ -67,7 +56,7 @@ def _save(
     model: nn.Module,
     optim: Any,
     state_dict: StateDict,
-    form: _Form,
+    form: Form,
     group: dist.ProcessGroup | None,
     optim_input: OptimInput = None,
 ) -> StateDict:
@@ -80,11 +69,9 @@ def _save(
     )
     for _, param in held:
         book.names_of(param)
-    keep: Keep | None = None
-    if not (form.full and form.rank0_only) or dist.get_rank(group) == 0:
-        keep = Keep(form.full, form.offload, form.use_dtensor)
-    kept: dict[Any, Any] = gather_states(book, held, state, keep)
-    if keep is None:
+    keeps = not (form.full and form.rank0_only) or dist.get_rank(group) == 0
+    kept: dict[Any, Any] = gather_states(book, held, state, form if keeps else None)
+    if not keeps:
         return {}
     copy_unknown(state, {key for key, _ in held}, kept)
     result: StateDict = {"state": kept}
@@ -98,7 +85,7 @@ def _load(
     model: nn.Module,
     optim: Any,
     state_dict: StateDict | None,
-    form: _Form,
+    form: Form,
     group: dist.ProcessGroup | None,
     optim_input: OptimInput = None,
     named: bool = False,
@@ -223,7 +210,7 @@ class OptimStateDicts:
         _warn_of_input(optim_input)
         check_model("full_optim_state_dict(model, optim)", model)
         check_optimizer("full_optim_state_dict(model, optim)", optim)
-        form = _Form(rank0_only=rank0_only)
+        form = Form(rank0_only=rank0_only)
         return _save(model, optim, optim.state_dict(), form, group, optim_input)
 
     @staticmethod
@@ -237,7 +224,7 @@ class OptimStateDicts:
         """
         _warn_of_name("sharded_optim_state_dict", "optim_state_dict")
         call = "sharded_optim_state_dict(model, optim)"
-        form = _Form(full=False, use_dtensor=_form_in_force(call, model, optim).use_dtensor)
+        form = Form(full=False, use_dtensor=_form_in_force(call, model, optim).use_dtensor)
         return _save(model, optim, optim.state_dict(), form, group)
 
     @staticmethod
@@ -254,7 +241,7 @@ class OptimStateDicts:
         _warn_of_name("shard_full_optim_state_dict", "optim_state_dict_to_load")
         _warn_of_input(optim_input)
         _check_order("shard_full_optim_state_dict(full_optim_state_dict, model)", model, optim)
-        return _load(model, optim, full_optim_state_dict, _Form(), None, optim_input)
+        return _load(model, optim, full_optim_state_dict, Form(), None, optim_input)
 
     @staticmethod
     def flatten_sharded_optim_state_dict(
@@ -268,7 +255,7 @@ class OptimStateDicts:
         _warn_of_name("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         call = "flatten_sharded_optim_state_dict(sharded_optim_state_dict, model, optim)"
         _check_order(call, model, optim)
-        return _load(model, optim, sharded_optim_state_dict, _Form(), None)
+        return _load(model, optim, sharded_optim_state_dict, Form(), None)
 
     @staticmethod
     def scatter_full_optim_state_dict(
@@ -284,7 +271,7 @@ class OptimStateDicts:
         _warn_of_name("scatter_full_optim_state_dict", "optim_state_dict_to_load")
         _warn_of_input(optim_input)
         _check_order("scatter_full_optim_state_dict(full_optim_state_dict, model)", model, optim)
-        form = _Form(rank0_only=True)
+        form = Form(rank0_only=True)
         return _load(model, optim, full_optim_state_dict, form, group, optim_input)
 
     @staticmethod

@@ -24,14 +24,15 @@ from fsdpc._spans.window import Wanted, gather
 
 
 @dataclass
-class Keep:
-    """The elements of full states that a rank keeps, and their form: ``full`` values in the
-    original shapes; or this rank's rows as a ``ShardedTensor``, or as a ``DTensor`` of the unit's
-    mesh. ``offload``: on the CPU.
+class Form:
+    """The form of a dict, and the elements of full states that a rank keeps: ``full`` values in the
+    original shapes, perhaps on rank 0 only; or this rank's rows as a ``ShardedTensor``, or as a
+    ``DTensor`` of the unit's mesh. ``offload``: on the CPU.
     """
 
-    full: bool
-    offload: bool
+    full: bool = True
+    rank0_only: bool = False
+    offload: bool = True
     use_dtensor: bool = False
 
     def span(self, entry: UnitEntry, i: int) -> Span:
@@ -76,7 +77,7 @@ def gather_states(
     book: Book,
     held: list[tuple[Key, nn.Parameter]],
     state: dict[Key, Any],
-    keep: Keep | None,
+    keep: Form | None,
 ) -> dict[str, State]:
     """The state of every parameter of the model, by name. Collective over the units' groups.
 
@@ -104,7 +105,7 @@ def _gather_unit(
     entry: UnitEntry,
     keys: dict[int, Key],
     state: dict[Key, Any],
-    keep: Keep | None,
+    keep: Form | None,
     kept: dict[str, State],
 ) -> None:
     states: list[Any] = [
@@ -120,7 +121,7 @@ def _gather_unit(
 
 
 def _keep_same(
-    entry: UnitEntry, plans: list[Plan | None], keep: Keep | None, kept: dict[str, State]
+    entry: UnitEntry, plans: list[Plan | None], keep: Form | None, kept: dict[str, State]
 ) -> None:
     if keep is None:
         return
@@ -160,7 +161,7 @@ def _gather_run(
     dtype: torch.dtype,
     members: list[int],
     states: list[Any],
-    keep: Keep | None,
+    keep: Form | None,
 ) -> dict[int, Wanted]:
     """The elements that this rank keeps of one state, by index of the parameter. Collective."""
     wanted: dict[int, Wanted] = {}

@@ -15,7 +15,7 @@ import torch
 
 from fsdpc._engine.device import CPU
 from fsdpc._fsdp1.names import clean_fqn
-from fsdpc._fsdp1.summon import install, uninstall, write_back
+from fsdpc._fsdp1.summon import conceal, expose, write_back
 
 
 def keeps(member: Any) -> bool:
@@ -55,16 +55,12 @@ def show(member: Any, to: torch.device | None = None) -> None:
     over the sharding group.
     """
     if member._unit is not None and not member._summoned:
-        install(member, member._unit.gather_full(to))
-        member._exposed = True
+        expose(member, member._unit.gather_full(to))
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Register the sharded parameters again; ``state_dict`` has clean keys. Local."""
-    if member._exposed:
-        member._exposed = False
-        uninstall(member)
-    elif member._summoned:
+    if not conceal(member) and member._summoned:
         _detach_copies(state_dict, prefix)
     if not keeps(member):
         _drop_managed(member, state_dict, prefix)
@@ -110,5 +106,4 @@ def after_load(member: Any) -> None:
         try:
             write_back(member._unit)
         finally:
-            member._exposed = False
-            uninstall(member)
+            conceal(member)

@@ -23,14 +23,20 @@ from fsdpc._torch import EnumerableShardingSpec, ShardedTensor
 torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 
-def check(member: Any) -> None:
-    """``RuntimeError`` with a device mesh, as in torch, and inside ``summon_full_params``."""
+def refuse_mesh(member: Any) -> None:
+    """torch's ``RuntimeError`` with a device mesh. Local."""
     if member._device_mesh is not None:
+        name = member._name if member._unit is None else member._unit.name
         raise RuntimeError(
             "Found state_dict_type LOCAL_STATE_DICT. DeviceMesh is not compatible with "
             "LOCAL_STATE_DICT. Please set state_dict_type to SHARDED_STATE_DICT to get DTensor "
-            f"state_dict. (unit {member._unit.name!r} was built with device_mesh)"
+            f"state_dict. (unit {name!r} was built with device_mesh)"
         )
+
+
+def check(member: Any) -> None:
+    """``refuse_mesh``, and ``RuntimeError`` inside ``summon_full_params``."""
+    refuse_mesh(member)
     if member._summoned:
         raise RuntimeError(
             f"unit {member._unit.name!r} has no LOCAL_STATE_DICT inside summon_full_params: leave "

@@ -18,7 +18,7 @@ from fsdpc._fsdp1.args import HYBRID
 from fsdpc._fsdp1.names import FSDP_PREFIX
 from fsdpc._fsdp1.state.full import check_shown
 from fsdpc._fsdp1.state.keys import managed_names
-from fsdpc._fsdp1.summon import install, site_params, uninstall
+from fsdpc._fsdp1.summon import conceal, expose, site_params
 from fsdpc._spans import rows as _sharded
 
 
@@ -67,15 +67,12 @@ def before_save(member: Any) -> None:
     mesh_of(member)
     check_shown(member)
     if not member._summoned:
-        install(member, unit.read_rows())
-        member._exposed = True
+        expose(member, unit.read_rows())
 
 
 def after_save(member: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Register the sharded parameters again; rows become distributed values. Local."""
-    if member._exposed:
-        member._exposed = False
-        uninstall(member)
+    conceal(member)
     for name, i in managed_names(member).items():
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor):
@@ -114,8 +111,7 @@ def before_load(
         )
     mesh_of(member)
     current = unit.read_rows()
-    install(member, current)
-    member._exposed = True
+    expose(member, current)
     for name, i in managed_names(member).items():
         key = prefix + FSDP_PREFIX + name
         if key not in state_dict:
@@ -135,5 +131,4 @@ def after_load(member: Any) -> None:
         try:
             member._unit.write_rows(site_params(member._unit))
         finally:
-            member._exposed = False
-            uninstall(member)
+            conceal(member)
