@@ -32,25 +32,12 @@ def preparation(
     return None if dtype is None else partial(cast_arguments, dtype)
 
 
-def cast_arguments(dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """``args`` and ``kwargs`` with every floating tensor in ``dtype``. Differentiable: gradients
-    have the input's dtype.
-    """
-    args = tuple([cast_tree(dtype, value) for value in args])
-    if kwargs:
-        kwargs = {key: cast_tree(dtype, value) for key, value in kwargs.items()}
-    return args, kwargs
-
-
-def move_arguments(
-    device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _arguments(
+    change: Callable[[Any, Any], Any], to: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Arguments:
-    """``args`` and ``kwargs`` with every tensor on ``device``, which has an index. Differentiable:
-    gradients are on the input's device.
-    """
-    args = tuple([move_tree(device, value) for value in args])
+    args = tuple([change(to, value) for value in args])
     if kwargs:
-        kwargs = {key: move_tree(device, value) for key, value in kwargs.items()}
+        kwargs = {key: change(to, value) for key, value in kwargs.items()}
     return args, kwargs
 
 
@@ -74,6 +61,11 @@ def move_tree(device: torch.device, value: Any) -> Any:
     if isinstance(value, PackedSequence):
         return value if value.data.device == device else value.to(device)
     return within(partial(move_tree, device), value)
+
+
+# ``args`` and ``kwargs`` with every floating tensor in a dtype, or every tensor on a device, which
+# has an index. Differentiable: gradients have the input's dtype and are on the input's device.
+cast_arguments, move_arguments = partial(_arguments, cast_tree), partial(_arguments, move_tree)
 
 
 def alias_arguments(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Arguments:
