@@ -90,6 +90,11 @@ class Groups:
     replicate_pg: dist.ProcessGroup | None
     divide: float
 
+    @property
+    def comms(self) -> list[_C.Comm]:
+        """``shard`` and, if there is replication, ``replicate``."""
+        return [comm for comm in (self.shard, self.replicate) if comm is not None]
+
 
 def make_groups(
     strategy: ShardingStrategy,

@@ -33,7 +33,7 @@ def attach(tree: Any, hosts: Sequence[Any]) -> None:
             host._unit.flat.comm_hook = None
     sums = [(host._unit, host._summing) for host in hosts if host._summing is not None]
     for number, (unit, summing) in enumerate(each for each in sums if any(each[0].trainable)):
-        comms = _comms_of(unit)
+        comms = [comm for comm in unit.groups.comms if comm.world > 1]
         key = tuple(map(id, comms))
         if key not in orders:
             orders[key] = _Order(comms, tree, tree.units.index(unit))
@@ -41,12 +41,6 @@ def attach(tree: Any, hosts: Sequence[Any]) -> None:
     everyone = list(orders.values())
     if everyone:
         tree.core.before_end = lambda: [order.call_deferred() for order in everyone]
-
-
-def _comms_of(unit: Any) -> list[Any]:
-    """The communicators of the ranks whose gradients the unit sums."""
-    both = (unit.groups.shard, unit.groups.replicate)
-    return [comm for comm in both if comm is not None and comm.world > 1]
 
 
 class _Hooked:

@@ -59,10 +59,8 @@ class Watch:
         if root is None or root._tree is None:
             return
         names = list(self._unmanaged(root))
-        groups = [
-            g for unit in root._tree.units for g in (unit.groups.shard, unit.groups.replicate)
-        ]
-        if not names or all(group is None or group.world == 1 for group in groups):
+        comms = [comm for unit in root._tree.units for comm in unit.groups.comms]
+        if not names or all(comm.world == 1 for comm in comms):
             return
         shown = ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
         raise _C.StateError(

@@ -7,14 +7,13 @@ tensors, gradients and their order stay, so an optimizer's state for other param
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._engine import writeback as _writeback
-from fsdpc._engine.interop import computes
+from fsdpc._engine.interop import check_trains
 
 
 def unfrozen(unit: Any) -> list[int]:
@@ -28,12 +27,15 @@ def unfrozen(unit: Any) -> list[int]:
     ]
 
 
+def _places(units: list[Any]) -> list[tuple[int, int]]:
+    """Of each unfrozen parameter its unit's index in ``units``, and its index in the unit."""
+    found = ((n, unit.optim_params[k][2]) for n, unit in enumerate(units) for k in unfrozen(unit))
+    return [(number, i) for number, covers in found for i in covers]
+
+
 def first(units: list[Any]) -> tuple[int, int]:
     """The first unfrozen parameter: its unit's index in ``units``, its index in the unit. Local."""
-    for number, unit in enumerate(units):
-        for k in unfrozen(unit):
-            return number, unit.optim_params[k][2][0]
-    return 0, -1
+    return next(iter(_places(units)), (0, -1))
 
 
 def agree(units: list[Any]) -> None:
@@ -42,41 +44,21 @@ def agree(units: list[Any]) -> None:
     ``MismatchError`` names the first parameter that only some ranks unfreeze. ``TypeError``, raised
     before communication, names a parameter whose dtype cannot be trained.
     """
-    names = list(_names(units))
+    names, numbers = [], []
+    for number, i in _places(units):
+        unit = units[number]
+        name = f"{unit.infos[i].name} of unit {unit.name or '(root)'}"
+        check_trains(f"unfrozen parameter {name}", unit.dtypes[i])
+        names.append(name)
+        numbers.append(f"{i} of unit {number}")
     texts = [
-        "\n".join([f"parameter {one}: trained from now on" for one in each])
-        + "\nno other parameter"
-        for each in (names, _places(units))
-    ]
-    comms = {
-        id(comm): comm
-        for each in units
-        for comm in (each.groups.shard, each.groups.replicate)
-        if comm is not None
-    }
-    for comm in comms.values():
-        agree_on_model(comm, *texts, what=f"unfreezing of parameter {names[0]}")
-
-
-def _places(units: list[Any]) -> Iterator[str]:
-    for number, unit in enumerate(units):
-        yield from (
-            f"{i} of unit {number}" for k in unfrozen(unit) for i in unit.optim_params[k][2]
+        "\n".join(
+            [*(f"parameter {one}: trained from now on" for one in each), "no other parameter"]
         )
-
-
-def _names(units: list[Any]) -> Iterator[str]:
-    for unit in units:
-        for k in unfrozen(unit):
-            for i in unit.optim_params[k][2]:
-                name = unit.infos[i].name
-                if not computes(unit.dtypes[i]):
-                    raise TypeError(
-                        f"unit {unit.name}: parameter {name} was unfrozen but has dtype "
-                        f"{unit.dtypes[i]}; fsdpc trains float32, bfloat16, float16 and float64. "
-                        "Freeze the parameter again (requires_grad_(False))"
-                    )
-                yield f"{name} of unit {unit.name or '(root)'}"
+        for each in (names, numbers)
+    ]
+    for comm in {id(comm): comm for unit in units for comm in unit.groups.comms}.values():
+        agree_on_model(comm, *texts, what=f"unfreezing of parameter {names[0]}")
 
 
 @torch.inference_mode(False)  # a forward in that mode may thaw; its tensors could not train

@@ -105,7 +105,7 @@ class Unit(WholeValues):
         specs = [self._spec(i) for i in range(len(infos))]
         texts = [self._describe(specs, named) for named in (True, False)]
         names = [f"{name}.{info.name}" for info in infos]
-        for comm in filter(None, (groups.shard, groups.replicate)):
+        for comm in groups.comms:
             agree_on_model(comm, *texts, f"construction of unit {name}", names)
         self.flat = _C.FlatParameter(
             name,

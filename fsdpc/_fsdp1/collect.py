@@ -220,10 +220,8 @@ def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: to
     """
     tensors: list[tuple[str, torch.Tensor]] = [(info.name, info.param) for info in infos]
     tensors += list(_unsynced_buffers(root))
-    for comm in (groups.replicate, groups.shard):
-        if comm is None or comm.world == 1:
-            continue
-        for name, tensor in tensors:
+    for comm in reversed(groups.comms):
+        for name, tensor in tensors if comm.world > 1 else ():
             _broadcast(comm, name, tensor.detach(), device)
 
 
