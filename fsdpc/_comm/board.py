@@ -90,7 +90,7 @@ def status_of(process: Process, patience: float) -> Status:
     before = _stat(process.pid)
     if before is None or int(before[19]) != process.started or before[0] in "ZX":
         return Status("dead")
-    board = _board_of(process.pid)
+    board = open_descriptor(process.pid)
     if board is None:
         return Status(_state(before, before, 0.0))
     try:
@@ -122,11 +122,6 @@ def own_line() -> str:
         frames.append((frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name))
         frame = frame.f_back
     return users_line(frames)
-
-
-def open_descriptor(pid: int) -> int | None:
-    """The board of another process, opened for reading and writing, to be closed by the caller."""
-    return _board_of(pid)
 
 
 # --- reading --------------------------------------------------------------------------------------
@@ -168,8 +163,10 @@ def _state(before: list[str], after: list[str], seconds: float) -> str:
     return "runs" if busy or after[0] == "R" else "sleeps"
 
 
-def _board_of(pid: int) -> int | None:
-    """None: the process is gone, has no board, or belongs to another user."""
+def open_descriptor(pid: int) -> int | None:
+    """The board of another process, opened for reading and writing, to be closed by the caller.
+    None: the process is gone, has no board, or belongs to another user.
+    """
     with suppress(OSError):
         folder = f"/proc/{pid}/fd"
         for name in os.listdir(folder):

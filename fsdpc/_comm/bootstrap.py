@@ -44,7 +44,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
 from functools import cache
 from types import TracebackType
-from typing import Any
 
 import numpy as np
 import torch
@@ -57,10 +56,10 @@ from fsdpc._comm import nccl as _nccl
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm.channel import Channel, store_of
 from fsdpc._comm.error_file import follows, write_error_file
-from fsdpc._comm.objects import exchange
+from fsdpc._comm.objects import check_equal, exchange
 from fsdpc._comm.stall import Location, Stall
 from fsdpc._comm.table import report, table
-from fsdpc._comm.texts import gather_texts
+from fsdpc._comm.texts import ALL_GATHER, gather_texts
 from fsdpc._torch import group_timeouts
 
 KINDS = ("auto", "shm", "c10d", "nccl")
@@ -254,8 +253,8 @@ def _make_cpu(pg: dist.ProcessGroup, kind: str | None) -> tuple[_C.Comm, str]:
     mine, error = _offer(kind, pg.size())
     everyone = [_Offer(*each) for each in gather_texts(pg, astuple(mine))]
     _raise_first([each.refusal for each in everyone], pg.rank(), error)
-    _check_equal("FSDPC_COLLECTIVES", [each.wanted for each in everyone])
-    _check_equal("FSDPC_TIMEOUT", [float(each.timeout) for each in everyone])
+    check_equal("FSDPC_COLLECTIVES", [each.wanted for each in everyone])
+    check_equal("FSDPC_TIMEOUT", [float(each.timeout) for each in everyone])
     hosts = [each.host for each in everyone]
     return _connect(pg, mine, everyone, hosts, error), mine.wanted
 
@@ -397,14 +396,6 @@ def _make_staged(pg: dist.ProcessGroup, wanted: str, device: int) -> _C.Comm:
     return comm
 
 
-def _check_equal(variable: str, values: list[Any]) -> None:
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise _C.MismatchError(
-                f"{variable} differs between ranks: {values[0]} on rank 0, {value} on rank {rank}"
-            )
-
-
 def _read_kind(kind: str | None) -> str:
     wanted = os.environ.get("FSDPC_COLLECTIVES") or "auto" if kind is None else kind
     if wanted not in KINDS:
@@ -441,11 +432,7 @@ def _host() -> str:
 # --- collectives by torch.distributed ------------------------------------------------------------
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# torch 2.13 renamed them and warns about the older names. Looked up at each call: a program that
-# counts collectives replaces torch's functions.
-_ALL_GATHER = (
-    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-)
+# As ALL_GATHER.
 _REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )
@@ -517,7 +504,7 @@ class _Collectives:
 
     def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
         whole = torch.from_numpy(memory)
-        gather = getattr(dist, _ALL_GATHER)
+        gather = getattr(dist, ALL_GATHER)
         with self._shown(what or "all_gather"):
             gather(whole, self._piece(whole, piece_bytes), group=self._group())
 

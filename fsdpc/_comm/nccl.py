@@ -24,7 +24,8 @@ from fsdpc._comm import board as _board
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm import wire as _wire
 from fsdpc._comm.channel import Channel, store_of
-from fsdpc._comm.plain import Malformed, decode, encode
+from fsdpc._comm.objects import check_equal, read, unreadable
+from fsdpc._comm.plain import encode
 from fsdpc._comm.stall import Location, Stall
 
 WATCH_S = 0.5
@@ -53,31 +54,20 @@ class _Hello:
     def from_bytes(data: bytes, rank: int, what: str) -> _Hello:
         """``CommError`` names a rank whose bytes are malformed."""
         kinds = (dict, str, int, int, str, bool, str, tuple)
-        fields = _read(data, rank, what)
+        fields = read(data, rank, what)
         fits = isinstance(fields, tuple) and len(fields) == len(kinds)
         if not fits or not all(type(v) is kind for v, kind in zip(fields, kinds, strict=True)):
-            raise _unreadable(rank, what, "not a first message of fsdpc")
+            raise unreadable(rank, what, "not a first message of fsdpc")
         _check_ids(fields[7], rank, what)
         if not 0 < fields[2] < 2**31 or not isinstance(fields[0].get(_VERSION), str):
-            raise _unreadable(rank, what, "no process id, or no version")
+            raise unreadable(rank, what, "no process id, or no version")
         return _Hello(*fields)
-
-
-def _read(data: bytes, rank: int, what: str) -> Any:
-    try:
-        return decode(data)
-    except Malformed as error:
-        raise _unreadable(rank, what, error) from error
 
 
 def _check_ids(ids: Any, rank: int, what: str) -> None:
     kinds = [type(each) for each in ids] if isinstance(ids, tuple) else []
     if kinds != [bytes, bytes, str]:
-        raise _unreadable(rank, what, "malformed ids")
-
-
-def _unreadable(rank: int, what: str, why: object) -> _C.CommError:
-    return _C.CommError(f"{what}: the message of rank {rank} cannot be read: {why}")
+        raise unreadable(rank, what, "malformed ids")
 
 
 def make_nccl_comm(
@@ -86,12 +76,11 @@ def make_nccl_comm(
     timeout: float,
     *,
     host: str,
-    settings: dict[str, Any] | None = None,
 ) -> _C.Comm:
     """A new communicator among the GPUs of a group. Collective over ``pg``.
 
     ``device`` is the number of this rank's GPU; ``host`` is equal for processes that can open
-    pidfds of each other; ``settings`` (and the deadline in seconds) must be equal on all ranks.
+    pidfds of each other; the deadline in seconds must be equal on all ranks.
     ``NotImplementedError``: no such GPU or NCCL here; ``PeerError``: none on another rank;
     ``MismatchError``; ``CommTimeout`` names the missing ranks.
     """
@@ -105,9 +94,7 @@ def make_nccl_comm(
     _made[pg] = number + 1
     name = f"group {pg.group_name}/{number}"
     starting = Channel(store, f"fsdpc/nccl/{number}", pg.rank(), pg.size(), timeout, name)
-    everyone = _exchange_hellos(
-        starting, device, host, {**(settings or {}), "FSDPC_TIMEOUT": timeout}
-    )
+    everyone = _exchange_hellos(starting, device, host)
     channel = starting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
     start = _Start(starting, channel, device, name, timeout)
     try:
@@ -135,7 +122,7 @@ class _Start:
         except NotImplementedError:  # on all ranks: the trial of registration broke NCCL's side
             mine = _new_ids() if self.starting.rank == 0 else None
             texts = self.starting.gather(encode(mine), self.name)
-            ids = _read(texts[0], 0, self.name)
+            ids = read(texts[0], 0, self.name)
             _check_ids(ids, 0, self.name)
             return self.now(ids, register=False)
 
@@ -175,9 +162,7 @@ def _new_ids() -> tuple[bytes, bytes, str]:
     return _C.nccl_id(), _C.nccl_id(), uuid.uuid4().hex
 
 
-def _exchange_hellos(
-    channel: Channel, device: int, host: str, settings: dict[str, Any]
-) -> list[_Hello]:
+def _exchange_hellos(channel: Channel, device: int, host: str) -> list[_Hello]:
     what = f"starting communicator {channel.name}"
     with suppress(OSError, _C.CommError):  # then tables of stalled ranks have less of this one
         _board.open_board()
@@ -191,7 +176,7 @@ def _exchange_hellos(
     except Exception as error:
         failure = error
     settings = {
-        **settings,
+        "FSDPC_TIMEOUT": channel.timeout,
         "FSDPC_NCCL_REGISTER": wanted,
         _VERSION: version.partition(" (")[0],
     }
@@ -204,13 +189,8 @@ def _exchange_hellos(
     for rank, hello in enumerate(hellos):
         if hello.error:
             raise _C.PeerError(f"{what}: rank {rank} cannot use its GPU {hello.gpu}: {hello.error}")
-    for rank, hello in enumerate(hellos):
-        for key, value in hellos[0].settings.items():
-            if hello.settings.get(key) != value:
-                raise _C.MismatchError(
-                    f"{key} differs between ranks: {value} on rank 0, {hello.settings.get(key)} on "
-                    f"rank {rank}"
-                )
+    for key in hellos[0].settings:
+        check_equal(key, [hello.settings.get(key) for hello in hellos])
     return hellos
 
 

@@ -39,6 +39,28 @@ def exchange(comm: Any, value: Any, what: str) -> list[Any]:
     return [_unpacked(row[:size].tobytes(), rank, what) for rank, (row, size) in enumerate(rows)]
 
 
+def check_equal(setting: str, values: list[Any]) -> None:
+    """``MismatchError``: a rank's value of the setting is not rank 0's. Local."""
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            raise _C.MismatchError(
+                f"{setting} differs between ranks: {values[0]} on rank 0, {value} on rank {rank}"
+            )
+
+
+def read(data: bytes, rank: int, what: str) -> Any:
+    """What a rank has encoded. ``CommError`` names a rank whose bytes are malformed. Local."""
+    try:
+        return decode(data)
+    except Malformed as error:
+        raise unreadable(rank, what, error) from error
+
+
+def unreadable(rank: int, what: str, why: object) -> _C.CommError:
+    """The error about a rank's message."""
+    return _C.CommError(f"{what}: the message of rank {rank} cannot be read: {why}")
+
+
 def broadcast(comm: Any, value: Any, what: str) -> Any:
     """Rank 0's ``value``; what the others pass is ignored. Collective. Errors as ``exchange``."""
     if comm.world == 1:
@@ -63,12 +85,9 @@ def _packed(value: Any) -> tuple[bytes, TypeError | None]:
 
 
 def _unpacked(data: bytes, rank: int, what: str) -> Any:
-    try:
-        value = decode(data[1:])
-        if data[:1] not in (_VALUE, _PROBLEM):
-            raise Malformed("it is neither a value nor a problem")
-    except Malformed as error:
-        raise _C.CommError(f"{what}: the message of rank {rank} cannot be read: {error}") from error
+    value = read(data[1:], rank, what)
+    if data[:1] not in (_VALUE, _PROBLEM):
+        raise unreadable(rank, what, "it is neither a value nor a problem")
     if data[:1] == _PROBLEM:
         raise TypeError(f"{what}: on rank {rank} {value}")
     return value

@@ -12,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 TEXT_BYTES = 512  # of each text; what is longer is cut
-# torch 2.13 renamed it and warns about the older name.
-_ALL_GATHER = (
-    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-)
+# torch 2.13 renamed it and warns about the older name. Looked up at each call: a program that
+# counts collectives replaces torch's functions.
+ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 
 def gather_texts(pg: dist.ProcessGroup, texts: Sequence[str]) -> list[list[str]]:
@@ -26,7 +25,7 @@ def gather_texts(pg: dist.ProcessGroup, texts: Sequence[str]) -> list[list[str]]
     where = _device(pg)
     mine = torch.tensor(list(_pack(texts)), dtype=torch.uint8, device=where)
     whole = torch.empty(pg.size() * mine.numel(), dtype=torch.uint8, device=where)
-    getattr(dist, _ALL_GATHER)(whole, mine, group=pg)
+    getattr(dist, ALL_GATHER)(whole, mine, group=pg)
     everything = bytes(whole.tolist())
     return [
         _unpack(everything[at : at + mine.numel()])
