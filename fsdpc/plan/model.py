@@ -225,7 +225,7 @@ def check(setup: Setup) -> Setup:
     for name in ("checkpointing", "recomputed", "host"):
         if not 0 <= (getattr(setup, name) or 0) <= 1:
             raise ValueError(f"{name} must be from 0 to 1, got {getattr(setup, name)}")
-    for name, allowed in _CHOICES.items():
+    for name, allowed in CHOICES.items():
         if getattr(setup, name) not in allowed:
             raise ValueError(
                 f"{name} must be one of {', '.join(allowed)}, got {getattr(setup, name)!r}"
@@ -257,7 +257,7 @@ _COUNTS = (
     "tensor",
     "pipeline",
 )
-_CHOICES = {
+CHOICES = {
     "transport": ("stream", "shared", "wire"),
     "sync": ("every", "last"),
     "attention": ("flash", "eager"),

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdpc.plan.cards import CARDS, Card, bytes_of, card
 from fsdpc.plan.ledger import Build
-from fsdpc.plan.model import CPU, STRATEGIES, ZERO, Setup, check
+from fsdpc.plan.model import CHOICES, CPU, STRATEGIES, ZERO, Setup, check
 from fsdpc.plan.sources import geometry
 from fsdpc.plan.states import OPTIMIZERS
 
@@ -82,98 +82,64 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
-    """Each option is kept under the name of its field of ``Setup``."""
-    how = parser.add_argument_group("how it is trained")
-    shape = how.add_mutually_exclusive_group()
-    shape.add_argument("--strategy", choices=STRATEGIES, default="FULL_SHARD")
+    """Each option is kept under the name of its field of ``Setup``, and has the field's default."""
+    group = parser.add_argument_group("how it is trained")
+    shape = group.add_mutually_exclusive_group()
+
+    def option(flag: str, help: str | None = None, *, field: str = "", **how: Any) -> None:
+        name = field or flag[2:].replace("-", "_")
+        where = shape if name == "strategy" else group
+        where.add_argument(flag, dest=name, default=getattr(Setup, name), help=help, **how)
+
+    number = partial(option, type=int, metavar="N")
+    ratio = partial(option, type=float, metavar="RATIO")
+    switch = partial(option, action="store_true")
+    choice = {
+        name: partial(option, choices=tuple(filter(None, allowed)))
+        for name, allowed in CHOICES.items()
+    }
+    option("--strategy", choices=STRATEGIES)
     shape.add_argument("--zero", type=int, choices=(1, 2, 3), help="the strategy for a ZeRO stage")
-    how.add_argument(
-        "--shard",
-        type=int,
-        default=0,
-        metavar="N",
-        help="HYBRID strategies: ranks that share one copy (default: those of a host)",
-    )
-    how.add_argument("--storage", default="fp32", help="dtype of the shards (default fp32)")
-    how.add_argument("--compute", default="bf16", help="dtype of gathered values, or 'storage'")
-    how.add_argument("--reduce", help="dtype in which gradients travel (default: the engine's)")
-    how.add_argument("--optimizer", default="adamw", choices=OPTIMIZERS)
-    how.add_argument("--offload", action="store_true", help="CPUOffload(offload_params=True)")
-    how.add_argument(
+    number("--shard", "HYBRID strategies: ranks that share one copy (default: those of a host)")
+    option("--storage", "dtype of the shards (default fp32)")
+    group.add_argument("--compute", default="bf16", help="dtype of gathered values, or 'storage'")
+    option("--reduce", "dtype in which gradients travel (default: the engine's)")
+    option("--optimizer", choices=OPTIMIZERS)
+    switch("--offload", "CPUOffload(offload_params=True)")
+    ratio(
         "--offload-states",
-        dest="host",
-        type=float,
-        default=0.0,
-        metavar="RATIO",
-        help="part of the optimizer states in host memory, 0 to 1, with the parameters on the GPU "
+        "part of the optimizer states in host memory, 0 to 1, with the parameters on the GPU "
         "(fsdpc.optim.Host)",
+        field="host",
     )
-    how.add_argument(
-        "--in-backward",
-        action="store_true",
-        help="each unit is stepped in backward (fsdpc.optim.in_backward)",
-    )
-    how.add_argument(
+    switch("--in-backward", "each unit is stepped in backward (fsdpc.optim.in_backward)")
+    option(
         "--disk",
+        "optimizer states on a disk, with so much memory for buffers (fsdpc.optim.Disk)",
         type=int,
-        default=0,
         metavar="MIB",
-        help="optimizer states on a disk, with so much memory for buffers (fsdpc.optim.Disk)",
     )
-    how.add_argument(
-        "--checkpointing",
-        type=float,
-        default=0.0,
-        metavar="RATIO",
-        help="part of the blocks that is recomputed, 0 to 1",
-    )
-    how.add_argument(
+    ratio("--checkpointing", "part of the blocks that is recomputed, 0 to 1")
+    ratio(
         "--recomputed",
-        type=float,
-        metavar="RATIO",
-        help="part of the forward's FLOPs that is computed again, where selective checkpointing "
+        "part of the forward's FLOPs that is computed again, where selective checkpointing "
         "keeps products (step time only; default: that of --checkpointing)",
     )
-    how.add_argument(
+    number(
         "--tensor-parallel",
-        dest="tensor",
-        type=int,
-        default=1,
-        metavar="N",
-        help="GPUs among which each of the ranks' heads, MLPs and vocabulary are divided",
+        "GPUs among which each of the ranks' heads, MLPs and vocabulary are divided",
+        field="tensor",
     )
-    how.add_argument(
-        "--pipeline-parallel",
-        dest="pipeline",
-        type=int,
-        default=1,
-        metavar="N",
-        help="and their blocks",
-    )
-    how.add_argument(
-        "--compress",
-        choices=("int8", "bf16"),
-        default="",
-        help="saved activations in fewer bits (fsdpc.activations.compress)",
-    )
-    how.add_argument(
-        "--offload-activations",
-        action="store_true",
-        help="saved activations in host memory (fsdpc.activations.offload)",
-    )
-    how.add_argument("--micro-batch", type=int, default=1, metavar="N")
-    how.add_argument("--sequence", type=int, default=2048, metavar="N")
-    how.add_argument("--accumulation", type=int, default=1, metavar="N")
-    how.add_argument(
-        "--sync",
-        choices=("every", "last"),
-        default="every",
-        help="last: no_sync for all micro-batches but the last",
-    )
-    how.add_argument("--attention", choices=("flash", "eager"), default="flash")
-    how.add_argument("--loss", choices=("unfused", "fused"), default="unfused")
-    how.add_argument("--gather-slots", type=int, default=0, metavar="N")
-    how.add_argument("--reduce-slots", type=int, default=0, metavar="N")
+    number("--pipeline-parallel", "and their blocks", field="pipeline")
+    choice["compress"]("--compress", "saved activations in fewer bits (fsdpc.activations.compress)")
+    switch("--offload-activations", "saved activations in host memory (fsdpc.activations.offload)")
+    for name in ("micro-batch", "sequence", "accumulation"):
+        number(f"--{name}")
+    choice["sync"]("--sync", "last: no_sync for all micro-batches but the last")
+    choice["attention"]("--attention")
+    choice["loss"]("--loss")
+    number("--gather-slots")
+    number("--reduce-slots")
 
 
 def answer(command: str, work: Callable[[], int]) -> int:
