@@ -46,7 +46,7 @@ from fsdpc.optim._device import (
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._disk import Store as DiskStore
 from fsdpc.optim._host import Host, HostStore, all_in_host_memory
-from fsdpc.optim._places import Group, by_group, group_of, local_of
+from fsdpc.optim._places import Group, by_group, group_of, local_of, locals_of
 from fsdpc.optim._table import COPIES, GRADS, PARAMS, PATIENCE, Table, table_of
 
 
@@ -125,6 +125,25 @@ class FusedOptimizer(Optimizer):
     _inside: Any = None  # what steps units in backward, see _in_backward.py
     _store: Store | None = None  # of states that are offloaded
     _where: int | None = None  # the GPU of slices, which belong to no unit
+
+    def _open(self, params: Any, offload: Disk | Host | None, **options: Any) -> None:
+        """Construct, with these options for groups. ``ValueError`` in torch's words for numbers
+        that are out of range.
+        """
+        if isinstance(options["lr"], Tensor) and options["lr"].numel() != 1:
+            raise ValueError("Tensor lr must be 1-element")
+        check_number(options["lr"], "learning rate")
+        check_number(options.get("eps", 0.0), "epsilon value")
+        check_number(options.get("momentum", 0.0), "momentum value")
+        check_number(options["weight_decay"], "weight_decay value")
+        if options.get("differentiable"):
+            raise NotImplementedError(
+                f"fsdpc.optim.{type(self).__name__} has no differentiable steps: use torch.optim"
+            )
+        for number, beta in enumerate(options.get("betas", ())):
+            check_number(beta, f"beta parameter at index {number}", below=1.0)
+        super().__init__(params, options)
+        self._offload(offload)
 
     def _offload(self, where: Disk | Host | None) -> None:
         """Keep states on a disk, or those of parameters on a GPU in host memory."""
@@ -423,13 +442,27 @@ class FusedOptimizer(Optimizer):
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
         """Make the states that do not exist yet."""
-        raise NotImplementedError
+        for param in found.params:
+            if not self.state[param]:
+                made = {name: self._zeros(param, name) for name in self._names(group)}
+                self.state[param].update(step=step_counter(param), **made)
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
         """Exchange what ranks must know of each other; called on every rank in every step."""
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        raise NotImplementedError
+        states = [self.state[param] for param in found.params]
+        names = self._names(group)
+        self._run(
+            self._kind,
+            self._rule(group, scaling),
+            scaling.control,
+            found.params,
+            found.values,
+            found.grads,
+            tuple(locals_of([state[name] for state in states]) for name in names),
+            [state["step"] for state in states],
+        )
 
     def _lend(
         self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
@@ -789,17 +822,3 @@ def check_number(value: Any, what: str, low: float = 0.0, below: float = math.in
     """``ValueError`` in torch's words unless ``low <= value < below``."""
     if not low <= value < below:
         raise ValueError(f"Invalid {what}: {value}")
-
-
-def check_lr(lr: Any) -> None:
-    """``ValueError``: a negative learning rate, or a tensor with several elements."""
-    if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError("Tensor lr must be 1-element")
-    check_number(lr, "learning rate")
-
-
-def check_betas(betas: Any) -> tuple[Any, Any]:
-    """``ValueError``: not two numbers in [0, 1)."""
-    check_number(betas[0], "beta parameter at index 0", below=1.0)
-    check_number(betas[1], "beta parameter at index 1", below=1.0)
-    return tuple(betas)

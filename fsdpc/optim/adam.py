@@ -6,19 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdpc.optim._base import (
-    FusedOptimizer,
-    Members,
-    Rule,
-    Scaling,
-    check_betas,
-    check_lr,
-    check_number,
-    step_counter,
-)
+from fsdpc.optim._base import FusedOptimizer, Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
-from fsdpc.optim._places import locals_of
 
 
 class Adam(FusedOptimizer):
@@ -55,42 +45,30 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         offload: Disk | Host | None = None,
     ) -> None:
-        check_lr(lr)
-        check_number(eps, "epsilon value")
-        check_number(weight_decay, "weight_decay value")
-        if differentiable:
-            raise NotImplementedError(
-                f"fsdpc.optim.{type(self).__name__} has no differentiable steps: use torch.optim"
-            )
-        defaults = {
-            "lr": lr,
-            "betas": check_betas(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": decoupled_weight_decay,
-        }
-        super().__init__(params, defaults)
-        self._offload(offload)
+        self._open(
+            params,
+            offload,
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            decoupled_weight_decay=decoupled_weight_decay,
+        )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["amsgrad"] else self._state_names[:2]
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
-        amsgrad = group["amsgrad"]
-        for param in found.params:
-            state = self.state[param]
-            if not state:
-                state["step"] = step_counter(param)
-                state["exp_avg"] = self._zeros(param, "exp_avg")
-                state["exp_avg_sq"] = self._zeros(param, "exp_avg_sq")
-            if amsgrad and "max_exp_avg_sq" not in state:
-                state["max_exp_avg_sq"] = self._zeros(param, "max_exp_avg_sq")
+        super()._begin_group(group, found)
+        for param in found.params if group["amsgrad"] else ():
+            if "max_exp_avg_sq" not in self.state[param]:
+                self.state[param]["max_exp_avg_sq"] = self._zeros(param, "max_exp_avg_sq")
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
         beta1, beta2 = group["betas"]
@@ -105,20 +83,6 @@ class Adam(FusedOptimizer):
             group["decoupled_weight_decay"],
             group["maximize"],
             keeps_grads=scaling.keeps_grads,
-        )
-
-    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        states = [self.state[param] for param in found.params]
-        names = self._names(group)
-        self._run(
-            "adam",
-            self._rule(group, scaling),
-            scaling.control,
-            found.params,
-            found.values,
-            found.grads,
-            tuple(locals_of([state[name] for state in states]) for name in names),
-            [state["step"] for state in states],
         )
 
 

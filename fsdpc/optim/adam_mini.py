@@ -12,15 +12,7 @@ from torch import Tensor
 
 from fsdpc import _C
 from fsdpc._companions.spans import touched
-from fsdpc.optim._base import (
-    Members,
-    Rule,
-    Scaling,
-    check_betas,
-    check_lr,
-    check_number,
-    step_counter,
-)
+from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._chunks import MASTER, Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
@@ -89,19 +81,16 @@ class AdamMini(BlockOptimizer):
         maximize: bool = False,
         offload: Disk | Host | None = None,
     ) -> None:
-        check_lr(lr)
-        check_number(eps, "epsilon value")
-        check_number(weight_decay, "weight_decay value")
         self._head_dim, self._block = head_dim, block
-        defaults = {
-            "lr": lr,
-            "betas": check_betas(betas),
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-        self._offload(offload)
+        self._open(
+            params,
+            offload,
+            lr=lr,
+            betas=tuple(betas),
+            eps=eps,
+            weight_decay=weight_decay,
+            maximize=maximize,
+        )
 
     # --- blocks ----------------------------------------------------------------------------------
 
@@ -156,13 +145,10 @@ class AdamMini(BlockOptimizer):
     # --- states: state["means"] has one float32 tensor per span, one value per block ------------
 
     def _begin_group(self, group: dict[str, Any], found: Members) -> None:
-        for param in found.params:
-            if not self.state[param]:
-                self.state[param].update(
-                    step=step_counter(param),
-                    exp_avg=self._zeros(param, "exp_avg"),
-                    means=self._fresh(param),
-                )
+        new = [param for param in found.params if not self.state[param]]
+        super()._begin_group(group, found)
+        for param in new:
+            self.state[param]["means"] = self._fresh(param)
 
     def _beside(self, param: Tensor) -> dict[str, int]:
         lengths = self._lengths(param)

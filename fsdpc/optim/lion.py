@@ -6,19 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdpc.optim._base import (
-    FusedOptimizer,
-    Members,
-    Rule,
-    Scaling,
-    check_betas,
-    check_lr,
-    check_number,
-    step_counter,
-)
+from fsdpc.optim._base import FusedOptimizer, Rule, Scaling
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
-from fsdpc.optim._places import local_of
 
 
 class Lion(FusedOptimizer):
@@ -46,23 +36,14 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         offload: Disk | Host | None = None,
     ) -> None:
-        check_lr(lr)
-        check_number(weight_decay, "weight_decay value")
-        defaults = {
-            "lr": lr,
-            "betas": check_betas(betas),
-            "weight_decay": weight_decay,
-            "maximize": maximize,
-        }
-        super().__init__(params, defaults)
-        self._offload(offload)
-
-    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
-        for param in found.params:
-            if not self.state[param]:
-                self.state[param].update(
-                    step=step_counter(param), exp_avg=self._zeros(param, "exp_avg")
-                )
+        self._open(
+            params,
+            offload,
+            lr=lr,
+            betas=tuple(betas),
+            weight_decay=weight_decay,
+            maximize=maximize,
+        )
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
         beta1, beta2 = group["betas"]
@@ -77,17 +58,4 @@ class Lion(FusedOptimizer):
             True,
             group["maximize"],
             keeps_grads=scaling.keeps_grads,
-        )
-
-    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        states = [self.state[param] for param in found.params]
-        self._run(
-            "lion",
-            self._rule(group, scaling),
-            scaling.control,
-            found.params,
-            found.values,
-            found.grads,
-            ([local_of(state["exp_avg"]) for state in states],),
-            [state["step"] for state in states],
         )

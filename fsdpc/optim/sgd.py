@@ -6,15 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdpc.optim._base import (
-    FusedOptimizer,
-    Members,
-    Rule,
-    Scaling,
-    check_lr,
-    check_number,
-    step_counter,
-)
+from fsdpc.optim._base import FusedOptimizer, Members, Rule, Scaling, step_counter
 from fsdpc.optim._chunks import Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
@@ -53,28 +45,21 @@ class SGD(FusedOptimizer):
         fused: bool | None = None,
         offload: Disk | Host | None = None,
     ) -> None:
-        check_lr(lr)
-        check_number(momentum, "momentum value")
-        check_number(weight_decay, "weight_decay value")
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        if differentiable:
-            raise NotImplementedError(
-                "fsdpc.optim.SGD has no differentiable steps: use torch.optim"
-            )
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "dampening": dampening,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "differentiable": differentiable,
-            "fused": fused,
-        }
-        super().__init__(params, defaults)
-        self._offload(offload)
+        self._open(
+            params,
+            offload,
+            lr=lr,
+            momentum=momentum,
+            dampening=dampening,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            differentiable=differentiable,
+            fused=fused,
+        )
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["momentum"] != 0 else ()
