@@ -28,6 +28,7 @@ from fsdpc.checkpoint.layout import (
     ELEMENT_BYTES,
     FILE_TYPE,
     IN_TENSOR,
+    INDEX,
     MEMORY,
     MEMORY_TYPE,
     NBYTES,
@@ -337,44 +338,11 @@ def _moves(entry: Entry, spans: np.ndarray, room: Tensor) -> list[tuple[int, int
 
 
 def _through_slots(staging: Staging, moves: Sequence[tuple[int, int, int]]) -> None:
-    """Copy to ordinary memory; while the host empties a slot, the lane fills the other."""
-    room = len(staging.slots[0].memory)
-    chunks = [
-        (source + low, target + low, min(room, nbytes - low))
-        for source, target, nbytes in moves
-        for low in range(0, nbytes, room)
-    ]
-    before: tuple[list[tuple[int, int, int]], _Slot] | None = None
-    for number, chunk in enumerate([*_filled(chunks, room), None]):
-        slot = staging.slots[number % 2]
-        if chunk is not None:
-            for at, (source, _, nbytes) in zip(_offsets(chunk), chunk, strict=True):
-                staging.lane.out(slot.memory.data_ptr() + at, source, nbytes)
-            slot.mark = staging.lane.mark()
-        if before is not None:
-            _empty(staging, *before)
-        before = None if chunk is None else (chunk, slot)
-
-
-def _filled(
-    chunks: Sequence[tuple[int, int, int]], room: int
-) -> Iterator[list[tuple[int, int, int]]]:
-    part: list[tuple[int, int, int]] = []
-    for chunk in chunks:
-        if part and _offsets([*part, chunk])[-1] + chunk[2] > room:
-            yield part
-            part = []
-        part.append(chunk)
-    if part:
-        yield part
-
-
-def _offsets(chunk: Sequence[tuple[int, int, int]]) -> list[int]:
-    sizes = [-(-nbytes // _ALIGNED) * _ALIGNED for _, _, nbytes in chunk]
-    return [sum(sizes[:i]) for i in range(len(sizes))]
-
-
-def _empty(staging: Staging, chunk: Sequence[tuple[int, int, int]], slot: _Slot) -> None:
-    staging._finish(slot)
-    for at, (_, target, nbytes) in zip(_offsets(chunk), chunk, strict=True):
-        ctypes.memmove(target, slot.memory.data_ptr() + at, nbytes)
+    """Copy to ordinary memory, as if its addresses were offsets in a file."""
+    table = np.zeros((len(moves), INDEX + 1), dtype=np.int64)
+    for row, (source, target, nbytes) in zip(table, moves, strict=True):
+        row[MEMORY], row[OFFSET], row[NBYTES] = source, target, nbytes
+    table[:, MEMORY_TYPE] = table[:, FILE_TYPE] = SIZES.index(1)
+    for part in staging.rows_out(table):
+        for row in part:
+            ctypes.memmove(int(row[OFFSET]), int(row[MEMORY]), int(row[NBYTES]))
