@@ -24,8 +24,6 @@ from fsdpc._engine.interop import put_grad
 from fsdpc._engine.writeback import gathered_of, owner_of
 from fsdpc._torch import RUN_BACKWARD, current_graph_task_id, is_batched
 
-_installed: list[bool] = []
-
 
 def asked(run: Callable[..., Any]) -> Callable[..., Any]:
     """``run``, which every backward of torch goes through, for sharded parameters among the inputs
@@ -59,11 +57,10 @@ def asked(run: Callable[..., Any]) -> Callable[..., Any]:
     return through
 
 
+@functools.cache
 def install() -> None:
     """Let torch's backward come through ``asked``, once. Local."""
-    if not _installed:
-        _installed.append(True)
-        setattr(torch.autograd, RUN_BACKWARD, asked(getattr(torch.autograd, RUN_BACKWARD)))
+    setattr(torch.autograd, RUN_BACKWARD, asked(getattr(torch.autograd, RUN_BACKWARD)))
 
 
 Places = dict[int, tuple[Any, Any, int]]

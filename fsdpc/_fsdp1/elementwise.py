@@ -4,6 +4,7 @@ step on flat shards: results are not the unsharded run's, and nothing else would
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 import weakref
@@ -33,13 +34,12 @@ _COLLECTIVES = frozenset(
 _SHAPE, _CUT, _STEPS = (16, 8), 64, 5
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _said: set[type] = set()
-_installed: list[Any] = []
 
 
+@functools.cache
 def install() -> None:
     """Look at each optimizer of this process before its first step. Local."""
-    if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_look))
+    register_optimizer_step_pre_hook(_look)
 
 
 def _look(optimizer: Any, args: Any, kwargs: Any) -> None:

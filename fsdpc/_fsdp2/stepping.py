@@ -40,14 +40,13 @@ _ELEMENTWISE = frozenset(
     )
     if hasattr(getattr(torch.optim, name), INIT_GROUP)
 )
-_installed: list[Any] = []
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
+@functools.cache
 def install() -> None:
     """Prepare each optimizer of this process that has sharded parameters when it steps. Local."""
-    if not _installed:
-        _installed.append(register_optimizer_step_pre_hook(_prepare))
+    register_optimizer_step_pre_hook(_prepare)
 
 
 def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
