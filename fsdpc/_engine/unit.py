@@ -46,6 +46,12 @@ class ParamInfo:
     param: nn.Parameter
     sites: list[tuple[nn.Module, str]] = field(default_factory=list)
 
+    def register(self, param: Any) -> None:
+        """Let all sites show ``param``, as a Parameter. Local."""
+        for module, attribute in self.sites:
+            module.__dict__.pop(attribute, None)
+            module._parameters[attribute] = param
+
 
 class Unit(WholeValues):
     """The parameters of one FSDP instance, sharded over ``groups.shard``.
@@ -423,10 +429,7 @@ class Unit(WholeValues):
     def install_full(self, full: Sequence[Tensor]) -> None:
         """Register new parameters over full tensors (original shapes, storage dtypes). Local."""
         for i, info in enumerate(self.infos):
-            param = nn.Parameter(full[i], requires_grad=self.trainable[i])
-            for module, attribute in info.sites:
-                module.__dict__.pop(attribute, None)
-                module._parameters[attribute] = param
+            info.register(nn.Parameter(full[i], requires_grad=self.trainable[i]))
         self.summoned = self.flat.shown = True
 
     def own_objects(self) -> list[tuple[Tensor, Tensor | None]]:
@@ -440,8 +443,7 @@ class Unit(WholeValues):
         for info, tensor in zip(self.infos, full, strict=True):
             info.param.grad = None
             info.param.data = tensor
-            for module, attribute in info.sites:
-                module._parameters[attribute] = info.param
+            info.register(info.param)
         self.summoned = self.flat.shown = True
 
     def put_own_back(self, before: Sequence[tuple[Tensor, Tensor | None]]) -> None:

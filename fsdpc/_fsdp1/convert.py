@@ -163,18 +163,11 @@ def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn, device: torch.device)
     install(member, unit.gather_full())
     rest()
     for info, shown in zip(unit.infos, site_params(unit), strict=True):
-        _restore_original(info, shown.detach())
+        info.param.grad = None  # the user's Parameter object, with full values
+        info.param.data = shown.detach()
+        info.register(info.param)
     if device != member.compute_device:
         _move_groups(member, device)
     member._shard(unit.infos)
     if any(grad is not None for grad in grads):
         member._unit.scatter_full_grads(grads)
-
-
-def _restore_original(info: Any, value: torch.Tensor) -> None:
-    """Register the user's Parameter object, with full values, at all its sites again."""
-    info.param.grad = None
-    info.param.data = value
-    for module, name in info.sites:
-        module.__dict__.pop(name, None)
-        module._parameters[name] = info.param

@@ -182,17 +182,13 @@ def _lowered(unit: Any, dtype: torch.dtype | None) -> Iterator[None]:
         return
     shown = site_params(unit)
     low = [p.to(dtype) if p.is_floating_point() else p for p in shown]
-    _put(unit, [nn.Parameter(p.detach(), requires_grad=False) for p in low])
+    for info, param in zip(unit.infos, low, strict=True):
+        info.register(nn.Parameter(param.detach(), requires_grad=False))
     try:
         yield
     finally:
-        _put(unit, shown)
-
-
-def _put(unit: Any, params: list[Any]) -> None:
-    for info, param in zip(unit.infos, params, strict=True):
-        for module, name in info.sites:
-            module._parameters[name] = param
+        for info, param in zip(unit.infos, shown, strict=True):
+            info.register(param)
 
 
 @contextmanager
