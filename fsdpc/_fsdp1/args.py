@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from fsdpc._comm.bootstrap import read_timeout
 from fsdpc._comm.channel import Channel, store_of
-from fsdpc._torch import default_group
+from fsdpc._torch import _Policy, default_group
 from fsdpc.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2})
@@ -64,7 +64,11 @@ class Options:
         _check_type("cpu_offload", self.cpu_offload, CPUOffload)
         _check_type("backward_prefetch", self.backward_prefetch, BackwardPrefetch)
         _check_type("mixed_precision", self.mixed_precision, MixedPrecision)
-        _check_callable("param_init_fn", self.param_init_fn, ValueError)
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            raise ValueError(
+                f"Expected {self.param_init_fn} to be callable but got {type(self.param_init_fn)} "
+                "(param_init_fn)"
+            )
 
     def for_children(
         self, groups: GroupChoice, ignored_params: set[nn.Parameter]
@@ -127,17 +131,11 @@ def check_optimizer(call: str, optim: Any) -> None:
 
 def check_policy(policy: Any) -> None:
     """``ValueError`` unless ``policy`` is an auto-wrap policy or None. Local."""
-    if policy is not None and not _is_policy(policy):
+    if not (policy is None or callable(policy) or isinstance(policy, _Policy)):
         raise ValueError(
             "auto_wrap_policy must be a callable (module, recurse, nonwrapped_numel) -> bool, a "
             f"ModuleWrapPolicy or a CustomPolicy, but got {type(policy).__name__}"
         )
-
-
-def _is_policy(policy: Any) -> bool:
-    from fsdpc.wrap import _Policy
-
-    return callable(policy) or isinstance(policy, _Policy)
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:
@@ -146,11 +144,6 @@ def _check_type(name: str, value: Any, kind: type) -> None:
             f"{name} must be a torch.distributed.fsdp.{kind.__name__} or None, "
             f"but got {type(value).__name__}: {value!r}"
         )
-
-
-def _check_callable(name: str, value: Any, error: type[Exception]) -> None:
-    if value is not None and not callable(value):
-        raise error(f"Expected {value} to be callable but got {type(value)} ({name})")
 
 
 def resolve_strategy(strategy: ShardingStrategy | None, groups: GroupChoice) -> ShardingStrategy:

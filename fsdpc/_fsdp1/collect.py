@@ -77,14 +77,12 @@ def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[Par
     for name, module in modules:
         if isinstance(module, DistributedDataParallel):
             _check_replicated(module, name, ignored, unit_name)
-    found = collect(
+    return collect(
         modules,
         lambda param: param in ignored.params,
         lambda param, name: _check_param(param, name, unit_name),
         f"unit {unit_name!r}",
     )
-    _check_memory(found, unit_name)
-    return found
 
 
 def _check_replicated(module: nn.Module, name: str, ignored: Ignored, unit_name: str) -> None:
@@ -124,15 +122,11 @@ def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
             "in ignored_states and average its gradient over the data-parallel ranks yourself, or "
             "shard this model with torch's fully_shard"
         )
-
-
-def _check_memory(infos: list[ParamInfo], unit_name: str) -> None:
-    for info in infos:
-        if info.param.is_meta:
-            raise RuntimeError(
-                f"parameter {info.name!r} of unit {unit_name!r} is still on the meta device: "
-                "param_init_fn must materialise it"
-            )
+    if param.is_meta:
+        raise RuntimeError(
+            f"parameter {name!r} of unit {unit_name!r} is still on the meta device: "
+            "param_init_fn must materialise it"
+        )
 
 
 def claim(infos: list[ParamInfo], unit: Any) -> None:

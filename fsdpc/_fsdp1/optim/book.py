@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from fsdpc._engine.writeback import owner_of
-from fsdpc._fsdp1.collect import owned_modules, unit_modules
+from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.root import FRONT
+from fsdpc._fsdp1.state.keys import managed_names
 from fsdpc._spans.span import Span
 
 Key = Hashable  # an optimizer's key of a parameter: an id, or a name
@@ -169,19 +170,11 @@ def read_book(model: nn.Module) -> Book:
 
 
 def _unit_entry(prefix: str, member: Any) -> UnitEntry:
-    unit = member._unit
-    sites: dict[int, list[tuple[str, int]]] = {}
-    for i, info in enumerate(unit.infos):
-        for module, attr in info.sites:
-            sites.setdefault(id(module), []).append((attr, i))
-    names: list[list[str]] = [[join(prefix, info.name)] for info in unit.infos]
-    walk = owned_modules(member._fsdp_wrapped_module, member._ignored.modules, shared_twice=True)
-    for module_name, module in walk:
-        for attr, i in sites.get(id(module), ()):
-            name = join(prefix, join(module_name, attr))
-            if name not in names[i]:
-                names[i].append(name)
-    return UnitEntry(member, unit, names)
+    names: list[list[str]] = [[join(prefix, info.name)] for info in member._unit.infos]
+    for name, i in managed_names(member).items():
+        if join(prefix, name) not in names[i]:
+            names[i].append(join(prefix, name))
+    return UnitEntry(member, member._unit, names)
 
 
 def _add_plain(book: Book, model: nn.Module) -> None:
