@@ -48,7 +48,7 @@ _HOME = {
 # What companions do without being imported, by the modules that register it.
 _REGISTERED_BY = {
     "explain": "fsdpc.plan.noticed",
-    "runs": "fsdpc._companions.runs",
+    "steps": "fsdpc._companions.stepping",
     "watch": "fsdpc.plan.noticed",
 }
 _SUBMODULES = (

@@ -32,7 +32,6 @@ from torch.autograd.graph import increment_version
 from torch.optim.adam import adam
 
 from fsdpc import _C
-from fsdpc._engine.companions import register
 from fsdpc._engine.writeback import owner_of
 
 _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
@@ -462,6 +461,3 @@ def _both_ways(sizes: list[int], dtype: torch.dtype, foreach: bool) -> list[Tens
             )
         results.append(param)
     return results
-
-
-register("runs", runs_of)

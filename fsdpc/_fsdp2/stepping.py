@@ -1,10 +1,4 @@
-"""Steps of torch's optimizers on sharded parameters, without a DTensor operation per parameter.
-
-A DTensor operation costs tens of microseconds of Python, and an AdamW step has a dozen of them for
-each parameter. The optimizers listed here compute every element from the same element of the
-gradient and of the states, and write in place. Their arithmetic may therefore run on the local
-tensors: the kernels and the results are the same, and parameters and states remain DTensors.
-"""
+"""Before steps of torch's optimizers on sharded parameters: what is refused, and laid out anew."""
 
 from __future__ import annotations
 
@@ -15,31 +9,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.optim.sgd import sgd
 
 from fsdpc._engine.companions import registered
-from fsdpc._engine.interop import around
-from fsdpc._engine.writeback import gathered_of, owner_of
+from fsdpc._engine.writeback import gathered_of
 from fsdpc._torch import INIT_GROUP
 
-# Exact classes: a subclass may compute something else.
-_ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD",
-        "Adadelta",
-        "Adagrad",
-        "Adam",
-        "AdamW",
-        "Adamax",
-        "NAdam",
-        "RAdam",
-        "RMSprop",
-        "Rprop",
-        "SGD",
-    )
-    if hasattr(getattr(torch.optim, name), INIT_GROUP)
-)
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -50,7 +24,7 @@ def install() -> None:
 
 
 def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Before a step: let the optimizer collect local tensors from now on."""
+    """Before a step."""
     if torch.compiler.is_compiling():
         return
     if optimizer not in _checked:
@@ -61,13 +35,8 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
             for param in group["params"]:
                 if type(param) is DTensor and not param._local_tensor.is_contiguous():
                     _lay_like(param, optimizer.state.get(param, {}))
-    if type(optimizer) not in _ELEMENTWISE or INIT_GROUP in optimizer.__dict__:
-        return
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(type(param) is DTensor and owner_of(param) is not None for param in params):
-        runs = registered("runs")(optimizer)
-        collect = functools.partial(_collect, weakref.ref(optimizer), runs)
-        optimizer.__dict__[INIT_GROUP] = collect
+    if INIT_GROUP not in optimizer.__dict__:
+        registered("steps")(optimizer)
 
 
 def _refuse_gathered(optimizer: Any) -> None:
@@ -96,83 +65,3 @@ def _lay_like(param: Any, state: dict[str, Any]) -> None:
             other = value._local_tensor
             if other.stride() != local.stride():
                 value._local_tensor = torch.empty_like(local, dtype=other.dtype).copy_(other)
-
-
-def _collect(optimizer: Any, runs: Any, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """The optimizer's own collection of a group's parameters, gradients and states; then, if the
-    parts of all of them lie alike, local tensors in place of DTensors, and runs of small ones.
-    """
-    this = optimizer()
-    if runs is not None and runs.collect(this, group, lists):
-        return False
-    result = getattr(type(this), INIT_GROUP)(this, group, *lists)
-    scaled = isinstance(getattr(this, "found_inf", None), DTensor)
-    if scaled or group.get("differentiable"):
-        return result
-    if type(this) is torch.optim.SGD and group["momentum"] != 0:
-        _step_with_momentum(this, group, result, *lists)
-    elif all(_alike(lists[0], tensors) for tensors in lists[1:]):
-        for tensors in lists:
-            tensors[:] = _locals(tensors)
-        if runs is not None:
-            runs.plan(this, group, lists)
-    return result
-
-
-def _locals(tensors: list[Any]) -> list[Any]:
-    return [t._local_tensor if type(t) is DTensor else t for t in tensors]
-
-
-def _step_with_momentum(
-    optimizer: Any,
-    group: dict[str, Any],
-    sparse: bool,
-    params: list[Any],
-    grads: list[Any],
-    buffers: list[Any],
-) -> None:
-    """A group's step of ``SGD``, which afterwards stores its buffers by the parameters that it has
-    collected: so these remain DTensors, and the step is made here. It then finds nothing to do.
-    """
-    kept = [(p, b) for p, b in zip(params, buffers, strict=True) if b is not None]
-    if not _alike(params, grads) or not _alike([p for p, _ in kept], [b for _, b in kept]):
-        return
-    moved = _locals(buffers)
-    options = ("weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize")
-    sgd(
-        _locals(params),
-        _locals(grads),
-        moved,
-        has_sparse_grad=sparse,
-        foreach=group["foreach"],
-        fused=group["fused"],
-        grad_scale=getattr(optimizer, "grad_scale", None),
-        found_inf=getattr(optimizer, "found_inf", None),
-        **{name: group[name] for name in options},
-    )
-    for param, old, new in zip(params, buffers, moved, strict=True):
-        if old is None:
-            made = around(new, param._spec) if type(param) is DTensor else new
-            optimizer.state[param]["momentum_buffer"] = made
-    for tensors in (params, grads, buffers):
-        tensors.clear()
-
-
-def _alike(params: list[Any], tensors: list[Any]) -> bool:
-    """Whether each DTensor of ``tensors`` is distributed as the parameter in the same place, and
-    every other tensor is a number.
-    """
-    equal: set[tuple[int, int]] = set()
-    for param, tensor in zip(params, tensors, strict=False):
-        if type(tensor) is DTensor and type(param) is DTensor:
-            have, want = tensor._spec, param._spec
-            if have is want or (id(have), id(want)) in equal:
-                continue
-            if have.placements != want.placements or have.mesh != want.mesh:
-                return False
-            if have.shape != want.shape:
-                return False
-            equal.add((id(have), id(want)))
-        elif tensor is None or type(tensor) is not type(param) and tensor.dim() > 0:
-            return False
-    return True
