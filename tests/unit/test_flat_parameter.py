@@ -71,10 +71,9 @@ def test_rows_are_checked_and_leave_one_rank_everything():
 def test_shape_dtype_and_layout(flat):
     layout = flat.layout()
     segment = layout["segments"][0]
-    assert (flat.name, flat.world, flat.rank, flat.refs) == ("layers.0", 1, 0, 0)
-    assert flat.dtype == "float32"
-    assert flat.shape == flat.shard.shape == flat.grad.shape == (segment["piece_numel"],)
-    assert flat.full.shape == (segment["piece_numel"] * flat.world,)
+    assert (flat.name, flat.refs) == ("layers.0", 0)
+    assert flat.shard.dtype == flat.full.dtype == flat.grad.dtype == np.float32
+    assert flat.shard.shape == flat.grad.shape == flat.full.shape == (segment["piece_numel"],)
     assert [p["name"] for p in layout["params"]] == ["weight", "bias"]
     align = layout["align_bytes"]
     assert layout == _probe.layout(PARAMS, 1, align, True)

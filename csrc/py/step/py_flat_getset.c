@@ -8,8 +8,6 @@
 
 /* clang-format off */
 GET(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)))
-GET(world, PyLong_FromLong(fsdpc_unit_layout(self->unit)->world))
-GET(rank, PyLong_FromLong(fsdpc_unit_rank(self->unit)))
 GET(offloaded, PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit)))
 GET(refs, PyLong_FromLong(fsdpc_unit_refs(self->unit)))
 GET(readable, PyBool_FromLong(fsdpc_unit_is_direct(self->unit) || fsdpc_unit_refs(self->unit) > 0))
@@ -44,26 +42,6 @@ set_name(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     int status = fsdpc_unit_rename(self->unit, name);
     fsdpc_py_end_use(&use);
     return fsdpc_py_checked(status);
-}
-
-/* A tuple of one number: the elements of the gathered unit with padding if the unit has one segment, else its
- * bytes. */
-static PyObject *
-get_shape(fsdpc_py_flat *self, void *Py_UNUSED(closure))
-{
-    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
-    long long numel = layout->segment_count == 1
-                          ? (long long)layout->segments[0].piece_numel * layout->world
-                          : (long long)layout->full_bytes;
-    return Py_BuildValue("(L)", numel);
-}
-
-static PyObject *
-get_dtype(fsdpc_py_flat *self, void *Py_UNUSED(closure))
-{
-    const fsdpc_layout *layout = fsdpc_unit_layout(self->unit);
-    return PyUnicode_FromString(
-        fsdpc_dtype_name(layout->segment_count == 1 ? layout->segments[0].storage : FSDPC_BYTES));
 }
 
 /* The truth of what an attribute is set to; `deleted`: what deleting it stands for. 1, 0, or -1. */
@@ -149,10 +127,6 @@ set_members_left(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 
 PyGetSetDef fsdpc_py_flat_getset[] = {
     {"name", (getter)get_name, (setter)set_name, "Name of the unit.", NULL},
-    {"world", (getter)get_world, NULL, "Ranks that share the unit.", NULL},
-    {"rank", (getter)get_rank, NULL, "This rank's number in that group.", NULL},
-    {"shape", (getter)get_shape, NULL, "Shape of `full`, padding included.", NULL},
-    {"dtype", (getter)get_dtype, NULL, "Storage dtype; 'uint8' when the unit has several.", NULL},
     {"shard", (getter)fsdpc_py_flat_get_shard, NULL,
      "This rank's values as a NumPy array, no copy.", NULL},
     {"full", (getter)fsdpc_py_flat_get_full, NULL,
