@@ -66,6 +66,14 @@ def owned_modules(
         yield clean_fqn(name), module
 
 
+def own_params(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
+    """Parameters of ``owned_modules`` that are not ignored, as often as they are registered."""
+    for _, module in owned_modules(root, ignored.modules):
+        for param in module._parameters.values():
+            if param is not None and param not in ignored.params:
+                yield param
+
+
 def collect_infos(root: nn.Module, ignored: Ignored, unit_name: str) -> list[ParamInfo]:
     """Parameters of the unit around ``root`` in registration order, each once with all its sites.
 

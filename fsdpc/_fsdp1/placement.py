@@ -16,7 +16,7 @@ from torch import nn
 
 from fsdpc import _C
 from fsdpc._engine.device import CPU
-from fsdpc._fsdp1.collect import Ignored, owned_modules, unit_modules
+from fsdpc._fsdp1.collect import Ignored, own_params, owned_modules, unit_modules
 
 
 def asked_device(device_id: Any, rank: int) -> torch.device | None:
@@ -96,7 +96,7 @@ def move_module(
     _check_single_device(root, ignored, asked, unit_name)
     if asked is not None:
         _move(root, ignored, asked)
-    device = next((param.device for param in _own_params(root, ignored)), None)
+    device = next((param.device for param in own_params(root, ignored)), None)
     if device is None:
         nested = next(iter(unit_modules(root)), None)
         return asked or (default_device() if nested is None else nested.compute_device)
@@ -115,17 +115,10 @@ def move_module(
     return device
 
 
-def _own_params(root: nn.Module, ignored: Ignored) -> Iterator[nn.Parameter]:
-    for _, module in owned_modules(root, ignored.modules):
-        for param in module._parameters.values():
-            if param is not None and param not in ignored.params:
-                yield param
-
-
 def _check_single_device(
     root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str
 ) -> None:
-    found = {param.device for param in _own_params(root, ignored) if not param.is_meta}
+    found = {param.device for param in own_params(root, ignored) if not param.is_meta}
     if asked is None and len(found) == 2 and CPU in found:
         raise RuntimeError(
             "To support a module with both CPU and GPU params, please pass in device_id argument: "
@@ -150,7 +143,7 @@ def _move(root: nn.Module, ignored: Ignored, device: torch.device) -> None:
 
 
 def _on_the_cpu(root: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
-    yield from (param for param in _own_params(root, ignored) if param.device == CPU)
+    yield from (param for param in own_params(root, ignored) if param.device == CPU)
     for _, module in owned_modules(root, ignored.modules):
         for buffer in module._buffers.values():
             if buffer is not None and buffer.device == CPU:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from fsdpc._engine.compiled import inside
-from fsdpc._fsdp1.collect import Ignored, is_unit_module, owned_modules
+from fsdpc._fsdp1.collect import Ignored, is_unit_module, own_params
 from fsdpc._fsdp1.mixed import FullPrecisionHooks
 from fsdpc._fsdp1.names import announced, join
 from fsdpc.api import MixedPrecision
@@ -167,10 +167,7 @@ class _Recursion:
 
     def _left_over(self, module: nn.Module) -> int:
         """Elements of the module's parameters that are neither ignored nor in a unit yet."""
-        found: set[nn.Parameter] = set()
-        for _, below in owned_modules(module, self.ignored.modules):
-            found.update(param for param in below._parameters.values() if param is not None)
-        found -= self.ignored.params
+        found = set(own_params(module, self.ignored))
         return sum(p.numel() for p in found if not getattr(p, "_fsdp_flattened", False))
 
     def _ask(self, module: nn.Module, *, recurse: bool) -> bool:
