@@ -268,7 +268,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             explain(error, "forward", host=self)
             unit = self._unit or self._pass_unit
             if unit is not None:
-                unit.forward_failed()
+                unit.flat.forward_failed()
             raise
         copied = self._leave(kwargs, args, output)
         if copied is not None:  # copies of outputs in the unit's gathered memory, views of inputs

@@ -123,7 +123,7 @@ def _refusal(places: Places, grads: Sequence[Any], create: bool, inputs: Sequenc
         return "for a batch (is_grads_batched=True or vmap): ask for them one by one"
     if any(unit.state == "forward" for unit in units):
         return "inside the model's forward: ask for them behind it"
-    if not all(unit.require_sync for unit in units):
+    if not all(unit.flat.sync for unit in units):
         return "inside no_sync, where nothing is summed over the ranks: call backward()"
     if any(unit.stepper is not None for unit in units):
         return "under fsdpc.optim.in_backward, which steps them: call backward()"

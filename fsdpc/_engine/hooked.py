@@ -101,7 +101,7 @@ class _Order:
         what = "communication hooks at the end of backward"
         while True:
             units = [member.unit() for member in self.members]
-            kept = bytes(unit.require_sync and unit.flat.kept for unit in units)
+            kept = bytes(unit.flat.sync and unit.flat.kept for unit in units)
             some = self._agree(_END, kept, what)
             if some is None:
                 raise _C.MismatchError(

@@ -173,15 +173,17 @@ def _thaw_tree(root: Any) -> None:
 
 @contextmanager
 def no_sync(units: list[Any]) -> Iterator[None]:
-    """Leave gradients of ``units`` unreduced; restored on exit, also after exceptions. Local."""
-    before = [unit.require_sync for unit in units]
+    """Leave gradients of ``units`` unreduced: on this rank, unsharded, in fp32. Restored on exit,
+    also after exceptions. Local.
+    """
+    before = [unit.flat.sync for unit in units]
     for unit in units:
-        unit.require_sync = False
+        unit.flat.sync = False
     try:
         yield
     finally:
         for unit, value in zip(units, before, strict=True):
-            unit.require_sync = value
+            unit.flat.sync = value
 
 
 def precision_line(root: Any, units: list[Any]) -> str:

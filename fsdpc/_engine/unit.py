@@ -401,15 +401,6 @@ class Unit(WholeValues):
         return [param for param, _, _ in self.optim_params]
 
     @property
-    def require_sync(self) -> bool:
-        """False inside no_sync: gradients stay on this rank, unsharded, in fp32."""
-        return self.flat.sync
-
-    @require_sync.setter
-    def require_sync(self, value: bool) -> None:
-        self.flat.sync = value
-
-    @property
     def is_sharded(self) -> bool:
         return self.groups.shard.world > 1
 
@@ -419,10 +410,6 @@ class Unit(WholeValues):
         if self.summoned:
             return "summoned"
         return self.tree.training_state if self.tree is not None else "idle"
-
-    def forward_failed(self) -> None:
-        """Clean up after the module's forward raised; the caller re-raises. Local."""
-        self.flat.forward_failed()
 
     # --- parameters in the modules ---------------------------------------------------------------
 

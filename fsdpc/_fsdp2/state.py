@@ -138,7 +138,7 @@ class State:
             other.set_sync(gradients=gradients, replicas=replicas)
         if self._unit is not None:
             waits = self.data_mesh.replicates and not self._sync_replicas
-            self._unit.require_sync = self._sync_gradients and not waits
+            self._unit.flat.sync = self._sync_gradients and not waits
 
     def set_all_reduce_hook(self, hook: Callable[..., Any] | None, stream: Any) -> None:
         """See ``FSDPModule.set_all_reduce_hook``."""
@@ -249,7 +249,7 @@ class State:
         unit = self._unit or self._pass_unit
         while unit is not None and self._open > before:
             self._open -= 1
-            unit.forward_failed()
+            unit.flat.forward_failed()
 
     # --- what torch's pipelines call behind their last backward ----------------------------------
 
@@ -347,7 +347,7 @@ class State:
                     param._local_tensor = tensor
                 else:
                     view.copy_(tensor)
-            new.require_sync = unit.require_sync
+            new.flat.sync = unit.flat.sync
             new.flat.divide = unit.flat.divide
             new.flat.adopt_grads()
         unit.flat.unbind()
