@@ -81,8 +81,8 @@ def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) 
     """
     if dtype not in ("int8", "bf16"):
         raise ValueError(f"dtype must be 'int8' or 'bf16', got {dtype!r}")
-    table = _Table(model, dtype, min_bytes)
-    with saved_tensors_hooks(table.pack, _unpack), _Functions(table):
+    table = _Compressed(model, dtype, min_bytes)
+    with saved_tensors_hooks(table.pack, unpack), _Functions(table):
         yield
 
 
@@ -91,7 +91,7 @@ class _Functions(TorchFunctionMode):
     tensors from a checkpoint around them.
     """
 
-    def __init__(self, table: _Table) -> None:
+    def __init__(self, table: _Compressed) -> None:
         super().__init__()
         self.table = table
 
@@ -171,67 +171,84 @@ def _ordinal(tensor: Tensor) -> int:
     return -1 if ordinal is None else ordinal
 
 
-class _View:
-    """A saved tensor over packed elements."""
+class View:
+    """A saved tensor over elements that are held in another form."""
 
-    def __init__(self, packed: _Packed, shape: torch.Size, strides: tuple[int, ...]) -> None:
-        self.packed = packed
+    def __init__(self, held: Any, shape: torch.Size, strides: tuple[int, ...]) -> None:
+        self.held = held
         self.shape = shape
         self.strides = strides
 
     def unpack(self) -> Tensor:
-        return self.packed.unpack().as_strided(self.shape, self.strides)
+        return self.held.unpack().as_strided(self.shape, self.strides)
 
 
-def _unpack(saved: Any) -> Tensor:
+def unpack(saved: Any) -> Tensor:
+    """torch's unpack hook for what ``Table.pack`` has returned."""
     return saved.unpack()
 
 
-class _Table:
-    """What was packed: by storage, place in it, dtype and version. A weak reference to a storage
-    keeps its address from being another storage's.
+class Table:
+    """What is held in another form: by storage, place in it, dtype and version. A weak reference to
+    a storage keeps its address from being another storage's.
     """
 
-    def __init__(self, model: nn.Module, dtype: str, min_bytes: int) -> None:
-        self.fewest: int | None = None  # elements of what is packed; None: nothing is
-        self.dtype = dtype
+    view = View
+
+    def __init__(self, model: nn.Module, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.known: dict[Any, tuple[StorageWeakRef, int, Any]] = {}
         self.ranges = own_ranges(model)
 
     def pack(self, tensor: Tensor) -> Any:
-        if self.fewest is None or not self._is_wanted(tensor):
+        """torch's pack hook."""
+        if not self._is_wanted(tensor):
             return Kept(tensor)
         reference = StorageWeakRef(tensor.untyped_storage())
         dense = is_dense(tensor)
         place = tensor.numel() if dense else (tensor.shape, tensor.stride())
         key = (reference.cdata, tensor.dtype, tensor.storage_offset(), place)
         _, version, entry = self.known.get(key, (None, -1, lambda: None))
-        packed = entry()
-        if packed is None or version != tensor._version:
-            packed = _Packed(_flat(tensor, dense), self.dtype)
-            self.known[key] = (reference, tensor._version, weakref.ref(packed))
-        strides = tensor.stride() if dense else _row_major(tensor.shape)
-        return _View(packed, tensor.shape, strides)
+        held = entry()
+        if held is None or version != tensor._version:
+            held = self._hold(tensor, dense)
+            if held is None:
+                return Kept(tensor)
+            self.known[key] = (reference, tensor._version, weakref.ref(held))
+        return self.view(held, tensor.shape, tensor.stride() if dense else _row_major(tensor.shape))
 
     def _is_wanted(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or not has_memory(tensor):
-            return False
-        floats = (torch.float32, torch.bfloat16, torch.float16)
-        if tensor.dtype not in floats or (self.dtype == "bf16" and tensor.dtype != torch.float32):
+        if type(tensor) is not Tensor or not has_memory(tensor) or tensor.is_neg():
             return False
         nbytes = tensor.numel() * tensor.element_size()
-        if (
-            tensor.device.type not in ("cpu", "cuda")
-            or nbytes < self.min_bytes
-            or tensor.numel() < self.fewest
-            or tensor.shape[-1:] == (1,)
-        ):
-            return False
-        if tensor.is_neg() or nbytes > tensor.untyped_storage().nbytes():  # an expanded tensor
+        if nbytes < self.min_bytes or nbytes > tensor.untyped_storage().nbytes():  # or expanded
             return False
         address = tensor.data_ptr()
         return not any(begin <= address < end for begin, end in self.ranges)
+
+    def _hold(self, tensor: Tensor, dense: bool) -> Any:
+        """The elements in the other form; None: the tensor stays."""
+        raise NotImplementedError
+
+
+class _Compressed(Table):
+    def __init__(self, model: nn.Module, dtype: str, min_bytes: int) -> None:
+        super().__init__(model, min_bytes)
+        self.fewest: int | None = None  # elements of what is packed; None: nothing is
+        self.dtype = dtype
+
+    def _is_wanted(self, tensor: Tensor) -> bool:
+        floats = (torch.float32, torch.bfloat16, torch.float16)
+        if self.fewest is None or tensor.dtype not in floats:
+            return False
+        if self.dtype == "bf16" and tensor.dtype != torch.float32:
+            return False
+        if tensor.device.type not in ("cpu", "cuda") or tensor.shape[-1:] == (1,):
+            return False
+        return tensor.numel() >= self.fewest and super()._is_wanted(tensor)
+
+    def _hold(self, tensor: Tensor, dense: bool) -> _Packed:
+        return _Packed(flat(tensor, dense), self.dtype)
 
 
 def own_ranges(model: nn.Module) -> list[tuple[int, int]]:
@@ -260,7 +277,7 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _flat(tensor: Tensor, dense: bool) -> Tensor:
+def flat(tensor: Tensor, dense: bool) -> Tensor:
     """The elements in the order of memory, or in rows where others lie between them."""
     tensor = tensor.detach()
     if not dense:

@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdpc._companions.lane import Lane, ordinal_of, pinned
 from fsdpc._companions.saved import AHEAD, HELD, MIN_BYTES, pinned_bytes
-from fsdpc.activations.compression import Kept, has_memory, is_dense, own_ranges
+from fsdpc.activations.compression import Table, View, flat, unpack
 
 _said: list[str] = []  # the sentence, once a process has read it
 
@@ -92,7 +91,7 @@ def offload(
         return
     table = _Table(model, _pool_of(gpus.pop()), min_bytes, max_pinned_bytes)
     try:
-        with saved_tensors_hooks(table.pack, _unpack):
+        with saved_tensors_hooks(table.pack, unpack):
             yield table.counts
     finally:
         table.end_forward()
@@ -159,6 +158,12 @@ class _Away:
     def nbytes(self) -> int:
         return self.numel * self.like.element_size()
 
+    def unpack(self) -> Tensor:
+        """The values, while those that backward needs next come."""
+        values = self.values()
+        self.table.fetch_before(self.number)
+        return values
+
     def values(self) -> Tensor:
         """On the GPU, in the order of torch's current stream."""
         if self.here is None:
@@ -188,74 +193,42 @@ class _Away:
         self.table.pool.give(self.buffer)
 
 
-class _View:
+class _View(View):
     """A saved tensor over elements that are away."""
 
-    def __init__(self, away: _Away, shape: torch.Size, strides: tuple[int, ...]) -> None:
-        self.away = away
-        self.shape = shape
-        self.strides = strides
-        away.uses += 1
-        away.left += 1
-
-    def unpack(self) -> Tensor:
-        values = self.away.values()
-        self.away.table.fetch_before(self.away.number)
-        return values.as_strided(self.shape, self.strides)
+    def __init__(self, held: _Away, shape: torch.Size, strides: tuple[int, ...]) -> None:
+        super().__init__(held, shape, strides)
+        held.uses += 1
+        held.left += 1
 
 
-def _unpack(saved: Any) -> Tensor:
-    return saved.unpack()
+class _Table(Table):
+    """What was saved in one forward."""
 
-
-class _Table:
-    """What was saved in one forward. A weak reference to a storage keeps its address from being
-    another storage's.
-    """
+    view = _View
 
     def __init__(
         self, model: nn.Module, pool: _Pool, min_bytes: int, max_pinned_bytes: int | None
     ) -> None:
+        super().__init__(model, max(1, min_bytes))
         self.pool = pool
-        self.min_bytes = max(1, min_bytes)
         self.most = max_pinned_bytes
         self.counts = Offloaded()
-        self.ranges = own_ranges(model)
-        self.known: dict[Any, tuple[StorageWeakRef, int, Any]] = {}
         self.order: list[Any] = []
         self.held: deque[tuple[int, Tensor, Any]] = deque()
 
-    def pack(self, tensor: Tensor) -> Any:
-        if not self._is_wanted(tensor):
-            return Kept(tensor)
-        reference = StorageWeakRef(tensor.untyped_storage())
-        key = (reference.cdata, tensor.dtype, tensor.storage_offset(), tensor.numel())
-        _, version, entry = self.known.get(key, (None, -1, lambda: None))
-        away = entry()
-        if away is None or version != tensor._version:
-            away = self._send(tensor)
-            if away is None:
-                self.counts.no_room += 1
-                return Kept(tensor)
-            self.known[key] = (reference, tensor._version, weakref.ref(away))
-        return _View(away, tensor.shape, tensor.stride())
-
     def _is_wanted(self, tensor: Tensor) -> bool:
-        if type(tensor) is not Tensor or not has_memory(tensor) or tensor.is_neg():
-            return False
-        nbytes = tensor.numel() * tensor.element_size()
-        if nbytes < self.min_bytes or nbytes > tensor.untyped_storage().nbytes():
-            return False
-        if ordinal_of(tensor) != self.pool.ordinal or tensor.is_conj() or not is_dense(tensor):
-            return False
-        address = tensor.data_ptr()
-        return not any(begin <= address < end for begin, end in self.ranges)
+        wanted = super()._is_wanted(tensor) and not tensor.is_conj()
+        return wanted and ordinal_of(tensor) == self.pool.ordinal
 
-    def _send(self, tensor: Tensor) -> _Away | None:
-        source = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    def _hold(self, tensor: Tensor, dense: bool) -> _Away | None:
+        if not dense:
+            return None
+        source = flat(tensor, dense)
         buffer = self.pool.take(source.numel() * source.element_size(), self.most)
         self.counts.pinned_bytes = self.pool.nbytes
         if buffer is None:
+            self.counts.no_room += 1
             return None
         lane = self.pool.lane
         away = _Away(self, len(self.order), source, buffer)
