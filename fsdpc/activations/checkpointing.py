@@ -20,6 +20,7 @@ from torch.utils.checkpoint import (
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from fsdpc import _torch
+from fsdpc._engine.modules import join
 
 Blocks = type | Sequence[type] | Callable[[nn.Module], bool] | None
 
@@ -120,7 +121,7 @@ def _places(model: nn.Module, blocks: Blocks) -> list[Place]:
         for attribute, child in module._modules.items():
             if child is None:
                 continue
-            path = f"{name}.{attribute}" if name else attribute
+            path = join(name, attribute)
             inner = getattr(child, "_fsdp_wrapped_module", child)
             hit = is_block(inner) or is_block(child)
             if hit and inside is not None:
@@ -265,7 +266,7 @@ class _OneChange:
         for path, module in block.named_modules(remove_duplicate=False):
             for name, buffer in module._buffers.items():
                 if buffer is not None:
-                    full = f"{path}.{name}" if path else name
+                    full = join(path, name)
                     if full not in self.constant and id(buffer) not in copies:
                         copies[id(buffer)] = buffer.detach().clone()
                     found.append((full, module, name, buffer, buffer._version))

@@ -32,6 +32,7 @@ from fsdpc._torch import PROFILE_STEP, RUN_BACKWARD
 RESERVE_BYTES = 16 << 20  # of address space: no page of it is touched
 REPORT = "fsdpc.plan.shortage"
 HEAD = "fsdpc: out of memory"  # of the note
+STEP = "an optimizer's step"
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
 # The host memory of everything else that the program had when a tree was made.
@@ -101,13 +102,13 @@ def watch() -> None:
     hooked = getattr(torch.optim.Optimizer, PROFILE_STEP)
 
     def hook(step: Callable[..., Any]) -> Callable[..., Any]:
-        return _handled_step(hooked(step))
+        return _handled(hooked(step), STEP)
 
     setattr(torch.optim.Optimizer, PROFILE_STEP, staticmethod(hook))
     for kind in _subclasses(torch.optim.Optimizer):
         own = kind.__dict__.get("step")
         if getattr(own, "hooked", False):  # an optimizer of this class exists already
-            kind.step = _handled_step(own)
+            kind.step = _handled(own, STEP)
     ON_UNCAUGHT.append(lambda error: explain(error, "the program, outside of the model's passes"))
     ON_TREE.append(_note_program)
 
@@ -159,19 +160,7 @@ def _handled(run: Callable[..., Any], phase: str) -> Callable[..., Any]:
         try:
             return run(*args, **kwargs)
         except BaseException as error:
-            explain(error, phase)
-            raise
-
-    return handled
-
-
-def _handled_step(step: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(step)
-    def handled(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return step(*args, **kwargs)
-        except BaseException as error:
-            explain(error, "an optimizer's step", optimizer=args[0] if args else None)
+            explain(error, phase, optimizer=args[0] if phase == STEP and args else None)
             raise
 
     return handled

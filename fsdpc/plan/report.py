@@ -68,8 +68,8 @@ def memory_report(model: nn.Module, optimizer: Any = None) -> MemoryReport:
 
 def _of_the_driver(trees: Sequence[Any], held: dict[str, int]) -> Iterator[Line]:
     """What NCCL and the driver hold of the GPU, measured, beside what plans assume of it."""
-    groups = [unit.groups for tree in trees for unit in tree.units]
-    comms = {id(c): c for g in groups for c in (g.shard, g.replicate) if c is not None}.values()
+    units = [unit for tree in trees for unit in tree.units]
+    comms = {id(comm): comm for unit in units for comm in unit.groups.comms}.values()
     devices = {comm.device for comm in comms if comm.device is not None}
     if len(devices) != 1:
         return

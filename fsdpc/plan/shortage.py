@@ -25,7 +25,7 @@ from fsdpc.plan.cards import bytes_of
 from fsdpc.plan.engine import OWN
 from fsdpc.plan.ledger import Plan, plan
 from fsdpc.plan.model import Model, Moment, Setup, Unit
-from fsdpc.plan.noticed import HEAD, PROGRAM_BYTES, process_bytes
+from fsdpc.plan.noticed import HEAD, PROGRAM_BYTES, STEP, process_bytes
 from fsdpc.plan.rows import SLOTS, Line, Point
 from fsdpc.plan.show import beside, size
 from fsdpc.plan.sources.held import (
@@ -44,7 +44,7 @@ _MOMENTS = {
     "wrapping": "rest",
     "forward": "forward",
     "backward": "backward",
-    "an optimizer's step": "step",
+    STEP: "step",
 }
 _SAID = re.compile(r"allocate (\d+) bytes|allocate ([\d.]+ ?[KMGT]i?B)|of (\d+) bytes|(\d+) bytes")
 
@@ -79,7 +79,7 @@ def report(
     held.append(Line("activations and temporaries, about", None, rest))
     lines += [beside("memory of this rank at that moment", held, verdicts=False)]
     lines += [*_gathered(tree), *_limits(tree)]
-    exist = states > 0 or phase == "an optimizer's step"
+    exist = states > 0 or phase == STEP
     return "\n".join([*lines, *_advice(model, base, _MOMENTS.get(phase), exist)])
 
 

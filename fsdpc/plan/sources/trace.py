@@ -187,11 +187,6 @@ def trace(run: Training, units: dict[str, list[nn.Parameter]], cast: Any = None)
 # --- repeated blocks ------------------------------------------------------------------------------
 
 
-def block_path(name: str, index: int) -> str:
-    """The module name of one block of a list; the list may be the root."""
-    return f"{name}.{index}" if name else str(index)
-
-
 def repeated(module: nn.Module) -> dict[str, int]:
     """Lists of more than three blocks of one kind: name and length. Lists within lists are left
     alone. One kind: of one class of the user's, or equal modules of torch's.

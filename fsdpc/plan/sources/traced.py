@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpc._engine.modules import join
 from fsdpc._fsdp1.mixed import FullPrecisionHooks
 from fsdpc._fsdp2.module import fully_shard
 from fsdpc.api import MixedPrecision, MixedPrecisionPolicy
@@ -95,9 +96,7 @@ def classes_for(module: nn.Module, wrap: str) -> set[type[nn.Module]]:
     if wrap == "embeddings":
         raise ValueError("--wrap embeddings is for plans by formula: name classes, as Embedding")
     if wrap == "blocks":
-        found = {
-            type(module.get_submodule(_trace.block_path(n, 0))) for n in _trace.repeated(module)
-        }
+        found = {type(module.get_submodule(join(name, "0"))) for name in _trace.repeated(module)}
         return {kind for kind in found if not _splits_a_tie(module, kind)}
     wanted = set(wrap.split(","))
     classes = {type(m) for m in module.modules() if type(m).__name__ in wanted}
@@ -223,7 +222,7 @@ def _moments(run: _trace.Training, units: tuple[Unit, ...], setup: Setup) -> lis
     if compute is not None:
         _cast(module, compute)
     params = {
-        unit.name: [module.get_parameter(_path(unit.name, p.name)) for p in unit.params]
+        unit.name: [module.get_parameter(join(unit.name, p.name)) for p in unit.params]
         for unit in units
     }
     lists = _trace.repeated(module)
@@ -236,10 +235,6 @@ def _moments(run: _trace.Training, units: tuple[Unit, ...], setup: Setup) -> lis
     ]
     with _trace.checkpointed(chosen):
         return _trace.trace(run, params, compute)
-
-
-def _path(unit: str, name: str) -> str:
-    return f"{unit}.{name}" if unit else name
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
