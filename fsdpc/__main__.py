@@ -13,22 +13,20 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+# Module, and what the command answers.
 COMMANDS = {
-    "check": "fsdpc.plan.check",
-    "checkpoint": "fsdpc.checkpoint.cli",
-    "doctor": "fsdpc.plan.doctor",
-    "plan": "fsdpc.plan.command",
-    "simulate": "fsdpc.plan.simulate",
+    "check": ("fsdpc.plan.check", "does the sharded model train like the unsharded one?"),
+    "checkpoint": ("fsdpc.checkpoint.cli", "verify, inspect, compare and convert checkpoints"),
+    "doctor": (
+        "fsdpc.plan.doctor",
+        "is this machine ready? versions, limits, a round trip of two ranks",
+    ),
+    "plan": ("fsdpc.plan.command", "memory and time of a training step, before it runs"),
+    "simulate": (
+        "fsdpc.plan.simulate",
+        "a step at 8 to 100,000 ranks: where each strategy stops scaling",
+    ),
 }
-ABOUT = {
-    "check": "does the sharded model train like the unsharded one?",
-    "checkpoint": "verify, inspect, compare and convert checkpoints",
-    "doctor": "is this machine ready? versions, limits, a round trip of two ranks",
-    "plan": "memory and time of a training step, before it runs",
-    "simulate": "a step at 8 to 100,000 ranks: where each strategy stops scaling",
-}
-
-
 READER_ENDED = 141  # what shells report of a program that SIGPIPE ended
 
 
@@ -57,7 +55,7 @@ def _run(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in COMMANDS:
         return _usage(arguments)
     name = arguments.pop(0)
-    module = import_module(COMMANDS[name])
+    module = import_module(COMMANDS[name][0])
     parser = argparse.ArgumentParser(prog=f"fsdpc {name}")
     module.add_arguments(parser)
     return module.run(parser.parse_args(arguments))
@@ -69,7 +67,7 @@ def _usage(arguments: Sequence[str]) -> int:
     if not asked:
         print(f"fsdpc: unknown command {arguments[0]!r}", file=out)
     print("usage: fsdpc COMMAND [options]; fsdpc COMMAND --help lists the options", file=out)
-    for name, about in ABOUT.items():
+    for name, (_, about) in COMMANDS.items():
         print(f"  {name:12} {about}", file=out)
     return 0 if asked else 2
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -100,7 +99,7 @@ def _reset(module: nn.Module, device: torch.device, *, needed: bool) -> None:
                 if tensor.is_floating_point():
                     tensor.fill_(float("nan"))
         if needed or hasattr(module, "reset_parameters"):
-            _reset_parameters(module)
+            module.reset_parameters()  # type: ignore[operator]
     except BaseException as error:
         warnings.warn(
             f"Unable to call `reset_parameters()` for module on meta device with error {error}. "
@@ -120,10 +119,6 @@ def _real_buffers_kept(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._buffers.update(real)
-
-
-def _reset_parameters(module: Any) -> None:
-    module.reset_parameters()
 
 
 def _all_nan(module: nn.Module) -> Iterator[str]:
