@@ -10,6 +10,7 @@ take parameters of both interfaces in one call.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
@@ -37,7 +38,6 @@ from fsdpc._torch import CLIP_BY_NORM, TOTAL_NORM
 
 # Per unit: id of each gradient -> its address at construction.
 _units: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
-_undo: dict[str, Callable[[], Any]] = {}  # by the name of what was replaced
 
 
 def watch(unit: Any) -> None:
@@ -47,13 +47,13 @@ def watch(unit: Any) -> None:
     install()
 
 
+@functools.cache
 def install() -> None:
-    """Replace torch's norm. Local; a second call is a no-op."""
-    if TOTAL_NORM not in _undo:
-        _replace(TOTAL_NORM, "get_total_norm", _over_gradients)
-        _replace("clip_grad_norm_", "clip_grad_norm_", _over_parameters)
-        _replace(CLIP_BY_NORM, "clip_grads_with_norm_", _mesh_by_mesh)
-        _replace("clip_grad_value_", "clip_grad_value_", _mesh_by_mesh)
+    """Replace torch's norm, once. Local."""
+    _replace(TOTAL_NORM, "get_total_norm", _over_gradients)
+    _replace("clip_grad_norm_", "clip_grad_norm_", _over_parameters)
+    _replace(CLIP_BY_NORM, "clip_grads_with_norm_", _mesh_by_mesh)
+    _replace("clip_grad_value_", "clip_grad_value_", _mesh_by_mesh)
 
 
 def _replace(name: str, public: str, made: Callable[[Callable[..., Any]], Any]) -> None:
@@ -61,20 +61,10 @@ def _replace(name: str, public: str, made: Callable[[Callable[..., Any]], Any]) 
     found = getattr(clip_grad, name)
     cell = _function_cell(found)
     if cell is not None:  # also changes references imported before
-        theirs = cell.cell_contents
-        cell.cell_contents = made(theirs)
-        _undo[name] = lambda: setattr(cell, "cell_contents", theirs)
+        cell.cell_contents = made(cell.cell_contents)
         return
-    places = ((clip_grad, name), (torch.nn.utils, public))
-    for module, place in places:
+    for module, place in ((clip_grad, name), (torch.nn.utils, public)):
         setattr(module, place, torch.no_grad()(made(found)))
-    _undo[name] = lambda: [setattr(module, place, found) for module, place in places]
-
-
-def uninstall() -> None:
-    """Restore torch's functions. Local. Constructing another unit replaces its norm again."""
-    while _undo:
-        _undo.popitem()[1]()
 
 
 def _function_cell(wrapper: Any) -> CellType | None:

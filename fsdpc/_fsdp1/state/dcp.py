@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -26,35 +26,15 @@ from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FLAT_PARAM, FSDP_WRAPPED, fla
 from fsdpc._torch import GET_FQNS
 
 _CLIENT = "torch.distributed.checkpoint.state_dict"
-_undo: list[Callable[[], None]] = []
 
 
+@cache
 def attach() -> None:
-    """Make torch's module work with fsdpc models too. Local; a second call is a no-op."""
-    if _undo:
-        return
+    """Make torch's module work with fsdpc models too, once. Local."""
     client = import_module(_CLIENT)
-    _replace(client, "FSDP", Names())
-    _replace(client, GET_FQNS, partial(names_of, vars(client)[GET_FQNS]))
-
-
-def detach() -> None:
-    """Undo ``attach()``. Local; a no-op without ``attach()``."""
-    while _undo:
-        _undo.pop()()
-
-
-def _replace(client: Any, name: str, ours: Any) -> None:
-    theirs = vars(client).get(name)
-    if theirs is None:  # a version of torch without this name
-        return
-
-    def restore() -> None:
-        if vars(client).get(name) is ours:  # otherwise other code has rebound the name
-            setattr(client, name, theirs)
-
-    setattr(client, name, ours)
-    _undo.append(restore)
+    for name, ours in (("FSDP", Names()), (GET_FQNS, partial(names_of, vars(client)[GET_FQNS]))):
+        if name in vars(client):  # else a version of torch without this name
+            setattr(client, name, ours)
 
 
 def class_for(model: nn.Module) -> Any:
