@@ -37,9 +37,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gpu",
         choices=["none", "sim", "cuda"],
         default="none",
-        help="cuda: tensors of the ranks lie on GPU 0, which they share (tests/gpu/on_gpu.py); sim: "
-        "fsdpc shards the ranks' CPU models on a simulated GPU (make simlibs), watches what torch's "
-        "operators touch there, and fails tests in which accesses race",
+        help="cuda: tensors of the ranks lie on GPU 0, which they share (tests/gpu/on_gpu.py). sim:"
+        " fsdpc shards the ranks' CPU models on a simulated GPU (make simlibs), watches what "
+        "torch's operators touch there, and fails tests in which accesses race",
     )
     parser.addoption(
         "--layout",
