@@ -133,12 +133,13 @@ def kernel_cell(by_table: dict | None) -> str:
 
 
 def gpu_tables(result: dict) -> str:
-    """The tables of gpu/step.py, gpu/kernels.py and gpu/profile.py."""
+    """The tables of gpu/step.py, gpu/kernels.py, gpu/optim.py and gpu/profile.py."""
     run = result["run"]
     where = f"*{run['device']}, driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}*"
     title, tables = {
         "gpu_step": ("Training step on a GPU", report.step_tables),
         "gpu_kernels": ("CUDA kernels", report.kernel_tables),
+        "gpu_optim": ("Optimizer steps on a GPU", report.optim_tables),
         "gpu_profile": ("Streams of a training step on a GPU", report.profile_tables),
     }[result["benchmark"]]
     blocks = [f"### {title}", f"{where}; {run_line(result)}"]

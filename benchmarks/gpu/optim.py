@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from fsdpc import optim
-from gpu import machine
+from gpu import machine, report
 
 MIB = 1 << 20
 SIZES = {"big": (1, 128 * MIB), "small": (2000, 4096)}
@@ -141,24 +141,6 @@ def measure(
     return found
 
 
-def show(title: str, found: dict[str, Any]) -> None:
-    print(f"\n{title}")
-    rows = [
-        [
-            name,
-            f"{one['us']['median']:,.0f}",
-            f"{one['host_us']['median']:,.0f}",
-            f"{one['of_copy']['median']:.2f}",
-            "{median:.2f} ({q1:.2f}..{q3:.2f})".format(**one["of_peer"])
-            if "of_peer" in one
-            else "",
-            CASES[name][2],
-        ]
-        for name, one in found.items()
-    ]
-    common.print_table(["case", "GPU us", "host us", "x copy", "x peer", "peer"], rows)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
@@ -182,12 +164,11 @@ def main() -> None:
     sizes: dict[str, Any] = {}
     for size, (count, numel) in (TINY if args.tiny else SIZES).items():
         sizes[size] = measure(device, count, numel, names, args.rounds, copy)
-        show(
-            f"{size}: {count} x {numel:,} elements; a copy moves {copy / 1e9:,.0f} GB/s",
-            sizes[size],
-        )
         if args.json is not None:
             common.write_json(args.json, {**head, "sizes": sizes})
+    for title, columns, rows in report.optim_tables({**head, "sizes": sizes}):
+        print(f"\n{title}")
+        common.print_table(columns, rows)
 
 
 if __name__ == "__main__":

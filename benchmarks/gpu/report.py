@@ -10,6 +10,10 @@ import common
 Table = tuple[str, list[str], list[list[str]]]  # title, head, rows
 MOVES = ("gather", "prefetch", "pack", "reduce")
 GB = 1e9
+OPTIM_SIZES = {
+    "big": "one parameter of 128 Mi elements",
+    "small": "2,000 parameters of 4,096 elements",
+}
 
 
 def step_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -164,6 +168,24 @@ def kernel_tables(result: dict[str, Any]) -> Iterator[Table]:
         found = [one["kernels"].get(name) for one in sizes.values()]
         rows.append([name, *(f"{one['of_copy']['median']:.2f}" if one else "-" for one in found)])
     yield "share of a copy's speed", ["kernel", *(f"{size} MiB" for size in sizes)], rows
+
+
+def optim_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """Tables of optim.py, one for each size: times, share of a copy's speed, and of torch's."""
+    head = ["step", "GPU, us", "host, us", "x copy", "x torch fused"]
+    for size, found in result["sizes"].items():
+        rows = [
+            [
+                name,
+                figure(one["us"], 0),
+                figure(one["host_us"], 0),
+                f"{one['of_copy']['median']:.2f}",
+                figure(one.get("of_peer"), 2),
+            ]
+            for name, one in found.items()
+        ]
+        copy = f"{result['copy_gbps']:,.0f}"
+        yield f"{OPTIM_SIZES[size]}; a copy moves {copy} GB/s", head, rows
 
 
 def profile_tables(result: dict[str, Any]) -> Iterator[Table]:

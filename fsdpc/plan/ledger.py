@@ -410,6 +410,6 @@ def _notes(setup: Setup) -> tuple[str, ...]:
         notes.append(
             f"saved activations in {setup.compress} (fsdpc.activations.compress), but for what "
             "attention, softmax and the loss save, and checkpointed blocks; the time of packing is "
-            "an estimate from the rate of the card's memory, never measured on a card"
+            "an estimate from the rate of the card's memory"
         )
     return tuple(notes)
