@@ -198,11 +198,10 @@ class Unit(WholeValues):
         return "\n".join(lines)
 
     def _full_memory(self, i: int) -> Tensor:
-        dtype, shape, param = self.dtypes[i], self.shapes[i], self.infos[i].param
+        dtype, shape = self.dtypes[i], self.shapes[i]
         if computes(dtype):
             return over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
-        nbytes = param.numel() * param.element_size()
-        return over(self.flat.full_param(i, (nbytes,)), dtype, shape)
+        return over(self.flat.full_param(i, (shape.numel() * dtype.itemsize,)), dtype, shape)
 
     def follow_memory(self) -> None:
         """Point the gathered parameters at the memory that the unit's tree gave them: on a GPU they

@@ -198,7 +198,8 @@ class Table:
     def __init__(self, model: nn.Module, min_bytes: int) -> None:
         self.min_bytes = min_bytes
         self.known: dict[Any, tuple[StorageWeakRef, int, Any]] = {}
-        self.ranges = own_ranges(model)
+        self.model = model
+        self.ranges, self.complete = own_ranges(model)
 
     def pack(self, tensor: Tensor) -> Any:
         """torch's pack hook."""
@@ -223,6 +224,8 @@ class Table:
         nbytes = tensor.numel() * tensor.element_size()
         if nbytes < self.min_bytes or nbytes > tensor.untyped_storage().nbytes():  # or expanded
             return False
+        if not self.complete:
+            self.ranges, self.complete = own_ranges(self.model)
         address = tensor.data_ptr()
         return not any(begin <= address < end for begin, end in self.ranges)
 
@@ -251,9 +254,10 @@ class _Compressed(Table):
         return _Packed(flat(tensor, dense), self.dtype)
 
 
-def own_ranges(model: nn.Module) -> list[tuple[int, int]]:
-    """Addresses of the model's parameters, gathered or not, and buffers. ``model`` may be what a
-    unit wraps, or a part of it.
+def own_ranges(model: nn.Module) -> tuple[list[tuple[int, int]], bool]:
+    """Addresses of the model's parameters, gathered or not, and buffers, and whether they are final:
+    on a GPU gathered parameters have none before the first forward. ``model`` may be what a unit
+    wraps, or a part of it.
     """
     placed = [each for module in model.modules() for each in vars(module).values()]
     own = [*model.parameters(), *model.buffers(), *placed]
@@ -262,8 +266,10 @@ def own_ranges(model: nn.Module) -> list[tuple[int, int]]:
     if released:
         of = ((unit, getattr(unit, "released", ())) for unit in UNITS)
         units |= {unit for unit, each in of if not released.isdisjoint(map(id, each))}
-    own += [full for unit in units - {None} for full in unit.full]
-    return sorted(_range(tensor) for tensor in own if has_memory(tensor))
+    units.discard(None)
+    own += [full for unit in units for full in unit.full]
+    ranges = sorted(_range(tensor) for tensor in own if has_memory(tensor))
+    return ranges, all(unit.tree is not None for unit in units)
 
 
 def is_dense(tensor: Tensor) -> bool:
