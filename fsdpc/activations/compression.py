@@ -255,9 +255,9 @@ class _Compressed(Table):
 
 
 def own_ranges(model: nn.Module) -> tuple[list[tuple[int, int]], bool]:
-    """Addresses of the model's parameters, gathered or not, and buffers, and whether they are final:
-    on a GPU gathered parameters have none before the first forward. ``model`` may be what a unit
-    wraps, or a part of it.
+    """Addresses of the model's parameters, gathered or not, and buffers, and whether they are
+    final: on a GPU gathered parameters have none before the first forward. ``model`` may be what
+    a unit wraps, or a part of it.
     """
     placed = [each for module in model.modules() for each in vars(module).values()]
     own = [*model.parameters(), *model.buffers(), *placed]
