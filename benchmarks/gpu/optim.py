@@ -154,15 +154,17 @@ def main() -> None:
     device = machine.open_device(args.dry)
     names = [name for name in CASES if args.only in name]
     copy = copy_rate(device, args.dry)
+    shapes = TINY if args.tiny else SIZES
     head = {
         "benchmark": "gpu_optim",
+        "shapes": shapes,
         "note": args.note,
         "rounds": args.rounds,
         "run": {**common.describe_run(), **device.describe()},
         "copy_gbps": copy / 1e9,
     }
     sizes: dict[str, Any] = {}
-    for size, (count, numel) in (TINY if args.tiny else SIZES).items():
+    for size, (count, numel) in shapes.items():
         sizes[size] = measure(device, count, numel, names, args.rounds, copy)
         if args.json is not None:
             common.write_json(args.json, {**head, "sizes": sizes})

@@ -10,10 +10,6 @@ import common
 Table = tuple[str, list[str], list[list[str]]]  # title, head, rows
 MOVES = ("gather", "prefetch", "pack", "reduce")
 GB = 1e9
-OPTIM_SIZES = {
-    "big": "one parameter of 128 Mi elements",
-    "small": "2,000 parameters of 4,096 elements",
-}
 
 
 def step_report(results: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -184,8 +180,9 @@ def optim_tables(result: dict[str, Any]) -> Iterator[Table]:
             ]
             for name, one in found.items()
         ]
-        copy = f"{result['copy_gbps']:,.0f}"
-        yield f"{OPTIM_SIZES[size]}; a copy moves {copy} GB/s", head, rows
+        count, numel = result["shapes"][size]
+        copy = f"a copy moves {result['copy_gbps']:,.0f} GB/s"
+        yield f"{count:,} x {numel:,} elements; {copy}", head, rows
 
 
 def profile_tables(result: dict[str, Any]) -> Iterator[Table]:
