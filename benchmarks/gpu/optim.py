@@ -26,16 +26,15 @@ from torch import nn
 
 from fsdpc import optim
 from gpu import machine, report
+from gpu.kernels import MIB, timed
 
-MIB = 1 << 20
 SIZES = {"big": (1, 128 * MIB), "small": (2000, 4096)}
 TINY = {"big": (1, 4096), "small": (8, 64)}
 STEPS_S = 20e-3  # of GPU time between two events
 COPY_BYTES = 1 << 30
 Step = Callable[[], object]
 
-# Names: optimizer, dtype, bytes per element, what makes a step. The peer of a case is the first
-# case of its dtype and of the same "clip" and rule that is torch's fused one.
+# The dtype, the bytes per element that a step must move, and the case to compare with.
 CASES: dict[str, tuple[str, float, str]] = {
     "fsdpc AdamW": ("float32", 28, "torch AdamW fused"),
     "torch AdamW fused": ("float32", 28, ""),
@@ -74,20 +73,6 @@ def make_step(name: str, params: list[nn.Parameter]) -> Step:
     return (lambda: optimizer.step_and_clip(1.0)) if clip else optimizer.step
 
 
-def gpu_seconds(device: machine.Device, step: Step) -> Callable[[], float]:
-    """Returns what measures the GPU's seconds per step once."""
-
-    def once(repeats: int) -> float:
-        begin = device.mark()
-        for _ in range(repeats):
-            step()
-        return device.milliseconds(begin, device.mark()) / 1e3 / repeats
-
-    once(2)
-    repeats = max(1, min(int(STEPS_S / max(once(2), 1e-6)), 50))
-    return lambda: once(1 if device.dry else repeats)
-
-
 def host_seconds(device: machine.Device, step: Step) -> float:
     device.synchronize()
     begin = time.perf_counter()
@@ -101,7 +86,7 @@ def copy_rate(device: machine.Device, dry: bool) -> float:
     """Bytes per second of a copy, read and written; the median of seven."""
     source = torch.ones((1 << 16) if dry else COPY_BYTES // 8, device=device.device)
     target = torch.empty_like(source)
-    rate = gpu_seconds(device, lambda: target.copy_(source))
+    rate = timed(device, [lambda: target.copy_(source)], STEPS_S)
     bytes_ = 2 * source.numel() * source.element_size()
     return bytes_ / common.spread([rate() for _ in range(7)])["median"]
 
@@ -119,7 +104,7 @@ def measure(
             param.grad = torch.randn_like(param) * 1e-3
         steps = {name: make_step(name, params) for name in chosen}
         values = common.interleave(
-            {name: gpu_seconds(device, step) for name, step in steps.items()}, rounds
+            {name: timed(device, [step], STEPS_S) for name, step in steps.items()}, rounds
         )
         host = {
             name: [host_seconds(device, step) for _ in range(rounds)]

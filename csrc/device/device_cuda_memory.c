@@ -85,7 +85,7 @@ has_entries(const fsdpc_cuda_driver *d)
            d->mem_unmap && d->mem_set_access && d->mem_granularity;
 }
 
-/* Tries the mappings of an arena: a piece behind two addresses. */
+/* Tries what an arena needs: one piece of memory mapped at two addresses. */
 static bool
 shows_twice(const struct fsdpc_cuda *cuda)
 {

@@ -13,7 +13,9 @@
  * their own, too, for collectives to use and register.
  *
  * With a shared segment the slots lie in it, and all ranks of the host see the same bytes; without
- * one they lie in a private memfd. The arena never moves and never frees a range's addresses.
+ * one they lie in a private memfd. The arena never frees a range's addresses, and moves a range only
+ * on a device without host memory, where bind gives a range its addresses: tensors over the range
+ * must be pointed there after each bind.
  */
 #ifndef FSDPC_ARENA_H
 #define FSDPC_ARENA_H
@@ -37,7 +39,7 @@ typedef struct fsdpc_range {
     /* On a device without host memory: it, and what it shows here; else NULL. */
     fsdpc_device *device;
     fsdpc_piece *shown;
-    size_t reserved; /* addresses for the largest piece that was shown */
+    size_t reserved; /* bytes at `address`, as many as the largest piece shown there */
 } fsdpc_range;
 
 typedef struct fsdpc_arena fsdpc_arena;

@@ -3,8 +3,8 @@
  * A range is reserved addresses, a slot a piece of memory that is shown behind them, and behind
  * addresses of the slot's own, which collectives use: those never change, so that they are
  * registered once. What an arena showed stays in memory until the range shows something else.
- * A piece is shown as a whole, so that a range has as many addresses as its slot has bytes, and gets
- * them when it is bound. A range moves only if it is bound to a larger slot than before.
+ * A piece is shown as a whole: a range has as many addresses as its slot has bytes. Binding gives the
+ * range these addresses, and moves the range only if the slot is larger than all before it.
  */
 #include "unit/arena_impl.h"
 

@@ -432,7 +432,7 @@ def _host() -> str:
 # --- collectives by torch.distributed ------------------------------------------------------------
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# As ALL_GATHER.
+# Renamed and looked up as ALL_GATHER is.
 _REDUCE_SCATTER = (
     "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
 )

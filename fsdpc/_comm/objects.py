@@ -87,7 +87,7 @@ def _packed(value: Any) -> tuple[bytes, TypeError | None]:
 def _unpacked(data: bytes, rank: int, what: str) -> Any:
     value = read(data[1:], rank, what)
     if data[:1] not in (_VALUE, _PROBLEM):
-        raise unreadable(rank, what, "it is neither a value nor a problem")
+        raise unreadable(rank, what, "its first byte says neither value nor problem")
     if data[:1] == _PROBLEM:
         raise TypeError(f"{what}: on rank {rank} {value}")
     return value

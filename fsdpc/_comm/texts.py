@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 TEXT_BYTES = 512  # of each text; what is longer is cut
-# torch 2.13 renamed it and warns about the older name. Looked up at each call: a program that
-# counts collectives replaces torch's functions.
+# torch 2.13 renamed this collective and warns about the older name. Callers look the name up at
+# each call, because a program may have replaced torch's function, for example to count calls.
 ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
 
 

@@ -63,8 +63,9 @@ def move_tree(device: torch.device, value: Any) -> Any:
     return within(partial(move_tree, device), value)
 
 
-# ``args`` and ``kwargs`` with every floating tensor in a dtype, or every tensor on a device, which
-# has an index. Differentiable: gradients have the input's dtype and are on the input's device.
+# cast_arguments(dtype, args, kwargs) casts every floating tensor; move_arguments(device, args,
+# kwargs) moves every tensor to a device that has an index. Both are differentiable: gradients have
+# the input's dtype and lie on the input's device.
 cast_arguments, move_arguments = partial(_arguments, cast_tree), partial(_arguments, move_tree)
 
 

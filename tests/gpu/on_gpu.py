@@ -10,7 +10,6 @@ the bit" becomes "equal to some roundings" here.
 from __future__ import annotations
 
 import functools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +29,6 @@ DEVICE = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 # By how much results may differ, relative and absolute.
 ROUNDINGS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-
-
-def wanted() -> bool:
-    """Whether ranks of this pytest run are on the GPU."""
-    return os.environ.get("FSDPC_TEST_GPU") == "cuda"
 
 
 def asked_by_a_test() -> bool:

@@ -67,6 +67,7 @@ def test_packed_as_the_processor_packs(place):
             y = (x * x).sum()
         y.backward()
         found.append(x.grad.cpu())
+        assert not torch.equal(found[-1], 2 * value), "nothing was packed"
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 

@@ -9,7 +9,6 @@ import runs
 import torch
 from torch import Tensor, nn
 
-from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc import optim
 
 SHAPES = [(3, 5), (1,), (257, 33), (5000,), (0,), (64, 512)]
@@ -81,7 +80,7 @@ def test_values_are_torchs(place, kind):
 def test_a_sharded_model_trains(place, kind, offload):
     """Losses fall, the host does not wait, and states in host memory change no bit."""
     found = []
-    for where in {None, offload}:
+    for where in dict.fromkeys((None, offload)):
         model = runs.wrap(runs.model(place), place)
         options = {} if where is None else {"offload": where}
         optimizer = getattr(optim, kind)(model.parameters(), lr=1e-2, **options)
@@ -114,7 +113,7 @@ def test_stepped_in_backward(place):
     runs.close(losses(True), losses(False))
 
 
-def test_states_go_to_torchs_class_and_back(place):
+def test_states_go_on_in_torchs_class(place):
     model = runs.wrap(runs.model(place), place)
     ours = optim.AdamW(model.parameters(), lr=1e-2)
     runs.train(model, place, optimizer=ours, steps=[0, 1])
@@ -129,4 +128,3 @@ def test_states_go_to_torchs_class_and_back(place):
         other.load_state_dict(state)
         found.append(runs.train(model, place, optimizer=other, steps=[2, 3]))
     runs.close(*found)
-    assert isinstance(model, FSDP)
