@@ -77,6 +77,10 @@ def pytest_configure(config: pytest.Config) -> None:
             raise pytest.UsageError(f"--gpu sim: {env.missing()}")
     if config.getoption("--gpu") != "none":
         os.environ["FSDPC_TEST_GPU"] = config.getoption("--gpu")  # for the harness
+    if config.getoption("numprocesses", None) and not hasattr(config, "workerinput"):
+        from harness import Root
+
+        Root.start()  # the one that all processes of pytest-xdist share
 
 
 @pytest.hookimpl(trylast=True)  # after -k and -m: the choice is among what those leave

@@ -1,9 +1,10 @@
 """Runs a function on several ranks of this host, quickly and with a deadline.
 
-One template process per pytest run has torch and fsdpc imported and forks the ranks of every test
-(a few milliseconds each), so that nothing a test does survives in the next one and no thread of
-pytest's own process is ever forked. Each rank has one intra-op thread, a gloo process group over a
-file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks:
+One process per pytest run, the root, has torch and fsdpc imported. Each process of pytest-xdist has
+a template process, which is forked from the root, imports test modules and forks the ranks of every
+test (a few milliseconds each), so that nothing a test does survives in the next one and no thread
+of pytest's own process is ever forked. Each rank has one intra-op thread, a gloo process group over
+a file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks:
 it collects their results, delivers the signals that tests ask for, prints every Python stack when
 the deadline passes, and leaves no process behind, even if pytest is killed.
 
@@ -21,6 +22,7 @@ rank sees another one leave; a rank that raises ends at once.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import dataclasses
 import faulthandler
@@ -31,6 +33,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import select
 import selectors
 import shutil
 import signal
@@ -204,14 +207,59 @@ def fate(outcome: Outcome) -> str:
     return "was still running" if outcome.expired else f"died of signal {outcome.exit_signal}"
 
 
+def template_environment() -> dict[str, str]:
+    return {**os.environ, **TEMPLATE_ENV, "PYTHONPATH": os.pathsep.join(sys.path)}
+
+
+class Root:
+    """Handle of the process that templates are forked from, so that torch is imported once for all
+    processes of pytest-xdist. The root imports nothing before the first template is asked for.
+    """
+
+    VARIABLE = "FSDPC_TEST_ROOT"  # its socket's name, for the processes that pytest starts
+    _process: subprocess.Popen[bytes] | None = None
+
+    @classmethod
+    def start(cls) -> None:
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind("")  # a name of the kernel's choice, and no file
+            listener.listen()
+            cls._process = subprocess.Popen(
+                [sys.executable, __file__, str(listener.fileno())],
+                pass_fds=[listener.fileno()],
+                env=template_environment(),
+                start_new_session=True,  # Ctrl-C is pytest's alone; our end of a socket says it
+            )
+            os.environ[cls.VARIABLE] = listener.getsockname().hex()
+        atexit.register(cls.close)
+
+    @classmethod
+    def close(cls) -> None:
+        if cls._process is not None:
+            cls._process.kill()
+            cls._process.wait()
+            cls._process = None
+            del os.environ[cls.VARIABLE]
+
+    @classmethod
+    def connect(cls) -> socket.socket:
+        if cls.VARIABLE not in os.environ:
+            cls.start()
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(bytes.fromhex(os.environ[cls.VARIABLE]))
+        return connection
+
+
 class Template:
-    """Handle of the template process, kept for the whole pytest run."""
+    """Handle of this process's template, kept until pytest ends."""
 
     _instance: Template | None = None
 
     @classmethod
     def instance(cls) -> Template:
-        if cls._instance is None or cls._instance.process.poll() is not None:
+        if cls._instance is not None and cls._instance.ended(0):
+            cls.close()
+        if cls._instance is None:
             cls._instance = cls()
         return cls._instance
 
@@ -219,22 +267,20 @@ class Template:
     def close(cls) -> None:
         if cls._instance is not None:
             cls._instance.socket.close()
-            try:
-                cls._instance.process.wait(5)
-            except subprocess.TimeoutExpired:
-                cls._instance.process.kill()
-                cls._instance.process.wait()
+            if not cls._instance.ended(5):
+                signal.pidfd_send_signal(cls._instance.process, signal.SIGKILL)
+                cls._instance.ended(5)
+            os.close(cls._instance.process)
             cls._instance = None
 
     def __init__(self) -> None:
-        self.socket, theirs = socket.socketpair()
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                env={**os.environ, **TEMPLATE_ENV, "PYTHONPATH": os.pathsep.join(sys.path)},
-                start_new_session=True,  # Ctrl-C is pytest's alone; our end of the socket says it
-            )
+        self.socket = Root.connect()
+        self.socket.settimeout(DEADLINE_S)  # the first one waits for imports
+        send(self.socket, pickle.dumps(template_environment()))
+        self.process = os.pidfd_open(pickle.loads(receive(self.socket)))
+
+    def ended(self, seconds: float) -> bool:
+        return bool(select.select([self.process], [], [], seconds)[0])
 
     def call(self, request: dict[str, Any]) -> list[Outcome]:
         self.socket.settimeout(request["timeout"] + 60)
@@ -599,11 +645,26 @@ def log_size(process: RankProcess) -> int:
         return 0
 
 
-def template_main(fd: int) -> None:
-    """The template's loop: one request in, one list of outcomes out, until pytest closes."""
+def root_main(fd: int) -> None:
+    """The root's loop: forks a template for each connection, until its pytest ends."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=fd)
+    listener = socket.socket(fileno=fd)
+    connection, _ = listener.accept()
+    import_for_templates()
+    while True:
+        if os.fork() == 0:
+            listener.close()
+            template_main(connection)
+            os._exit(0)
+        connection.close()
+        connection, _ = listener.accept()
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def import_for_templates() -> None:
     gc.disable()  # a tenth of the time that the imports take
     import torch
     import torch._dynamo  # seconds that the first optimizer of every rank would pay otherwise
@@ -628,7 +689,18 @@ def template_main(fd: int) -> None:
         traceback.print_exc()  # the tests that need it fail in their ranks, saying why
     gc.enable()
     gc.collect()
+    gc.freeze()
+
+
+def template_main(control: socket.socket) -> None:
+    """The template's loop: one request in, one list of outcomes out, until pytest closes."""
+    die_with_parent()
+    os.setsid()
+    environment = pickle.loads(receive(control))
+    os.environ.clear()
+    os.environ.update(environment)
     use_huge_pages()
+    send(control, pickle.dumps(os.getpid()))
     while True:
         try:
             request = pickle.loads(receive(control))
@@ -698,4 +770,4 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 if __name__ == "__main__":
     sys.modules["harness"] = sys.modules["__main__"]  # the ranks' own `import harness` is this one
-    template_main(int(sys.argv[1]))
+    root_main(int(sys.argv[1]))

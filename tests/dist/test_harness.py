@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import sys
 import time
@@ -10,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from harness import LOADED_BY_RANKS, RankFailure, die, ranks, run_ranks, signal_rank
+from harness import LOADED_BY_RANKS, RankFailure, Template, die, ranks, run_ranks, signal_rank
 
 
 @ranks(1, 2, 4)
@@ -78,3 +79,17 @@ def list_unloaded(rank, world):
 
 def test_what_ranks_load_is_loaded_once_for_all():
     assert run_ranks(list_unloaded, 1) == [[]]
+
+
+def variable(rank, world):
+    return os.environ.get("FSDPC_TEST_OF_THE_HARNESS")
+
+
+def test_a_template_that_died_is_replaced_and_has_the_environment_of_its_pytest(monkeypatch):
+    assert run_ranks(variable, 1) == [None]
+    died = Template.instance()
+    signal.pidfd_send_signal(died.process, signal.SIGKILL)
+    assert died.ended(60)
+    monkeypatch.setenv("FSDPC_TEST_OF_THE_HARNESS", "set")
+    assert run_ranks(variable, 1) == ["set"]
+    Template.close()  # the next tests' template has the variable no longer
