@@ -652,16 +652,21 @@ def root_main(fd: int) -> None:
     listener = socket.socket(fileno=fd)
     connection, _ = listener.accept()
     import_for_templates()
+    signal.signal(signal.SIGCHLD, reap_templates)
     while True:
         if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             listener.close()
             template_main(connection)
             os._exit(0)
         connection.close()
         connection, _ = listener.accept()
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
+
+
+def reap_templates(*_: object) -> None:
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def import_for_templates() -> None:
@@ -737,9 +742,11 @@ def use_huge_pages() -> None:
 
 
 def import_for_all(request: dict[str, Any]) -> None:
-    """Imports the test module once, before the ranks are forked."""
+    """Imports the test module, and what it says that its ranks load, before they are forked."""
     try:
-        import_test_module(request["module"], request["file"])
+        module = import_test_module(request["module"], request["file"])
+        for name in getattr(module, "LOADED_BY_RANKS", ()):
+            importlib.import_module(name)
     except Exception:
         traceback.print_exc()  # the ranks try again and report it
 

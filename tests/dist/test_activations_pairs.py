@@ -5,6 +5,7 @@ what cannot be.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -22,6 +23,7 @@ from toys import full_gradients, no_sync_if, shard_blocks, wrap_blocks
 from fsdpc import FullyShardedDataParallel as FSDP
 from fsdpc.activations import checkpoint, compress, offload, offloading
 
+LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
 WIDTH = 64  # an activation of (2, 32, 64) is above the least that compress() packs
 
 
@@ -158,8 +160,14 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
 
 def expected_of(features: tuple[str, ...], rank: int, world: int) -> dict[str, torch.Tensor]:
     """Those of an unsharded model, without what changes only how values are kept."""
-    found = gradients(tuple(f for f in features if f in ("autocast", *STEPS)), rank)
-    if any(name in DOORS for name in features):
+    kept = tuple(f for f in features if f in ("autocast", *STEPS))
+    return unsharded(kept, rank, world if any(name in DOORS for name in features) else 1)
+
+
+@functools.cache  # many pairs have the same features left
+def unsharded(features: tuple[str, ...], rank: int, world: int) -> dict[str, torch.Tensor]:
+    found = gradients(features, rank)
+    if world > 1:
         for grad in found.values():
             dist.all_reduce(grad)
             grad /= world

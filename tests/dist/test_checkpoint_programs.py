@@ -26,6 +26,8 @@ import fsdpc
 from fsdpc import checkpoint
 from fsdpc.checkpoint import loading
 
+LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
+
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)

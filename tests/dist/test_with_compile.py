@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from toys import Block, Reference, check_equal, full_parameters, loss_of, tokens, toy, wrap_blocks
 
+LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
 STEPS = 2
 patient = {"timeout": 300.0, "env": {"FSDPC_TIMEOUT": "200"}}  # compilers take their time
 
@@ -78,7 +79,6 @@ WAYS = {
 @ranks(2, **patient)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_compiled_blocks(rank, world, use_orig_params):
-    """In one process, which imports the compiler once."""
     for way in WAYS[use_orig_params]:
         train_compiled(rank, way, "aot_eager", use_orig_params=use_orig_params)
     train_compiled(rank, "before", "eager", use_orig_params=use_orig_params)
@@ -92,7 +92,7 @@ def test_backend_inductor(rank, world, tmp_path):
     import torch._inductor.config
 
     torch._inductor.config.cpp.simdlen = 1  # or it compiles programs to see what this CPU can do
-    torch._inductor.config.cpp_cache_precompile_headers = False
+    torch._inductor.config.cpp_cache_precompile_headers = True  # torch's, which all kernels include
     train_compiled(rank, "after_in_place", "inductor", use_orig_params=True, rtol=1e-5)
 
 
