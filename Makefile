@@ -268,16 +268,14 @@ SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch" \
     --combinations $(SLOW_COMBINATIONS)
 SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
     tests/dist/test_with_checkpointing.py tests/dist/test_fully_shard.py)
-SIMGPU_WATCHED := $(wildcard tests/dist/test_features_graph.py tests/dist/test_clip_gpu.py)
+SIMGPU_WATCHED := test_features_graph test_clip_gpu
 simgpu-step: build simlibs
-	$(call say,training steps of the Python tests on the simulated GPU)
-	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) $(SIMGPU_STEP)
-	$(call say,some of them with every operator watched)
-	@$(SIM_PYTEST) $(SIMGPU_WATCHED)
+	$(call say,training steps of the Python tests on the simulated GPU; operators watched: $(SIMGPU_WATCHED))
+	@FSDPC_TEST_WATCHED="$(SIMGPU_WATCHED)" $(SIM_PYTEST) $(SIMGPU_STEP) $(SIMGPU_WATCHED:%=tests/dist/%.py)
 
 simgpu-py: build simlibs
 	$(call say,Python tests on the simulated GPU)
-	@FSDPC_TEST_WATCH=0 $(SIM_PYTEST) tests/dist tests/parity $(ARGS)
+	@FSDPC_TEST_WATCHED= $(SIM_PYTEST) tests/dist tests/parity $(ARGS)
 
 simgpu:
 	$(call say,tests on the simulated GPU)

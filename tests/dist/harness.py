@@ -183,7 +183,9 @@ def gpu_environment(module: str = "") -> dict[str, str]:
     import env
     from applies import UNWATCHED
 
-    watch = {"FSDPC_TEST_WATCH": "0"} if module.rpartition(".")[2] in UNWATCHED else {}
+    name = module.rpartition(".")[2]
+    watched = name not in UNWATCHED and name in os.environ.get("FSDPC_TEST_WATCHED", name).split()
+    watch = {} if watched else {"FSDPC_TEST_WATCH": "0"}
     return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # the order of the references
 
 

@@ -78,7 +78,8 @@ def watched(drain: bool = True) -> Iterator[None]:
     """A rank of a test on the simulated GPU: AssertionError with what the simulator reported.
 
     `drain`: what is held back at the end is run first; not where ranks may have left. Without
-    `FSDPC_TEST_WATCH=0` operators are watched.
+    `FSDPC_TEST_WATCH=0` operators are watched; `FSDPC_TEST_WATCHED`, names of test modules, has the
+    harness set that in all other modules.
     """
     if not simgpu.is_on():
         yield
