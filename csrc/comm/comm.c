@@ -109,10 +109,9 @@ done:
     return status;
 }
 
-/* A communicator runs one collective at a time: two threads, or a callback that starts another
- * collective, would mix their bytes. The caller calls finish() after it. */
-static int
-start(fsdpc_comm *comm, const char *what)
+/* Two threads, or a callback that starts another collective, would mix their bytes. */
+int
+fsdpc_comm_enter(fsdpc_comm *comm, const char *what)
 {
     if (atomic_exchange_explicit(&comm->busy, true, memory_order_acquire)) {
         return fsdpc_error(FSDPC_E_STATE,
@@ -123,8 +122,8 @@ start(fsdpc_comm *comm, const char *what)
     return FSDPC_OK;
 }
 
-static int
-finish(fsdpc_comm *comm, int status)
+int
+fsdpc_comm_leave(fsdpc_comm *comm, int status)
 {
     atomic_store_explicit(&comm->busy, false, memory_order_release);
     if (status == FSDPC_E_INTERRUPT) {
@@ -292,8 +291,8 @@ fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const 
     if (bytes == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(start(comm, what));
-    return finish(comm, comm->ops->all_gather(comm, buffer, piece_bytes, what));
+    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    return fsdpc_comm_leave(comm, comm->ops->all_gather(comm, buffer, piece_bytes, what));
 }
 
 int
@@ -306,13 +305,14 @@ fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, f
     if (piece_numel == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(start(comm, what));
-    return finish(comm, comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
+    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    return fsdpc_comm_leave(comm,
+                            comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
 }
 
-/* All sizes are checked before any part is sent. */
-static int
-check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
+int
+fsdpc_comm_check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                       const char *what)
 {
     FSDPC_TRY(fsdpc_comm_check(comm));
     for (int i = 0; i < count; i++) {
@@ -334,10 +334,10 @@ fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int 
                             const char *what)
 {
     what = name_of(what, "all_gather");
-    FSDPC_TRY(check_parts(comm, parts, count, what));
+    FSDPC_TRY(fsdpc_comm_check_parts(comm, parts, count, what));
     if (comm->ops->all_gather_parts && count > 0) {
-        FSDPC_TRY(start(comm, what));
-        return finish(comm, comm->ops->all_gather_parts(comm, parts, count, what));
+        FSDPC_TRY(fsdpc_comm_enter(comm, what));
+        return fsdpc_comm_leave(comm, comm->ops->all_gather_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
         size_t bytes = (size_t)parts[i].piece_numel * fsdpc_dtype_bytes(parts[i].dtype);
@@ -351,14 +351,14 @@ fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
                                 const char *what)
 {
     what = name_of(what, "reduce_scatter");
-    FSDPC_TRY(check_parts(comm, parts, count, what));
+    FSDPC_TRY(fsdpc_comm_check_parts(comm, parts, count, what));
     for (int i = 0; i < count; i++) {
         FSDPC_TRY(check_elements(comm, parts[i].buffer, parts[i].piece_numel, comm->world,
                                  parts[i].dtype, what));
     }
     if (comm->ops->reduce_scatter_parts && count > 0) {
-        FSDPC_TRY(start(comm, what));
-        return finish(comm, comm->ops->reduce_scatter_parts(comm, parts, count, what));
+        FSDPC_TRY(fsdpc_comm_enter(comm, what));
+        return fsdpc_comm_leave(comm, comm->ops->reduce_scatter_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
         FSDPC_TRY(fsdpc_comm_reduce_scatter(comm, parts[i].buffer, parts[i].piece_numel,
@@ -378,8 +378,8 @@ fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int 
             check_elements(comm, parts[i].buffer, parts[i].piece_numel, 1, parts[i].dtype, what));
     }
     if (comm->ops->all_reduce_parts && count > 0) {
-        FSDPC_TRY(start(comm, what));
-        return finish(comm, comm->ops->all_reduce_parts(comm, parts, count, what));
+        FSDPC_TRY(fsdpc_comm_enter(comm, what));
+        return fsdpc_comm_leave(comm, comm->ops->all_reduce_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
         FSDPC_TRY(fsdpc_comm_all_reduce(comm, parts[i].buffer, parts[i].piece_numel, parts[i].dtype,
@@ -401,8 +401,8 @@ fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype
     if (numel == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(start(comm, what));
-    return finish(comm, comm->ops->all_reduce(comm, buffer, numel, dtype, op, what));
+    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    return fsdpc_comm_leave(comm, comm->ops->all_reduce(comm, buffer, numel, dtype, op, what));
 }
 
 int
@@ -418,8 +418,8 @@ fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, con
     if (bytes == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(start(comm, what));
-    return finish(comm, comm->ops->broadcast(comm, buffer, bytes, root, what));
+    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    return fsdpc_comm_leave(comm, comm->ops->broadcast(comm, buffer, bytes, root, what));
 }
 
 int
@@ -427,8 +427,8 @@ fsdpc_comm_barrier(fsdpc_comm *comm, const char *what)
 {
     what = name_of(what, "barrier");
     FSDPC_TRY(fsdpc_comm_check(comm));
-    FSDPC_TRY(start(comm, what));
-    return finish(comm, comm->ops->barrier(comm, what));
+    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    return fsdpc_comm_leave(comm, comm->ops->barrier(comm, what));
 }
 
 int
@@ -438,10 +438,10 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     if (!text) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: the text is NULL", name_of(what, "agree"));
     }
-    FSDPC_TRY(start(comm, name_of(what, "agree")));
+    FSDPC_TRY(fsdpc_comm_enter(comm, name_of(what, "agree")));
     int status = comm->ops->agree(comm, text, name_of(what, "agree"));
     /* A mismatch is the same result on all ranks: the communicator stays usable. */
-    (void)finish(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
+    (void)fsdpc_comm_leave(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
     comm->agreements++;
     return status;
 }

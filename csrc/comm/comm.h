@@ -23,9 +23,17 @@ typedef struct fsdpc_comm fsdpc_comm;
 
 enum fsdpc_op { FSDPC_SUM = 0, FSDPC_MAX = 1, FSDPC_MIN = 2 };
 
+/* One transfer between this rank and another; see flight.h. */
+typedef struct fsdpc_comm_move {
+    void *memory;
+    size_t bytes;
+    int peer;
+    bool send;
+} fsdpc_comm_move;
+
 /* Callbacks of a "c10d" communicator; each returns a status with the error text set. `context` is
  * passed through; `release` (optional) is called once by fsdpc_comm_free. Buffers are host memory,
- * of the shapes of the functions below. All entries but `release` are required. */
+ * of the shapes of the functions below. */
 typedef struct fsdpc_comm_callbacks {
     void *context;
     int (*all_gather)(void *context, void *buffer, size_t piece_bytes, const char *what);
@@ -35,6 +43,11 @@ typedef struct fsdpc_comm_callbacks {
                       enum fsdpc_op op, const char *what);
     int (*broadcast)(void *context, void *buffer, size_t bytes, int root, const char *what);
     int (*barrier)(void *context, const char *what);
+    /* (optional, all three or none) See fsdpc_comm_ops in comm_impl.h. */
+    int (*post)(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag,
+                const char *what, void **transfers);
+    int (*land)(void *context, void *transfers, const char *what);
+    void (*drop)(void *context, void *transfers);
     void (*release)(void *context);
 } fsdpc_comm_callbacks;
 

@@ -82,6 +82,34 @@ reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, 
     return fsdpc_comm_bundle(comm, &of(comm)->bundle, parts, count, true, what);
 }
 
+static bool
+flies(const fsdpc_comm *comm)
+{
+    return ((const c10d_comm *)comm)->calls.post != NULL && comm->world > 1;
+}
+
+static int
+post(fsdpc_comm *comm, const fsdpc_comm_move *moves, int count, uint32_t tag, const char *what,
+     void **transfers)
+{
+    fsdpc_comm_callbacks *calls = &of(comm)->calls;
+    return outcome(calls->post(calls->context, moves, count, tag, what, transfers));
+}
+
+static int
+land(fsdpc_comm *comm, void *transfers, const char *what)
+{
+    fsdpc_comm_callbacks *calls = &of(comm)->calls;
+    return outcome(calls->land(calls->context, transfers, what));
+}
+
+static void
+drop(fsdpc_comm *comm, void *transfers)
+{
+    fsdpc_comm_callbacks *calls = &of(comm)->calls;
+    calls->drop(calls->context, transfers);
+}
+
 static const fsdpc_agree_record *
 record_of(const void *context, int rank)
 {
@@ -126,6 +154,10 @@ static const fsdpc_comm_ops c10d_ops = {
     .agree = agree,
     .all_gather_parts = all_gather_parts,
     .reduce_scatter_parts = reduce_scatter_parts,
+    .flies = flies,
+    .post = post,
+    .land = land,
+    .drop = drop,
     .free = release,
 };
 

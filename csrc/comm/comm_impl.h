@@ -31,6 +31,13 @@ typedef struct fsdpc_comm_ops {
                                 const char *what);
     int (*all_reduce_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                             const char *what);
+    /* (optional, all or none) Transfers in the background, see flight.h. They match by tag, and in the order of
+     * posting among equal tags. land waits and ends the transfers whatever it returns, drop gives them up. */
+    bool (*flies)(const fsdpc_comm *comm);
+    int (*post)(fsdpc_comm *comm, const fsdpc_comm_move *moves, int count, uint32_t tag,
+                const char *what, void **transfers);
+    int (*land)(fsdpc_comm *comm, void *transfers, const char *what);
+    void (*drop)(fsdpc_comm *comm, void *transfers);
     void (*abort)(fsdpc_comm *comm, const char *text);            /* (optional): no-op */
     void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): no-op */
     void (*close)(fsdpc_comm *comm);                              /* (optional): no-op */
@@ -54,6 +61,7 @@ struct fsdpc_comm {
     int rank, world;
     int forks;         /* fsdpc_forks() when made */
     int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */
+    uint64_t flights;  /* begun: equal on all ranks */
     double timeout_s;  /* 0: the default */
     _Atomic bool busy; /* a collective is in progress */
     _Atomic int state; /* the texts below are readable when it is BROKEN */
@@ -63,6 +71,14 @@ struct fsdpc_comm {
 
 /* Keeps the first failure; later calls change nothing. */
 void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
+
+/* A communicator runs one collective at a time: enter before one (FSDPC_E_STATE if another is in progress),
+ * leave after it with its status, which is returned and breaks the communicator. */
+int fsdpc_comm_enter(fsdpc_comm *comm, const char *what);
+int fsdpc_comm_leave(fsdpc_comm *comm, int status);
+/* All sizes, before any part is sent; and that the communicator is sound. */
+int fsdpc_comm_check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                           const char *what);
 
 /* dst[i] = max or min over the sources; NaN wins, as it would in a sum. dst may be a source. */
 void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtype dtype, int64_t n,

@@ -254,6 +254,12 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
+bool
+fsdpc_exchange_prefetches(const fsdpc_exchange *x)
+{
+    return x->ops->prefetches && x->ops->prefetches(x);
+}
+
 int
 fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -426,11 +432,11 @@ fsdpc_exchange_largest_slot(const fsdpc_exchange *x)
 int
 fsdpc_exchange_reduce_slots(const fsdpc_exchange *x)
 {
-    bool any_offload = false, wire = !x->shared && !x->streams;
+    bool any_offload = false;
     for (int i = 0; i < x->unit_count; i++) {
         any_offload = any_offload || fsdpc_unit_is_offloaded(x->units[i]);
     }
-    return fsdpc_footprint_reduce_slots(x->world, any_offload, wire, x->max_reduce_bytes,
+    return fsdpc_footprint_reduce_slots(x->world, any_offload, x->max_reduce_bytes,
                                         x->reduce_slots);
 }
 

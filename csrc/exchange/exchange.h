@@ -66,6 +66,9 @@ int fsdpc_exchange_leave(fsdpc_exchange *exchange);
 int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* Starts a gather if that needs no wait, else is a no-op; takes no reference. */
 int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
+/* True if the next unit's gather should be begun while a forward runs even where the user asks for no forward
+ * prefetch: the caller's thread waits for values, so that it does not run ahead of them as it does on a GPU. */
+bool fsdpc_exchange_prefetches(const fsdpc_exchange *exchange);
 /* One reference less; at zero the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* 0 for a unit that is in no exchange. */

@@ -22,6 +22,8 @@ struct fsdpc_exchange_i {
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
     /* (optional) default: false. See fsdpc_exchange_is_summed. */
     bool (*summed)(fsdpc_exchange *x, const fsdpc_unit *unit);
+    /* (optional) default: false. Gathers go on in the background, on a caller's thread that waits for values. */
+    bool (*prefetches)(const fsdpc_exchange *x);
     int (*make_room)(fsdpc_exchange *x, const fsdpc_unit *unit); /* (optional) default: nothing */
     int (*end)(fsdpc_exchange *x);
     /* (optional) default: nothing. See fsdpc_exchange_settle. */
@@ -72,8 +74,7 @@ struct fsdpc_exchange {
 
     struct fsdpc_shared *shared;   /* "shared" kind's own state */
     struct fsdpc_streams *streams; /* "stream" kind's own state */
-    void *reduce_buffer;           /* "wire": one packed unit */
-    fsdpc_comm_part *parts;        /* "wire": the segments being sent */
+    struct fsdpc_wire *wire;       /* "wire" kind's own state */
 };
 
 extern const struct fsdpc_exchange_i fsdpc_exchange_shared;

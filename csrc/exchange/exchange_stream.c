@@ -21,6 +21,7 @@
 #include <string.h>
 
 #include "exchange/exchange_stream_impl.h"
+#include "exchange/exchange_used.h"
 #include "base/mem.h"
 #include "base/status.h"
 
@@ -42,8 +43,9 @@ open_units(fsdpc_exchange *x, struct fsdpc_streams *s)
         FSDPC_TRY(fsdpc_grad_open(x->units[u]));
     }
     s->mask = fsdpc_mem_calloc((size_t)most + 1, 1);
-    return s->mask ? fsdpc_stream_gather_open(x)
-                   : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    s->used = fsdpc_mem_calloc(fsdpc_used_count(x) + 1, 1);
+    return s->mask && s->used ? fsdpc_stream_gather_open(x)
+                              : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
 }
 
 static int
@@ -194,6 +196,7 @@ close_streams(fsdpc_exchange *x)
     fsdpc_device_stream_free(s->device, s->reduce);
     fsdpc_mem_free(s->fillings);
     fsdpc_mem_free(s->mask);
+    fsdpc_mem_free(s->used);
     fsdpc_mem_free(s->readers);
     fsdpc_mem_free(s->slots);
     fsdpc_mem_free(s);

@@ -84,6 +84,7 @@ struct fsdpc_streams {
     /* Used bits, one float each: in pinned memory, on the device, and (on the device) the bits of a rank
      * that used every trainable parameter. */
     float *bits, *device_bits, *all;
+    uint8_t *used; /* the bits in host memory */
     int64_t bit_count;
     fsdpc_event *sync_event;     /* for host syncs */
     fsdpc_event *ready, *shared; /* before and after fsdpc_exchange_share */

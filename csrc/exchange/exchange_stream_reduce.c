@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "exchange/exchange_stream_impl.h"
+#include "exchange/exchange_used.h"
 #include "base/status.h"
 
 /* In place, on the reduce stream. */
@@ -134,23 +135,6 @@ fsdpc_stream_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *gra
 
 /* --- sums before the end of backward ------------------------------------------------------------- */
 
-static bool
-trains(const fsdpc_unit *unit, int param)
-{
-    return fsdpc_unit_layout(unit)->params[param].trainable_index >= 0;
-}
-
-static bool
-unit_used_all(const fsdpc_unit *unit)
-{
-    for (int i = 0; i < fsdpc_unit_layout(unit)->param_count; i++) {
-        if (trains(unit, i) && !fsdpc_unit_used(unit)[i]) {
-            return false;
-        }
-    }
-    return true;
-}
-
 int
 fsdpc_stream_make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -180,7 +164,7 @@ fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
     struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     bool summed = stays_here(x, unit);
     if (!summed && !fsdpc_unit_is_offloaded(unit)) {
-        summed = use->posted == 1 && unit_used_all(unit) && caller_is_behind(x, unit);
+        summed = use->posted == 1 && fsdpc_used_all(unit) && caller_is_behind(x, unit);
     }
     use->consumed = summed;
     return summed;
@@ -192,7 +176,7 @@ fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 static bool
 needs_no_bits(const fsdpc_unit *unit)
 {
-    return fsdpc_unit_use(unit)->consumed || fsdpc_unit_withholds(unit) || unit_used_all(unit);
+    return fsdpc_unit_use(unit)->consumed || fsdpc_unit_withholds(unit) || fsdpc_used_all(unit);
 }
 
 static bool
@@ -207,26 +191,23 @@ used_all(const fsdpc_exchange *x)
 }
 
 static void
-write_bits(const fsdpc_exchange *x, float *bits)
+write_bits(const fsdpc_exchange *x)
 {
-    for (int u = 0; u < x->unit_count; u++) {
-        const fsdpc_unit *unit = x->units[u];
-        for (int i = 0; i < fsdpc_unit_layout(unit)->param_count; i++) {
-            *bits++ = fsdpc_unit_use(unit)->consumed ? trains(unit, i) : fsdpc_unit_used(unit)[i];
-        }
+    struct fsdpc_streams *s = x->streams;
+    fsdpc_used_write(x, s->used);
+    for (size_t i = 0; i < fsdpc_used_count(x); i++) {
+        s->bits[i] = s->used[i];
     }
 }
 
 static void
-read_bits(fsdpc_exchange *x, const float *bits)
+read_bits(fsdpc_exchange *x)
 {
-    for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++, bits++) {
-            if (!fsdpc_unit_use(x->units[u])->consumed) {
-                fsdpc_unit_used(x->units[u])[i] = *bits > 0;
-            }
-        }
+    struct fsdpc_streams *s = x->streams;
+    for (size_t i = 0; i < fsdpc_used_count(x); i++) {
+        s->used[i] = s->bits[i] > 0;
     }
+    fsdpc_used_read(x, s->used);
 }
 
 static int
@@ -257,7 +238,7 @@ share_used(fsdpc_exchange *x)
         return join_bits(x);
     }
     FSDPC_TRY(fsdpc_stream_refuse_capture(s, "a backward that leaves parameters without gradient"));
-    write_bits(x, s->bits);
+    write_bits(x);
     if (!s->turns.off) {
         memcpy(s->bits + tail, s->turns.digests->own, sizeof s->turns.digests->own);
     }
@@ -265,7 +246,7 @@ share_used(fsdpc_exchange *x)
     FSDPC_TRY(join_bits(x));
     FSDPC_TRY(fsdpc_device_copy_out(s->device, s->bits, s->device_bits, bytes));
     FSDPC_TRY(fsdpc_stream_sync(x, "used bits at the end of backward"));
-    read_bits(x, s->bits);
+    read_bits(x);
     return FSDPC_OK;
 }
 

@@ -1,44 +1,111 @@
 /* Gathering and reducing over a communicator that carries bytes: each rank has its own slots.
  *
- * A gather casts this rank's pieces into their place in the slot and all-gathers the segments in
- * place; a reduce packs into one buffer and reduce-scatters its segments in place. Collectives match by order
- * alone, so before each of them the ranks compare their units (one small all-gather): ranks at
- * different units get an error that names both units instead of wrong values. With one rank there
- * is no communication.
+ * A gather casts this rank's pieces into their place in the slot, and a flight (comm/flight.h) brings the
+ * others' there. A prefetch only begins the flight, which lands when the values are needed. A reduction packs
+ * into the next of a few buffers and begins a flight that brings every rank its own pieces of all ranks'
+ * gradients; the sum over ranks, in their order, follows when the buffer is needed again, or at the end of
+ * backward. So transfers go on while the caller computes.
+ *
+ *   gather slot     begin: cast, post           ... compute ...   land
+ *   reduce buffer   begin: pack, post           ... compute ...   land, sum
+ *
+ * Flights match by order alone, so each has a mark of its unit: ranks at different units get an error that
+ * names both units, instead of wrong values. With one rank there is no communication.
  */
 #include <stdio.h>
 #include <string.h>
 
-#include "exchange/exchange_impl.h"
 #include "base/mem.h"
 #include "base/status.h"
+#include "comm/flight.h"
+#include "exchange/exchange_impl.h"
+#include "exchange/exchange_used.h"
 
 enum { WHAT_BYTES = 256 };
+
+/* Packed gradients on their way; behind them in `memory` is room for the other ranks' pieces. */
+struct fsdpc_wire_reduce {
+    void *memory;
+    fsdpc_flight *flight;
+    fsdpc_unit *unit; /* NULL with the flight */
+};
+
+struct fsdpc_wire {
+    fsdpc_flight **gathers; /* per unit, NULL: none in flight */
+    struct fsdpc_wire_reduce *reduces;
+    int reduce_count, next;
+    fsdpc_comm_part *parts;  /* of the unit being sent */
+    size_t *landing_offsets; /* of its parts, and of its segments */
+    uint8_t *used, *bits;    /* of the unit being packed; of all ranks and units at the end */
+    size_t bit_count;        /* of one rank */
+};
+
+/* --- set-up -------------------------------------------------------------------------------------- */
+
+static int
+open_reduces(fsdpc_exchange *x, struct fsdpc_wire *wire)
+{
+    wire->reduce_count = fsdpc_exchange_reduce_slots(x);
+    wire->reduces = fsdpc_mem_calloc((size_t)wire->reduce_count + 1, sizeof *wire->reduces);
+    if (!wire->reduces) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int i = 0; i < wire->reduce_count; i++) {
+        FSDPC_TRY(fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes,
+                                     &wire->reduces[i].memory));
+    }
+    return FSDPC_OK;
+}
 
 static int
 open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 {
     (void)plan;
-    int most = 1;
+    size_t parts = 1, params = 1;
+    struct fsdpc_wire *wire = x->wire = fsdpc_mem_calloc(1, sizeof *wire);
     for (int u = 0; u < x->unit_count; u++) {
-        const int count = fsdpc_unit_layout(x->units[u])->segment_count;
-        most = count > most ? count : most;
+        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
+        parts = (size_t)layout->segment_count > parts ? (size_t)layout->segment_count : parts;
+        params = (size_t)layout->param_count > params ? (size_t)layout->param_count : params;
     }
-    x->parts = fsdpc_mem_calloc((size_t)most, sizeof *x->parts);
-    if (!x->parts) {
+    if (!wire) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
-    if (x->world == 1 || x->max_reduce_bytes == 0) {
-        return FSDPC_OK;
+    wire->bit_count = fsdpc_used_count(x) + (size_t)x->unit_count;
+    wire->gathers = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_flight *));
+    wire->parts = fsdpc_mem_calloc(parts, sizeof *wire->parts);
+    wire->landing_offsets = fsdpc_mem_calloc(2 * parts, sizeof *wire->landing_offsets);
+    wire->used = fsdpc_mem_calloc(params, 1);
+    wire->bits = fsdpc_mem_calloc(wire->bit_count, (size_t)x->world);
+    if (!wire->gathers || !wire->parts || !wire->landing_offsets || !wire->used || !wire->bits) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
-    return fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes, &x->reduce_buffer);
+    return open_reduces(x, wire);
 }
 
+/* Flights are left only after a failure: at the end of each pass they have landed. */
 static void
 close_wire(fsdpc_exchange *x)
 {
-    fsdpc_device_free(fsdpc_comm_device(x->comm), x->reduce_buffer, x->max_reduce_bytes);
-    fsdpc_mem_free(x->parts);
+    struct fsdpc_wire *wire = x->wire;
+    if (!wire) {
+        return;
+    }
+    for (int u = 0; wire->gathers && u < x->unit_count; u++) {
+        fsdpc_flight_free(wire->gathers[u]);
+    }
+    for (int i = 0; wire->reduces && i < wire->reduce_count; i++) {
+        fsdpc_flight_free(wire->reduces[i].flight);
+        fsdpc_device_free(fsdpc_comm_device(x->comm), wire->reduces[i].memory, x->max_reduce_bytes);
+    }
+    fsdpc_mem_free(wire->gathers);
+    fsdpc_mem_free(wire->reduces);
+    fsdpc_mem_free(wire->parts);
+    fsdpc_mem_free(wire->landing_offsets);
+    fsdpc_mem_free(wire->used);
+    fsdpc_mem_free(wire->bits);
+    fsdpc_mem_free(wire);
+    x->wire = NULL;
 }
 
 static int
@@ -48,6 +115,8 @@ begin(fsdpc_exchange *x, uint64_t tag)
     (void)tag;
     return FSDPC_OK;
 }
+
+/* --- marks --------------------------------------------------------------------------------------- */
 
 /* What a rank does next: 2 * unit for a gather, 2 * unit + 1 for a reduction, TURN_HOOK, or the end of
  * a backward. Below zero: the unit and number of a parameter that is unfrozen. */
@@ -128,30 +197,46 @@ compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int ra
         x->rank, turn_text(x, own, what, here), rank, turn_text(x, other, NULL, there));
 }
 
-/* All ranks' turns are compared before a collective: collectives of different turns that meet would end the
- * process or give wrong values. */
+/* NULL: nothing is compared. */
+static const fsdpc_mark *
+mark_of(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark)
+{
+    *mark = (fsdpc_mark){{next, fsdpc_unit_born(x->units[0])}};
+    return x->trust_order ? NULL : mark;
+}
+
+/* Waits for the flight, which is freed whatever comes; *summed as fsdpc_flight_is_summed. */
+static int
+land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed)
+{
+    bool agreed = true;
+    fsdpc_flight *landed = *flight;
+    *flight = NULL;
+    int status = fsdpc_flight_land(landed, what, &agreed);
+    const fsdpc_mark *marks = fsdpc_flight_marks(landed);
+    for (int r = 0; r < x->world && status == FSDPC_OK && !agreed; r++) {
+        const struct turn own = {marks[x->rank].words[0], marks[x->rank].words[1]};
+        const struct turn other = {marks[r].words[0], marks[r].words[1]};
+        status = compare_turn(x, own, what, r, other);
+    }
+    if (summed) {
+        *summed = fsdpc_flight_is_summed(landed);
+    }
+    fsdpc_flight_free(landed);
+    return status;
+}
+
+/* Collectives of different turns that meet would end the process or give wrong values. */
 static int
 compare_turns(fsdpc_exchange *x, int32_t next, const char *what)
 {
-    int status = FSDPC_OK;
-    const struct turn own = {next, fsdpc_unit_born(x->units[0])};
+    fsdpc_mark mark;
+    fsdpc_flight *flight;
     if (x->world == 1 || x->trust_order) {
         return FSDPC_OK;
     }
-    struct turn *turns = fsdpc_mem_calloc((size_t)x->world, sizeof *turns);
-    if (!turns) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory to compare the ranks' turns");
-    }
-    for (int r = 0; r < x->world; r++) {
-        turns[r] = own; /* a process group may be a fake, which writes nothing */
-    }
-    FSDPC_GOTO(fsdpc_comm_all_gather(x->comm, turns, sizeof *turns, what), done);
-    for (int r = 0; r < x->world && status == FSDPC_OK; r++) {
-        status = compare_turn(x, own, what, r, turns[r]);
-    }
-done:
-    fsdpc_mem_free(turns);
-    return status;
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, NULL, 0, mark_of(x, next, &mark), what, &flight));
+    return land(x, &flight, what, NULL);
 }
 
 static int
@@ -166,108 +251,217 @@ before_hook(fsdpc_exchange *x, const char *what)
     return compare_turns(x, TURN_HOOK, what);
 }
 
-static int
-gather_segments(fsdpc_exchange *x, fsdpc_unit *unit)
+/* --- gathers ------------------------------------------------------------------------------------- */
+
+static void
+name_gather(const fsdpc_unit *unit, char what[WHAT_BYTES])
 {
-    char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "gather of unit %s", fsdpc_unit_name(unit));
-    FSDPC_TRY(compare_turns(x, fsdpc_unit_use(unit)->id * 2, what));
-    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    for (int s = 0; s < layout->segment_count; s++) {
-        const fsdpc_segment *seg = &layout->segments[s];
-        FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
-        x->parts[s] = (fsdpc_comm_part){fsdpc_exchange_values(x, unit) + seg->full_offset,
-                                        seg->piece_numel, seg->compute};
-    }
-    return x->world > 1
-               ? fsdpc_comm_all_gather_parts(x->comm, x->parts, layout->segment_count, what)
-               : FSDPC_OK;
+    snprintf(what, WHAT_BYTES, "gather of unit %s", fsdpc_unit_name(unit));
 }
 
 static int
-gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
+fill(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    /* No prefetch: the collective blocks. */
-    if (!wait || fsdpc_unit_use(unit)->ready) {
+    char what[WHAT_BYTES];
+    fsdpc_mark mark;
+    const int id = fsdpc_unit_use(unit)->id;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    if (x->poison) {
+        FSDPC_TRY(fsdpc_exchange_poison(x, unit)); /* until the flight lands */
+    }
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
+        x->wire->parts[s] = (fsdpc_comm_part){fsdpc_exchange_values(x, unit) + seg->full_offset,
+                                              seg->piece_numel, seg->compute};
+    }
+    if (x->world == 1) {
         return FSDPC_OK;
     }
+    name_gather(unit, what);
+    return fsdpc_flight_gather(x->comm, x->wire->parts, layout->segment_count,
+                               mark_of(x, id * 2, &mark), what, &x->wire->gathers[id]);
+}
+
+static int
+land_gather(fsdpc_exchange *x, int id)
+{
+    char what[WHAT_BYTES];
+    if (id < 0 || !x->wire->gathers[id]) {
+        return FSDPC_OK;
+    }
+    name_gather(x->units[id], what);
+    return land(x, &x->wire->gathers[id], what, NULL);
+}
+
+static bool
+slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    const struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    return x->slot_unit[use->slot] == use->id && x->slot_tag[use->slot] == x->tag;
+}
+
+/* What was prefetched into the slot and not used has to come first: it would overwrite the values. */
+static int
+empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    const int slot = fsdpc_unit_use(unit)->slot, before = x->slot_unit[slot];
+    x->slot_unit[slot] = -1;
+    return land_gather(x, before);
+}
+
+static int
+start(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     FSDPC_TRY(fsdpc_arena_unveil(x->arena, fsdpc_unit_range(unit)));
     if (fsdpc_exchange_slot_is_in_use(x, unit)) {
+        FSDPC_TRY(land_gather(x, use->id));
         FSDPC_TRY(fsdpc_arena_spare(x->arena, fsdpc_unit_range(unit)));
         fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
-        FSDPC_TRY(gather_segments(x, unit));
-    } else if (x->slot_unit[fsdpc_unit_use(unit)->slot] != fsdpc_unit_use(unit)->id ||
-               x->slot_tag[fsdpc_unit_use(unit)->slot] != x->tag) {
-        x->slot_unit[fsdpc_unit_use(unit)->slot] = -1;
-        FSDPC_TRY(gather_segments(x, unit));
-        x->slot_unit[fsdpc_unit_use(unit)->slot] = fsdpc_unit_use(unit)->id;
-        x->slot_tag[fsdpc_unit_use(unit)->slot] = x->tag;
+        FSDPC_TRY(fill(x, unit));
+    } else if (!slot_shows(x, unit)) {
+        FSDPC_TRY(empty_slot(x, unit));
+        FSDPC_TRY(fill(x, unit));
+        x->slot_unit[use->slot] = use->id;
+        x->slot_tag[use->slot] = x->tag;
     }
-    fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = true;
+    use->begun = true;
+    return FSDPC_OK;
+}
+
+/* A failed gather leaves no values in the slot. */
+static int
+gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
+{
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    if (!use->begun) {
+        if (!wait && (!fsdpc_exchange_prefetches(x) || fsdpc_exchange_slot_is_in_use(x, unit))) {
+            return FSDPC_OK;
+        }
+        FSDPC_TRY(start(x, unit));
+    }
+    if (wait && !use->ready) {
+        int status = land_gather(x, use->id);
+        if (status != FSDPC_OK) {
+            x->slot_unit[use->slot] = -1;
+            use->begun = false;
+            return status;
+        }
+        use->ready = true;
+    }
     return FSDPC_OK;
 }
 
 static int
 release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    fsdpc_unit_use(unit)->begun = fsdpc_unit_use(unit)->ready = false;
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    use->begun = use->ready = false;
     if (fsdpc_unit_is_spare(unit)) {
+        fsdpc_flight_free(x->wire->gathers[use->id]);
+        x->wire->gathers[use->id] = NULL;
         FSDPC_TRY(fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit)));
     }
     return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
 }
 
-/* This rank's pieces of the reduced buffer are added to the shard gradient. */
+/* All ranks have begun the same prefetches when a pass ends. */
 static int
-take_sums(fsdpc_exchange *x, fsdpc_unit *unit)
+land_gathers(fsdpc_exchange *x)
 {
-    const void *source = x->reduce_buffer;
-    return fsdpc_grad_sum(unit, &source, 1);
+    int status = FSDPC_OK;
+    for (int u = 0; u < x->unit_count; u++) {
+        FSDPC_KEEP(land_gather(x, u));
+    }
+    return status;
 }
 
 static int
-pack(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+leave(fsdpc_exchange *x)
 {
-    int status = FSDPC_OK;
-    uint8_t *bits = fsdpc_mem_calloc((size_t)fsdpc_unit_layout(unit)->param_count, 1);
-    if (!bits) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s",
-                           fsdpc_unit_name(unit));
+    return land_gathers(x);
+}
+
+/* --- reductions ---------------------------------------------------------------------------------- */
+
+static void
+name_reduce(const fsdpc_unit *unit, char what[WHAT_BYTES])
+{
+    snprintf(what, WHAT_BYTES, "reduce of unit %s", fsdpc_unit_name(unit));
+}
+
+static char *
+landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    return (char *)to->memory + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
+}
+
+/* This rank's pieces of all ranks' gradients are added to the shard gradient. */
+static int
+land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
+{
+    bool summed;
+    char what[WHAT_BYTES];
+    fsdpc_unit *unit = from->unit;
+    from->unit = NULL;
+    if (!unit) {
+        return FSDPC_OK;
     }
-    FSDPC_GOTO(fsdpc_grad_pack(unit, grads, x->reduce_buffer, bits), done);
-    fsdpc_unit_add_used(unit, bits);
-done:
-    fsdpc_mem_free(bits);
-    return status;
+    name_reduce(unit, what);
+    FSDPC_TRY(land(x, &from->flight, what, &summed));
+    FSDPC_TRY(fsdpc_grad_sum_landed(unit, from->memory, summed ? NULL : landing_room(from, unit)));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    return FSDPC_OK;
+}
+
+static int
+post(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_wire_reduce *to)
+{
+    int count = 0;
+    char what[WHAT_BYTES];
+    fsdpc_mark mark;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    size_t *offsets = x->wire->landing_offsets, *of_segment = offsets + layout->segment_count;
+    const size_t stride = fsdpc_footprint_landing(layout, of_segment);
+    const fsdpc_landing landing = {landing_room(to, unit), stride, offsets};
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (seg->trainable) {
+            offsets[count] = of_segment[s];
+            x->wire->parts[count++] = (fsdpc_comm_part){(char *)to->memory + seg->reduce_offset,
+                                                        seg->piece_numel, seg->reduce};
+        }
+    }
+    name_reduce(unit, what);
+    return fsdpc_flight_reduce(x->comm, x->wire->parts, count, &landing,
+                               mark_of(x, fsdpc_unit_use(unit)->id * 2 + 1, &mark), what,
+                               &to->flight);
 }
 
 /* The gradients of one unit; every rank calls it at the same time. */
 static int
 send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
-    char what[WHAT_BYTES];
-    snprintf(what, sizeof what, "reduce of unit %s", fsdpc_unit_name(unit));
+    struct fsdpc_wire *wire = x->wire;
+    struct fsdpc_wire_reduce *to = &wire->reduces[wire->next];
     fsdpc_unit_use(unit)->posted++;
-    FSDPC_TRY(compare_turns(x, fsdpc_unit_use(unit)->id * 2 + 1, what));
-    FSDPC_TRY(pack(x, unit, grads));
+    FSDPC_TRY(land_reduce(x, to));
+    wire->next = (wire->next + 1) % wire->reduce_count;
+    memset(wire->used, 0, (size_t)fsdpc_unit_layout(unit)->param_count);
+    FSDPC_TRY(fsdpc_grad_pack(unit, grads, to->memory, wire->used));
+    fsdpc_unit_add_used(unit, wire->used);
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
-    int count = 0;
-    for (int s = 0; s < fsdpc_unit_layout(unit)->segment_count; s++) {
-        const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[s];
-        if (seg->trainable) {
-            x->parts[count++] = (fsdpc_comm_part){(char *)x->reduce_buffer + seg->reduce_offset,
-                                                  seg->piece_numel, seg->reduce};
-        }
-    }
-    FSDPC_TRY(fsdpc_comm_reduce_scatter_parts(x->comm, x->parts, count, what));
-    FSDPC_TRY(take_sums(x, unit));
-    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    FSDPC_TRY(post(x, unit, to));
+    to->unit = unit;
     return FSDPC_OK;
 }
 
 static int
 reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
+    fsdpc_unit_use(unit)->consumed = 0;
     if (x->world == 1) {
         FSDPC_TRY(fsdpc_grad_direct(unit, grads, fsdpc_unit_used(unit)));
         fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->grad_bytes);
@@ -279,43 +473,88 @@ reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     return send(x, unit, grads);
 }
 
-/* All-reduces which parameters got a gradient on any rank. Sends units of which some rank has kept
- * gradients locally after the unit was sent (*again: the bits must then be all-reduced once more). */
+static int
+make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    const bool packs =
+        x->world > 1 && !fsdpc_unit_is_hooked(unit) && fsdpc_unit_layout(unit)->trainable_count > 0;
+    return packs ? land_reduce(x, &x->wire->reduces[x->wire->next]) : FSDPC_OK;
+}
+
+static bool
+is_landed(const struct fsdpc_wire *wire, const fsdpc_unit *unit)
+{
+    for (int i = 0; i < wire->reduce_count; i++) {
+        if (wire->reduces[i].unit == unit) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Whether other ranks used a parameter is known at the end only. */
+static bool
+summed(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    const bool over =
+        x->world == 1 || (use->posted == 1 && fsdpc_used_all(unit) && is_landed(x->wire, unit));
+    use->consumed = x->world > 1 && over;
+    return over;
+}
+
+/* --- the end of backward ------------------------------------------------------------------------- */
+
+static int
+land_reduces(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_wire *wire = x->wire;
+    for (int i = 0; i < wire->reduce_count; i++) {
+        FSDPC_KEEP(land_reduce(x, &wire->reduces[(wire->next + i) % wire->reduce_count]));
+    }
+    return status;
+}
+
+/* Every rank learns which parameters got a gradient on any rank, and which units some rank has kept gradients
+ * of after they were sent (*again: those have been sent, and the ranks must compare once more). */
 static int
 share_used(fsdpc_exchange *x, bool *again)
 {
     static const char what[] = "used bits at the end of backward";
-    int status = FSDPC_OK;
-    size_t count = (size_t)x->unit_count, at = 0;
-    FSDPC_TRY(compare_turns(x, TURN_END, what));
+    struct fsdpc_wire *wire = x->wire;
+    const size_t params = wire->bit_count - (size_t)x->unit_count;
+    const fsdpc_comm_part part = {wire->bits, (int64_t)wire->bit_count, FSDPC_BYTES};
+    uint8_t *own = wire->bits + wire->bit_count * (size_t)x->rank;
+    fsdpc_mark mark;
+    fsdpc_flight *flight;
+    fsdpc_used_write(x, own);
     for (int u = 0; u < x->unit_count; u++) {
-        count += (size_t)fsdpc_unit_layout(x->units[u])->param_count;
+        own[params + (size_t)u] = fsdpc_unit_sends_local(x->units[u]);
     }
-    float *bits = fsdpc_mem_calloc(count, sizeof *bits);
-    if (!bits) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for %zu used bits", count);
-    }
-    for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
-            bits[at++] = fsdpc_unit_used(x->units[u])[i];
+    for (int r = 0; r < x->world; r++) {
+        if (r != x->rank) { /* a process group may be a fake, which writes nothing */
+            memset(wire->bits + wire->bit_count * (size_t)r, 0, wire->bit_count);
         }
-        bits[at++] = fsdpc_unit_sends_local(x->units[u]);
     }
-    FSDPC_GOTO(fsdpc_comm_all_reduce(x->comm, bits, (int64_t)count, FSDPC_F32, FSDPC_MAX, what),
-               done);
-    at = 0;
-    for (int u = 0; u < x->unit_count; u++) {
-        for (int i = 0; i < fsdpc_unit_layout(x->units[u])->param_count; i++) {
-            fsdpc_unit_used(x->units[u])[i] = bits[at++] > 0;
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, &part, 1, mark_of(x, TURN_END, &mark), what, &flight));
+    FSDPC_TRY(land_reduces(x)); /* meanwhile */
+    FSDPC_TRY(land(x, &flight, what, NULL));
+    for (size_t i = 0; i < wire->bit_count; i++) {
+        uint8_t any = 0;
+        for (int r = 0; r < x->world; r++) {
+            any |= wire->bits[wire->bit_count * (size_t)r + i];
         }
-        if (bits[at++] > 0) {
+        wire->bits[i] = any;
+    }
+    fsdpc_used_read(x, wire->bits);
+    for (int u = 0; u < x->unit_count; u++) {
+        if (wire->bits[params + (size_t)u]) {
             *again = true;
-            FSDPC_GOTO(send(x, x->units[u], NULL), done);
+            FSDPC_TRY(send(x, x->units[u], NULL));
         }
     }
-done:
-    fsdpc_mem_free(bits);
-    return status;
+    return FSDPC_OK;
 }
 
 static int
@@ -335,23 +574,21 @@ end(fsdpc_exchange *x)
     if (x->world == 1) {
         return end_alone(x);
     }
+    FSDPC_TRY(land_gathers(x));
     for (bool again = true; again;) {
         again = false;
         FSDPC_TRY(share_used(x, &again));
     }
     for (int u = 0; u < x->unit_count; u++) {
-        x->uses[u].posted = 0;
+        x->uses[u].posted = x->uses[u].consumed = 0;
     }
     return FSDPC_OK;
 }
 
-/* A reduction is a collective, which ends with the sum. */
 static bool
-summed(fsdpc_exchange *x, const fsdpc_unit *unit)
+prefetches(const fsdpc_exchange *x)
 {
-    (void)x;
-    (void)unit;
-    return true;
+    return x->world > 1 && fsdpc_comm_flies(x->comm);
 }
 
 const struct fsdpc_exchange_i fsdpc_exchange_wire = {
@@ -360,11 +597,14 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .open = open_wire,
     .close = close_wire,
     .begin = begin,
+    .leave = leave,
     .gather = gather,
     .release = release,
     .reduce = reduce,
     .summed = summed,
+    .make_room = make_room,
     .end = end,
+    .prefetches = prefetches,
     .announce = announce,
     .before_hook = before_hook,
 };

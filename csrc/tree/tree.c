@@ -335,7 +335,7 @@ fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
     if (!tree->in_backward) {
         note_order(tree, unit);
         node->first = node->first ? node->first : ++tree->clock;
-        if (tree->forward_prefetch) {
+        if (tree->forward_prefetch || fsdpc_exchange_prefetches(node->exchange)) {
             return prefetch_after(tree, unit);
         }
     }

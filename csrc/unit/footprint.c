@@ -26,22 +26,42 @@ sees_other_grads(const fsdpc_layout *layout)
     return false;
 }
 
-size_t
-fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets)
+/* Trainable segments end to end: `copies` pieces each, in the accumulate or (`packed`) the reduce dtype. */
+static size_t
+place_segments(const fsdpc_layout *layout, int copies, bool packed, size_t *offsets)
 {
     size_t bytes = 0;
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
+        const size_t item = fsdpc_dtype_bytes(packed ? seg->reduce : seg->accumulate);
         if (offsets) {
             offsets[s] = bytes;
         }
         if (seg->trainable) {
-            bytes += fsdpc_round_up((size_t)seg->piece_numel * (size_t)layout->world *
-                                        fsdpc_dtype_bytes(seg->accumulate),
+            bytes += fsdpc_round_up((size_t)seg->piece_numel * (size_t)copies * item,
                                     layout->align_bytes);
         }
     }
     return bytes;
+}
+
+size_t
+fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets)
+{
+    return place_segments(layout, layout->world, false, offsets);
+}
+
+size_t
+fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets)
+{
+    return place_segments(layout, 1, true, offsets);
+}
+
+static size_t
+landing_bytes(const fsdpc_layout *layout)
+{
+    return fsdpc_round_up(layout->reduce_bytes, layout->align_bytes) - layout->reduce_bytes +
+           fsdpc_footprint_landing(layout, NULL) * (size_t)(layout->world - 1);
 }
 
 fsdpc_footprint
@@ -62,7 +82,9 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
         .partial_bytes = options->replicate ? layout->grad_bytes : 0,
         .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
-        .reduce_bytes = fsdpc_round_up(packed, options->page_bytes),
+        .reduce_bytes =
+            fsdpc_round_up(packed + (options->wire && packed > 0 ? landing_bytes(layout) : 0),
+                           options->page_bytes),
     };
 }
 
@@ -74,10 +96,7 @@ fsdpc_footprint_grad_slots(size_t largest, size_t all, int reduce_slots)
 }
 
 int
-fsdpc_footprint_reduce_slots(int world, bool any_offload, bool wire, size_t largest, int wanted)
+fsdpc_footprint_reduce_slots(int world, bool any_offload, size_t largest, int wanted)
 {
-    if (largest == 0 || (world == 1 && !any_offload)) {
-        return 0;
-    }
-    return wire ? 1 : wanted;
+    return largest == 0 || (world == 1 && !any_offload) ? 0 : wanted;
 }

@@ -11,6 +11,7 @@ typedef struct fsdpc_footprint_options {
     bool replicate; /* gradients are also summed over replicas */
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
+    bool wire; /* the ranks have no memory in common: other ranks' pieces of gradients land apart */
     size_t range_grain; /* size of a page of host memory, or the device's grain */
     size_t page_bytes;  /* of host memory */
 } fsdpc_footprint_options;
@@ -24,12 +25,15 @@ typedef struct fsdpc_footprint {
     size_t partial_bytes;  /* sum over the shard group before replicas; 0 without replicas */
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
-    size_t reduce_bytes;   /* one rank's packed gradients, whole pages */
+    size_t reduce_bytes;   /* one rank's packed gradients (and what lands), whole pages */
 } fsdpc_footprint;
 
 /* Bytes of whole gradients in the accumulate dtype, each segment at a multiple of align_bytes. offsets[s]
  * (NULL: not wanted) gets where segment s begins. */
 size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
+
+/* Bytes of one rank's pieces of the gradients of another rank, in the reduce dtype, aligned as above. */
+size_t fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets);
 
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
                                    const fsdpc_footprint_options *options);
@@ -40,10 +44,8 @@ fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
  * its own. */
 int fsdpc_footprint_grad_slots(size_t largest, size_t all, int reduce_slots);
 
-/* How many buffers for packed gradients a group of units has: `wanted` with shared memory or streams, 1 on
- * a wire, none where nothing is packed. `largest`: the most reduce_bytes of a unit. `any_offload`: some unit
- * is offloaded. */
-int fsdpc_footprint_reduce_slots(int world, bool any_offload, bool wire, size_t largest,
-                                 int wanted);
+/* How many buffers for packed gradients a group of units has: `wanted`, none where nothing is packed.
+ * `largest`: the most reduce_bytes of a unit. `any_offload`: some unit is offloaded. */
+int fsdpc_footprint_reduce_slots(int world, bool any_offload, size_t largest, int wanted);
 
 #endif

@@ -31,28 +31,79 @@ fsdpc_grad_target(fsdpc_unit *unit)
                                             fsdpc_grad_last_scale(unit)};
 }
 
+static size_t
+own_piece(const fsdpc_unit *unit, const fsdpc_segment *seg)
+{
+    return seg->reduce_offset +
+           (size_t)seg->piece_numel * (size_t)unit->rank * fsdpc_dtype_bytes(seg->reduce);
+}
+
+static int
+sum_segment(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces, int count)
+{
+    const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
+    return fsdpc_device_reduce(unit->device, (char *)to.sum + seg->grad_offset, seg->accumulate,
+                               pieces, count, seg->reduce, seg->piece_numel, to.scale, *to.add);
+}
+
 int
 fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
 {
     const fsdpc_layout *layout = unit->layout;
-    const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
     const void *pieces[FSDPC_SHM_MAX_RANKS];
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
         if (!seg->trainable) {
             continue;
         }
-        size_t skip = seg->reduce_offset + (size_t)seg->piece_numel * (size_t)unit->rank *
-                                               fsdpc_dtype_bytes(seg->reduce);
         for (int r = 0; r < count; r++) {
-            pieces[r] = sources[r] ? (const char *)sources[r] + skip : NULL;
+            pieces[r] = sources[r] ? (const char *)sources[r] + own_piece(unit, seg) : NULL;
         }
-        FSDPC_TRY(fsdpc_device_reduce(unit->device, (char *)to.sum + seg->grad_offset,
-                                      seg->accumulate, pieces, count, seg->reduce, seg->piece_numel,
-                                      to.scale, *to.add));
+        FSDPC_TRY(sum_segment(unit, seg, pieces, count));
     }
-    *to.add = true;
+    *fsdpc_grad_target(unit).add = true;
     return FSDPC_OK;
+}
+
+/* Pieces of one segment in the order of ranks. */
+static void
+list_landed(const fsdpc_unit *unit, const char *own, const char *landing, size_t stride,
+            const void **pieces)
+{
+    for (int r = 0, at = 0; r < unit->layout->world; r++) {
+        pieces[r] = r == unit->rank ? own : landing + stride * (size_t)at++;
+    }
+}
+
+int
+fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *own, const char *landing)
+{
+    int status = FSDPC_OK;
+    const fsdpc_layout *layout = unit->layout;
+    const size_t world = (size_t)layout->world, segments = (size_t)layout->segment_count;
+    if (!landing) {
+        return fsdpc_grad_sum(unit, &own, 1);
+    }
+    const void **pieces = fsdpc_mem_calloc(world, sizeof *pieces);
+    size_t *offsets = fsdpc_mem_calloc(segments, sizeof *offsets);
+    if (!pieces || !offsets) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the sums of unit %s", unit->name),
+                   done);
+    }
+    const size_t stride = fsdpc_footprint_landing(layout, offsets);
+    for (size_t s = 0; s < segments; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (seg->trainable) {
+            list_landed(unit, (const char *)own + own_piece(unit, seg), landing + offsets[s],
+                        stride, pieces);
+            FSDPC_GOTO(sum_segment(unit, seg, pieces, layout->world), done);
+        }
+    }
+    *fsdpc_grad_target(unit).add = true;
+done:
+    fsdpc_mem_free(pieces);
+    fsdpc_mem_free(offsets);
+    return status;
 }
 
 int

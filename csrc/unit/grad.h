@@ -6,6 +6,9 @@
 
 /* Sums this rank's pieces: sources[r] is rank r's reduce buffer, NULL if the rank sent none. */
 int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
+/* The same for pieces that have landed apart: this rank's in its reduce buffer, those of other ranks, in their
+ * order, one fsdpc_footprint_landing behind the other. `landing` NULL: `own` holds the ranks' sum. */
+int fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *own, const char *landing);
 
 /* Makes the pack plans of a step. Optional: every call below makes them when they are missing. */
 int fsdpc_grad_open(fsdpc_unit *unit);

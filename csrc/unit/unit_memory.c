@@ -54,6 +54,14 @@ fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
     return dtype;
 }
 
+/* Its pieces travel between ranks of other hosts. */
+static bool
+travels(const fsdpc_unit *unit)
+{
+    return unit->layout->world > 1 && !fsdpc_device_get_caps(unit->device)->asynchronous &&
+           !fsdpc_comm_get_caps(unit->shard)->one_memory;
+}
+
 void
 fsdpc_unit_plan(fsdpc_unit *unit)
 {
@@ -61,6 +69,7 @@ fsdpc_unit_plan(fsdpc_unit *unit)
     fsdpc_footprint_options options = {
         .replicate = unit->replicate != NULL,
         .offload = unit->offload,
+        .wire = travels(unit),
         .range_grain = fsdpc_device_get_caps(unit->device)->host_memory
                            ? page
                            : fsdpc_device_grain(unit->device),

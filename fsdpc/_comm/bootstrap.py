@@ -1,26 +1,27 @@
 """From torch's process groups to communicators of the C core.
 
 A group whose ranks all run on this host (same boot, PID and network namespace) uses shared memory
-("shm"); any other group calls back into ``torch.distributed`` ("c10d"); a group of one rank needs
-neither ("self"). GPUs use NCCL ("nccl", see ``_nccl``), whatever the group's backend is.
+("shm"); any other group calls back into ``torch.distributed`` ("c10d"), by sends and receives that
+go on in the background where its backend has them; a group of one rank needs neither ("self"). GPUs use NCCL ("nccl", see ``_nccl``), whatever the group's backend is.
 Communicators are kept as long as torch keeps the group.
 
 Environment, read on every rank when a group is first used; all ranks need the same values:
 
-``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``c10d`` or ``nccl``. With ``c10d`` torch's own
-                       counters, hooks and flight recorder see every collective. The CPU takes all
-                       but ``nccl``. On GPUs ``auto`` is ``nccl``; ``shm`` and ``c10d`` are staged
+``FSDPC_COLLECTIVES``  ``auto`` (default), ``shm``, ``wire``, ``c10d`` or ``nccl``. With ``c10d``
+                       torch's own counters, hooks and flight recorder see every collective, and
+                       each blocks; ``wire`` is what ``auto`` takes among several hosts. The CPU
+                       takes all but ``nccl``. On GPUs ``auto`` is ``nccl``; the others are staged
                        through host memory, with host syncs in each collective: for several
                        ranks on one GPU, or where there is no NCCL.
-``FSDPC_TIMEOUT``      seconds that a rank waits for others (not with ``c10d``), for its own GPU and
+``FSDPC_TIMEOUT``      seconds that a rank waits for others (not over a wire), for its own GPU and
                        for its other threads; by default 600, or 0.9 of the default group's own
                        timeout if that is less.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (default 1).
 ``FSDPC_STALL``        seconds without progress after which each rank logs a table of all ranks
                        (0: no warnings; default 30).
-``FSDPC_TRUST_ORDER``  1: with ``c10d``, skip the small all-gather before each collective that
-                       detects ranks whose collectives are of different units.
+``FSDPC_TRUST_ORDER``  1: over a wire, skip the small message beside each collective that detects
+                       ranks whose collectives are of different units.
 
 ``set_collectives`` sets the first and the last from a program.
 
@@ -62,7 +63,7 @@ from fsdpc._comm.table import report, table
 from fsdpc._comm.texts import ALL_GATHER, gather_texts
 from fsdpc._torch import group_timeouts
 
-KINDS = ("auto", "shm", "c10d", "nccl")
+KINDS = ("auto", "shm", "wire", "c10d", "nccl")
 
 # Of a group, by the GPU's number (None: the CPU).
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] = (
@@ -173,11 +174,12 @@ def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
 def set_collectives(kind: str, *, trust_order: bool = False) -> None:
     """How ranks exchange gathered values and gradients, for models sharded from now on.
 
-    ``kind``: ``"auto"`` (shared memory among the ranks of a host, torch's collectives otherwise),
-    ``"shm"``, ``"c10d"`` (torch's, which its counters, debug modes, flight recorder and fake
-    process groups see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"``, and copies in
-    host memory with the others. ``trust_order`` skips the small all-gather before each torch
-    collective that detects ranks whose collectives are of different units; without the check such
+    ``kind``: ``"auto"`` (shared memory among the ranks of a host, a wire otherwise),
+    ``"shm"``, ``"wire"`` (torch's sends and receives, in the background), ``"c10d"`` (torch's
+    blocking collectives, which its counters, debug modes, flight recorder and fake process groups
+    see) or ``"nccl"``; GPUs use NCCL with ``"auto"`` and ``"nccl"``, and copies in host memory with
+    the others. ``trust_order`` skips the small message beside each collective over a wire that
+    detects ranks whose collectives are of different units; without the check such
     ranks get wrong values or hang. Sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER``, which
     children inherit.
 
@@ -230,7 +232,7 @@ def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> t
     if device is None:
         _refuse_nccl(wanted)
         return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg)), wanted
-    if wanted in ("shm", "c10d"):
+    if wanted in ("shm", "wire", "c10d"):
         return _make_staged(pg, wanted, device), wanted
     return _make_nccl(pg, timeout, device), wanted
 
@@ -271,12 +273,12 @@ def _connect(
     if wanted == "shm" and stranger is not None:
         raise ValueError(
             f"FSDPC_COLLECTIVES=shm needs all ranks of the group on one host, but rank 0 is at "
-            f"{hosts[0]} and rank {stranger} at {hosts[stranger]}; use auto or c10d"
+            f"{hosts[0]} and rank {stranger} at {hosts[stranger]}; use auto or wire"
         )
     name = f"fsdpc-{everyone[0].name}"
-    if wanted == "c10d" or stranger is not None:
+    if wanted in ("wire", "c10d") or stranger is not None:
         channel = _channel_of(pg, name, float(mine.timeout))
-        collectives = _Collectives(pg, channel)
+        collectives = _Collectives(pg, channel, flies=wanted != "c10d")
         comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
         if stranger is None:
             collectives.stalls = _follow(comm, pg.rank(), name, pids)
@@ -333,7 +335,7 @@ def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
     with suppress(OSError, _C.CommError):  # then tables of stalled ranks have less of this one
         _board.open_board()
     try:
-        if wanted != "c10d":
+        if wanted not in ("wire", "c10d"):
             _try_segment(world, timeout)
     except Exception as error:
         return _Offer(wanted, f"{timeout:.17g}", host, pid, name, obstacle=_one_line(error)), error
@@ -344,7 +346,7 @@ def _refuse_nccl(wanted: str) -> None:
     if wanted == "nccl":
         raise ValueError(
             "FSDPC_COLLECTIVES=nccl supports GPUs only, but these units are on the CPU; "
-            "use auto, shm or c10d"
+            "use auto, shm, wire or c10d"
         )
 
 
@@ -446,15 +448,41 @@ _LOST = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "refu
 _LONGEST_PAUSE_S, _SPARE_S = 1.0, 5.0
 
 
+# Of the first message from rank to rank; comm_flight.c has the others.
+_TRIAL_TAG = (1 << 30) - 2
+
 _wires: weakref.WeakSet[_Collectives] = weakref.WeakSet()
 
 
-class _Collectives:
-    """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call."""
+def _sends_in_background(pg: dist.ProcessGroup) -> bool:
+    """Whether the group's backend sends from rank to rank while the caller goes on. Collective."""
+    if pg.size() == 1 or dist.get_backend(pg) == "fake":
+        return False
+    left, right = (pg.rank() - 1) % pg.size(), (pg.rank() + 1) % pg.size()
+    out, into = torch.tensor([pg.rank()]), torch.tensor([-1])
+    try:
+        works = [pg.recv([into], left, _TRIAL_TAG), pg.send([out], right, _TRIAL_TAG)]
+        for work in works:
+            work.wait()
+    except (NotImplementedError, RuntimeError) as error:
+        if any(word in str(error).lower() for word in _LOST):
+            raise
+        return False
+    return into.item() == left
 
-    def __init__(self, pg: dist.ProcessGroup, channel: Channel | None = None) -> None:
+
+class _Collectives:
+    """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call.
+
+    ``flies``: units are exchanged by sends and receives, if the backend has them.
+    """
+
+    def __init__(
+        self, pg: dist.ProcessGroup, channel: Channel | None = None, *, flies: bool = False
+    ) -> None:
         self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
         self._rank = pg.rank()
+        self.flies = flies and _sends_in_background(pg)
         self._channel = channel  # by which a rank that fails sends the reason
         self.stalls: _verdict.Group | _Hosts | None = None
         _wires.add(self)
@@ -526,6 +554,23 @@ class _Collectives:
     def barrier(self, what: str) -> None:
         with self._shown(what or "barrier"):
             dist.barrier(group=self._group())
+
+    def post(
+        self, moves: list[tuple[np.ndarray, int, bool]], tag: int, what: str
+    ) -> list[tuple[dist.Work, int]]:
+        """Begin sends and receives, (memory, rank of the group, send), all with one tag."""
+        pg = self._group()
+        works = []
+        for memory, peer, send in moves:
+            call = pg.send if send else pg.recv
+            works.append((call([torch.from_numpy(memory)], peer, tag), peer))
+        return works
+
+    def land(self, works: list[tuple[dist.Work, int]], what: str) -> None:
+        """Wait for all of them."""
+        with self._shown(what):
+            for work, _ in works:
+                work.wait()
 
     def _piece(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
         return whole[self._rank * numel : (self._rank + 1) * numel]

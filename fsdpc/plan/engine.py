@@ -62,8 +62,9 @@ def _footprint(
     page: int,
     replicate: bool,
     offload: bool,
+    wire: bool,
 ) -> dict[str, Any]:
-    return _C.footprint(specs, world, align, grain, page, replicate, offload)
+    return _C.footprint(specs, world, align, grain, page, replicate, offload, wire)
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
@@ -76,6 +77,7 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
         setup.page_bytes,
         setup.replicas > 1,
         _offloaded(unit, setup),
+        setup.transport == "wire" and setup.shards > 1,
     )
 
 
@@ -113,7 +115,6 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         count = _C.plan_reduce_slots(
             setup.shards,
             any(_offloaded(units[i], setup) for i in members),
-            setup.transport == "wire",
             largest,
             setup.reduce_slots,
         )

@@ -16,7 +16,7 @@ POISON = {"FSDPC_POISON": "1"}
 FULL, GRAD_OP = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 every_strategy = pytest.mark.parametrize("strategy", [FULL, GRAD_OP], ids=lambda s: s.name)
-both_wires = pytest.mark.parametrize("collectives", ["shm", "c10d"])
+both_wires = pytest.mark.parametrize("collectives", ["shm", "wire"])
 
 
 def batch(rank, step, width=6):

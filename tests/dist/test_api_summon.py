@@ -448,13 +448,13 @@ def test_nesting(rank, world, use_orig_params):
 
 @ranks(2)
 @BOTH
-@pytest.mark.parametrize("c10d", [False, True])
-def test_reading_from_forward_hooks(rank, world, use_orig_params, c10d):
+@pytest.mark.parametrize("wire", [False, True])
+def test_reading_from_forward_hooks(rank, world, use_orig_params, wire):
     """Units that are not at work may be read in the middle of a pass, as torch allows."""
-    if c10d:
+    if wire:
         import os
 
-        os.environ["FSDPC_COLLECTIVES"] = "c10d"
+        os.environ["FSDPC_COLLECTIVES"] = "wire"
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     seen = []
     expected = {n: p.detach() for n, p in toy().named_parameters()}

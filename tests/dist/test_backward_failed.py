@@ -224,7 +224,7 @@ def test_an_emergency_checkpoint(rank, world, kind, recompute, strategy, use_ori
 @BOTH
 @ZEROS
 @pytest.mark.parametrize("late", [0, 1])
-@pytest.mark.parametrize("kind", ["shm", "c10d"])
+@pytest.mark.parametrize("kind", ["shm", "wire"])
 def test_gradients_cleared_after_the_failure(rank, world, use_orig_params, to_none, late, kind):
     """The ranks' sums of a unit come when the last of them has its gradients, perhaps after this
     rank has set its own to zero.

@@ -103,7 +103,7 @@ def test_hybrid_training_equals_the_flat_layout(rank, world):
     check_same(rank, OPTIONS["bf16, hybrid"])
 
 
-C10D = {"FSDPC_COLLECTIVES": "c10d"}
+C10D = {"FSDPC_COLLECTIVES": "wire"}
 
 
 @ranks(2, env=C10D)

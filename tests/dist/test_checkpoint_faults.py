@@ -430,7 +430,7 @@ def interrupt(rank: int, world: int, path: str, at: str) -> list[Any]:
     return [*outcome, values, *again]
 
 
-@pytest.mark.parametrize("wire", ["shm", "c10d"])
+@pytest.mark.parametrize("wire", ["shm", "wire"])
 @pytest.mark.parametrize("at", ["write", "message", "between steps", "verify", "read", "wait"])
 def test_ctrl_c(tmp_path: Path, at: str, wire: str):
     """The interrupted rank raises KeyboardInterrupt and the other an error that says so, at once;
@@ -450,7 +450,7 @@ def test_ctrl_c(tmp_path: Path, at: str, wire: str):
     if at in ("message", "between steps"):
         assert (then, other_then) == ("CheckpointError", "CheckpointError")
         assert "KeyboardInterrupt has ended an earlier save" in said, said
-        assert "KeyboardInterrupt" in why_then or wire == "c10d", why_then
+        assert "KeyboardInterrupt" in why_then or wire == "wire", why_then
         assert value_of(tmp_path / "a") in (1.0, 2.0)  # between steps all bytes were there
         return
     assert (then, other_then) == ("", ""), (said, why_then)
@@ -504,7 +504,7 @@ def lose_a_host(rank: int, world: int, path: str, how: str, async_: bool) -> tup
 @pytest.mark.parametrize(("how", "async_"), [("dies", True), ("stops", False), ("stops", True)])
 def test_a_host_that_is_lost(tmp_path: Path, how: str, async_: bool):
     """Both ranks of another host are gone, over a wire: the error names them by the deadline."""
-    env = {"FSDPC_COLLECTIVES": "c10d", "FSDPC_TIMEOUT": "2"}
+    env = {"FSDPC_COLLECTIVES": "wire", "FSDPC_TIMEOUT": "2"}
     arguments = {"path": str(tmp_path), "how": how, "async_": async_}
     first, *_ = run_ranks(lose_a_host, 3, faults=True, env=env, **arguments)
     kind, text = first.value

@@ -55,7 +55,7 @@ def test_the_norm_of_a_whole_model(rank, world, use_orig_params, strategy):
         check_equal(full_gradients(model), gradients(plain), f"{norm_type}", rtol=1e-5)
 
 
-@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 def test_over_a_wire(rank, world):
     model, plain = trained(wrap_blocks("fsdpc", toy())), trained(toy())
     close(clip_grad_norm_(model.parameters(), 0.1), clip_grad_norm_(plain.parameters(), 0.1))

@@ -386,7 +386,7 @@ def experts(rank, world):
 
 
 def test_marked_modules_over_a_wire():
-    run_ranks(experts, 2, env={"FSDPC_COLLECTIVES": "c10d"})
+    run_ranks(experts, 2, env={"FSDPC_COLLECTIVES": "wire"})
 
 
 # --- refused -------------------------------------------------------------------------------------

@@ -285,7 +285,7 @@ def check_beside(model, plain):
 
 
 @ranks(2)
-@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+@pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
     """Two forwards, whose backwards run in reverse order, so that nothing is gathered ahead."""
     model, plain = beside(collectives)
@@ -304,7 +304,7 @@ def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
 
 
 @ranks(2)
-@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+@pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives):
     """torch's checkpoint raises out of the recomputed forward; the graph has two backwards."""
     model, plain = beside(collectives)

@@ -135,7 +135,7 @@ def test_with_offloaded_parameters(rank, world, use_orig_params):
     blocks_frozen(rank, use_orig_params, cpu_offload=offload).follow("", "+blocks.0")
 
 
-@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 @both_ways
 def test_over_torchs_collectives(rank, world, use_orig_params):
     blocks_frozen(rank, use_orig_params).follow(*gradually("blocks.0"))
@@ -537,7 +537,7 @@ def test_unfreezing_on_one_rank_only(rank, world, use_orig_params, unfreezes):
     one_sided(rank, world, use_orig_params, unfreezes)
 
 
-@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 @both_ways
 @pytest.mark.parametrize("unfreezes", [0, 1])
 def test_unfreezing_on_one_rank_only_over_torchs_collectives(

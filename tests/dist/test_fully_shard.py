@@ -52,15 +52,15 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
 
 
 @ranks(2)
-@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+@pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_ranks_that_differ_in_what_they_sum(rank, world, collectives):
     """The rank that keeps the unit raises; over a wire, and on a GPU, every rank does."""
-    if collectives == "c10d":
-        os.environ["FSDPC_COLLECTIVES"] = "c10d"
+    if collectives == "wire":
+        os.environ["FSDPC_COLLECTIVES"] = "wire"
     model = shard_blocks(toy())
     model.blocks[0].set_requires_gradient_sync(rank == 0)
     loss = loss_of(model, tokens(rank, 0))
-    compared = collectives == "c10d" or "FSDPC_LIBCUDA" in os.environ
+    compared = collectives == "wire" or "FSDPC_LIBCUDA" in os.environ
     if rank == 0 and not compared:
         loss.backward()
     else:
@@ -406,7 +406,7 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
     far = [(value.double() - mean).abs().max() for mean, value in zip(exact, theirs, strict=True)]
     largest = torch.stack([mean.abs().max() for mean in exact]).max()
     assert torch.stack(far).max() > 1e-4 * largest
-    os.environ["FSDPC_COLLECTIVES"] = "c10d"  # the mesh's group uses it, the default group does not
+    os.environ["FSDPC_COLLECTIVES"] = "wire"  # the mesh's group uses it, the default group does not
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
     for value, other in zip(gradients(fsdpc.fully_shard, mesh=mesh), theirs, strict=True):
         assert torch.equal(value, other)

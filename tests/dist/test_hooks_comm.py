@@ -33,7 +33,7 @@ SHARDED = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]
 ALL = [*SHARDED, ShardingStrategy.NO_SHARD]
 STRATEGIES = pytest.mark.parametrize("strategy", ALL, ids=lambda s: s.name)
 BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
-C10D = {"FSDPC_COLLECTIVES": "c10d"}
+C10D = {"FSDPC_COLLECTIVES": "wire"}
 
 
 class Calls:

@@ -26,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import ShardingStrategy
 from toys import Block, loss_of, tokens, toy, wrap_blocks
 
-WIRE = {"FSDPC_COLLECTIVES": "c10d"}
+WIRE = {"FSDPC_COLLECTIVES": "wire"}
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
     ShardingStrategy.SHARD_GRAD_OP,

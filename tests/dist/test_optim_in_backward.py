@@ -63,7 +63,7 @@ def same(found: nn.Module, expected: nn.Module) -> None:
 
 @ranks(1, 2, 3)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
-@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+@pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_equals_steps_after_backward(rank, world, door, collectives):
     os.environ["FSDPC_COLLECTIVES"] = collectives
     for make in MAKERS.values():

@@ -68,7 +68,7 @@ def cases(function):
     function = pytest.mark.parametrize("use_orig_params", [True, False], ids=["orig", "flat"])(
         function
     )
-    return pytest.mark.parametrize("wire", [None, "c10d"], ids=["shared", "wire"])(function)
+    return pytest.mark.parametrize("wire", [None, "wire"], ids=["shared", "wire"])(function)
 
 
 @cases

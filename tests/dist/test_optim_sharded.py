@@ -24,7 +24,7 @@ from fsdpc._spans import window as _optim_window
 
 FULL = StateDictType.FULL_STATE_DICT
 SHARDED, LOCAL = StateDictType.SHARDED_STATE_DICT, StateDictType.LOCAL_STATE_DICT
-WIRE = {"FSDPC_COLLECTIVES": "c10d"}
+WIRE = {"FSDPC_COLLECTIVES": "wire"}
 
 
 def in_form(run, form=SHARDED, options=None):

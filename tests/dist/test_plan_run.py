@@ -145,7 +145,7 @@ def test_also_with_replicas_and_accumulation(rank, world):
         run_one(rank, kind, setup, precision, micros=3, sharding_strategy=strategy)
 
 
-@ranks(2, env={"FSDPC_COLLECTIVES": "c10d", "FSDPC_GATHER_SLOTS": "3"})
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire", "FSDPC_GATHER_SLOTS": "3"})
 def test_also_over_a_wire_and_with_more_slots(rank, world):
     for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS[:3])):
         setup = setup_for(world, strategy, precision, transport="wire", gather_slots=3)

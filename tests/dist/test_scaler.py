@@ -182,7 +182,7 @@ def test_a_fused_optimizer_skips_with_the_others(rank, world, use_orig_params):
     skip_together(rank, world, "fsdpc", True, use_orig_params)
 
 
-@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 def test_over_a_wire(rank, world):
     skip_together(rank, world, "fsdpc", False, True)
 

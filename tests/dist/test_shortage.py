@@ -202,7 +202,7 @@ def test_the_other_ranks_get_the_cause(front):
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_the_other_ranks_get_the_cause_over_a_wire(hosts):
-    env = {"FSDPC_COLLECTIVES": "c10d" if hosts == 1 else "auto"}
+    env = {"FSDPC_COLLECTIVES": "wire" if hosts == 1 else "auto"}
     outcomes = run_ranks(fails_on_a_host, 3, faults=True, env=env, hosts=hosts)
     said = "out of memory on rank 1 of 3 in backward of unit 1"
     assert "DefaultCPUAllocator" in outcomes[1].error and said in outcomes[1].traceback

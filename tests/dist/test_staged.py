@@ -19,7 +19,7 @@ from fsdpc._comm import bootstrap as _bootstrap
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
-KINDS = pytest.mark.parametrize("kind", ["shm", "c10d"])
+KINDS = pytest.mark.parametrize("kind", ["shm", "wire"])
 STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD]
 
 

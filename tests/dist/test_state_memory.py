@@ -84,14 +84,14 @@ def peaks(kind, config=None, *, wire=None, engine="fsdpc", load=False, world=2):
     return found
 
 
-@pytest.mark.parametrize("wire", [None, "c10d"])
+@pytest.mark.parametrize("wire", [None, "wire"])
 def test_full_on_ranks_that_do_not_keep_it(wire):
     keeping, other = peaks(FULL, ON_RANK_0, wire=wire)
     assert MODEL_MB - NOISE_MB < keeping < MODEL_MB + UNIT_MB + NOISE_MB
     assert other < (UNIT_MB + NOISE_MB if wire else NOISE_MB)
 
 
-@pytest.mark.parametrize("wire", [None, "c10d"])
+@pytest.mark.parametrize("wire", [None, "wire"])
 def test_sharded_gathers_nothing(wire):
     """A rank holds its rows, and over a wire a window beside them."""
     extra = UNIT_MB + NOISE_MB if wire else NOISE_MB
@@ -99,7 +99,7 @@ def test_sharded_gathers_nothing(wire):
         assert peak < MODEL_MB / 2 + extra
 
 
-@pytest.mark.parametrize("wire", [None, "c10d"])
+@pytest.mark.parametrize("wire", [None, "wire"])
 def test_loading_sharded_gathers_nothing(wire):
     """The rows of the units on the way, the root's and one layer's; the caller holds the dict."""
     extra = UNIT_MB + NOISE_MB if wire else NOISE_MB

@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import loss_of, tokens, toy, wrap, wrap_blocks
 
-WIRES = [None, "c10d"]
+WIRES = [None, "wire"]
 
 
 def round_trip(rank, world, mesh, use_orig_params):

@@ -30,7 +30,7 @@ from toys import (
 import fsdpc
 
 WIDTH, UNITS = 6, 7
-WIRES = {"c10d": {"FSDPC_COLLECTIVES": "c10d"}}
+WIRES = {"wire": {"FSDPC_COLLECTIVES": "wire"}}
 if env.missing() is None:
     WIRES["sim"] = env.environment()
 DOORS = ["FSDP", "fully_shard"]

@@ -39,7 +39,7 @@ STEPS = 3
     [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD],
     ids=lambda s: s.name,
 )
-@pytest.mark.parametrize("collectives", ["shm", "c10d"])
+@pytest.mark.parametrize("collectives", ["shm", "wire"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_optimizer_in_backward(rank, world, strategy, collectives, when):
     """AdamW steps inside backward, applied before or after wrapping; nobody else steps."""
@@ -66,7 +66,7 @@ def test_optimizer_in_backward(rank, world, strategy, collectives, when):
             full_parameters(model),
             reference.parameters(),
             f"after step {step}",
-            rtol=1e-5 if collectives == "c10d" else 0.0,
+            rtol=1e-5 if collectives == "wire" else 0.0,
         )
 
 

@@ -37,7 +37,7 @@ import fsdpc
 
 STEPS = 3
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
-both_collectives = pytest.mark.parametrize("collectives", ["auto", "c10d"])
+both_collectives = pytest.mark.parametrize("collectives", ["auto", "wire"])
 
 
 def sgd(*modules):

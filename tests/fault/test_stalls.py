@@ -104,7 +104,7 @@ def check_warnings(outcomes):
     ("function", "env"),
     [
         (stopped, {"FSDPC_COLLECTIVES": "shm"}),
-        (stopped_over_gloo, {"FSDPC_COLLECTIVES": "c10d"}),
+        (stopped_over_gloo, {"FSDPC_COLLECTIVES": "wire"}),
         (stopped_on_a_host, {"FSDPC_TIMEOUT": "60", "FSDPC_STALL": "30"}),
     ],
 )

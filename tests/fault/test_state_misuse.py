@@ -40,7 +40,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "config", "load"), CASES)
-@pytest.mark.parametrize("wire", ["shm", "c10d"])
+@pytest.mark.parametrize("wire", ["shm", "wire"])
 def test_one_rank_does_not_come(kind, config, load, wire):
     env = {**SHORT, "FSDPC_COLLECTIVES": wire}
     outcomes = run_ranks(alone, 3, env=env, faults=True, kind=kind, config=config, load=load)
@@ -49,7 +49,7 @@ def test_one_rank_does_not_come(kind, config, load, wire):
         assert {"CommTimeout", "PeerError"} & set(outcome.error_types), outcome.error
         assert "rank 1" in outcome.error or "rank 1" in outcome.log, outcome.error
         assert "state dict of unit" in outcome.error, outcome.error
-    if wire == "c10d":
+    if wire == "wire":
         for outcome in (outcomes[0], outcomes[2]):
             assert "for rank 1 (FSDPC_TIMEOUT" in outcome.error, outcome.error
     first = next(o for o in outcomes if "CommTimeout" in o.error_types)
@@ -66,7 +66,7 @@ def different(rank, world, kinds, load):
             model.state_dict()
 
 
-@pytest.mark.parametrize("wire", ["shm", "c10d"])
+@pytest.mark.parametrize("wire", ["shm", "wire"])
 def test_different_types(wire):
     arguments = {"kinds": [FULL, SHARDED], "load": [False, False]}
     env = {"FSDPC_COLLECTIVES": wire}
@@ -116,7 +116,7 @@ def late_again(rank, world):
 
 
 def test_after_a_rank_gave_up_over_a_wire():
-    run_ranks(late_again, 2, env={**SHORT, "FSDPC_COLLECTIVES": "c10d"})
+    run_ranks(late_again, 2, env={**SHORT, "FSDPC_COLLECTIVES": "wire"})
 
 
 def named_differently(rank, world, kind):

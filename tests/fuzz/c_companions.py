@@ -299,9 +299,18 @@ class Companions:
         spec = ("w", rng.choice([0, 12, 2**60]), *["float32"] * 3, True)
         calls: dict[str, list[Any]] = {
             "plan_slots": [needs, rng.choice([0, 1, 5])],
-            "plan_reduce_slots": [rng.choice([1, 2]), True, False, rng.choice([8, 2**62]), 0],
+            "plan_reduce_slots": [rng.choice([1, 2]), True, rng.choice([8, 2**62]), 0],
             "plan_grad_slots": [8, rng.choice([64, 0, -1]), 2],
-            "footprint": [[spec], rng.choice([1, 3, 10**6]), 64, 4096, 4096, False, True],
+            "footprint": [
+                [spec],
+                rng.choice([1, 3, 10**6]),
+                64,
+                4096,
+                4096,
+                False,
+                True,
+                rng.random() < 0.5,
+            ],
         }
         name = rng.choice(list(calls))
         self.call(name, getattr(_probe, name), *calls[name])

@@ -38,7 +38,7 @@ STRATEGIES = [
     ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.NO_SHARD,
 ]
-WIRE = {"FSDPC_COLLECTIVES": "c10d"}
+WIRE = {"FSDPC_COLLECTIVES": "wire"}
 
 
 def train(engine, rank, **options):
@@ -142,11 +142,11 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
                     loss_of(model, tokens(rank, step, micro)).backward()
                 reference.backward(tokens(rank, step, micro), sync=sync)
             what = f"{precision.name} {strategy.name} no_sync={no_sync}, step {step}"
-            check_gradients("c10d", model, reference, what)
+            check_gradients("wire", model, reference, what)
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            check_parameters("c10d", model, reference, what)
+            check_parameters("wire", model, reference, what)
 
 
 class Swapping(nn.Module):
@@ -190,4 +190,4 @@ def test_marked_experts(rank, world):
         batch = random_batch(rank, step, 1, 3)
         mixture_loss(sharded, batch).backward()
         reference.backward(batch)
-        check_gradients("c10d", sharded, reference, f"of step {step}")
+        check_gradients("wire", sharded, reference, f"of step {step}")

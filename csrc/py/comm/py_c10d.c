@@ -6,7 +6,9 @@
  * Python, fsdpc_py_raise makes the exception its cause (or keeps it, for KeyboardInterrupt).
  *
  * Methods: all_gather(array, piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what),
- * all_reduce(array, numel, dtype, op, what), broadcast(array, root, what), barrier(what).
+ * all_reduce(array, numel, dtype, op, what), broadcast(array, root, what), barrier(what). An object whose
+ * attribute `flies` is true also has post([(array, peer, send)], tag, what) -> transfers, whose arrays stay valid
+ * until land(transfers, what) returns or `transfers` is deallocated.
  */
 #include <string.h>
 
@@ -122,6 +124,69 @@ barrier(void *context, const char *what)
     return fsdpc_py_callback_leave(&state, finish(result, "barrier", what));
 }
 
+/* --- transfers in the background ----------------------------------------------------------------- */
+
+/* [(array, peer, send)]; NULL with an exception set. */
+static PyObject *
+list_moves(const fsdpc_comm_move *moves, int count)
+{
+    PyObject *list = PyList_New(count);
+    for (int i = 0; list != NULL && i < count; i++) {
+        PyObject *array = wrap(moves[i].memory, moves[i].bytes);
+        PyObject *move = array == NULL ? NULL
+                                       : Py_BuildValue("(NiO)", array, moves[i].peer,
+                                                       moves[i].send ? Py_True : Py_False);
+        if (move == NULL) {
+            Py_CLEAR(list);
+        } else {
+            PyList_SET_ITEM(list, i, move);
+        }
+    }
+    return list;
+}
+
+static int
+post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag, const char *what,
+     void **transfers)
+{
+    const target *to = context;
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
+    PyObject *list = list_moves(moves, count);
+    PyObject *result =
+        list == NULL ? NULL : PyObject_CallMethod(to->object, "post", "OIs", list, tag, what);
+    Py_XDECREF(list);
+    *transfers = Py_XNewRef(result);
+    return fsdpc_py_callback_leave(&state, finish(result, "post", what));
+}
+
+static int
+land(void *context, void *transfers, const char *what)
+{
+    const target *to = context;
+    fsdpc_py_entered state;
+    FSDPC_TRY(fsdpc_py_callback_enter(&state));
+    PyObject *result = PyObject_CallMethod(to->object, "land", "Os", transfers, what);
+    int status = finish(result, "land", what);
+    PyObject *type, *value, *trace;
+    PyErr_Fetch(&type, &value, &trace);
+    Py_DECREF((PyObject *)transfers);
+    PyErr_Restore(type, value, trace);
+    return fsdpc_py_callback_leave(&state, status);
+}
+
+static void
+drop(void *context, void *transfers)
+{
+    (void)context;
+    if (fsdpc_py_finalizing()) {
+        return;
+    }
+    PyGILState_STATE gil = PyGILState_Ensure();
+    Py_DECREF((PyObject *)transfers);
+    PyGILState_Release(gil);
+}
+
 static void
 release(void *context)
 {
@@ -135,9 +200,27 @@ release(void *context)
     fsdpc_mem_free(to);
 }
 
+/* -1 with an exception set. */
+static int
+can_fly(PyObject *object)
+{
+    PyObject *flies = PyObject_GetAttrString(object, "flies");
+    int result = flies == NULL ? -1 : PyObject_IsTrue(flies);
+    Py_XDECREF(flies);
+    if (result < 0 && PyErr_ExceptionMatches(PyExc_AttributeError)) {
+        PyErr_Clear();
+        return 0;
+    }
+    return result;
+}
+
 int
 fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *out)
 {
+    const int flies = can_fly(object);
+    if (flies < 0) {
+        return -1;
+    }
     target *to = fsdpc_mem_calloc(1, sizeof *to);
     if (to == NULL) {
         PyErr_NoMemory();
@@ -152,6 +235,9 @@ fsdpc_py_c10d_callbacks(PyObject *object, int world, fsdpc_comm_callbacks *out)
         .all_reduce = all_reduce,
         .broadcast = broadcast,
         .barrier = barrier,
+        .post = flies ? post : NULL,
+        .land = flies ? land : NULL,
+        .drop = flies ? drop : NULL,
         .release = release,
     };
     return 0;

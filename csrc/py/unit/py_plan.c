@@ -38,8 +38,9 @@ footprint(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, 
         {"page_bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &options.page_bytes},
         {"replicate", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.replicate},
         {"offload", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.offload},
+        {"wire", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.wire},
     };
-    if (fsdpc_py_args("footprint", table, 7, args, nargs, names) < 0) {
+    if (fsdpc_py_args("footprint", table, 8, args, nargs, names) < 0) {
         return NULL;
     }
     if (options.range_grain == 0 || options.page_bytes == 0) {
@@ -167,19 +168,18 @@ plan_reduce_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t
                   PyObject *names)
 {
     int32_t world = 1, wanted = 0;
-    bool any_offload = false, wire = false;
+    bool any_offload = false;
     size_t largest = 0;
     const fsdpc_py_arg table[] = {
         {"world", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &world},
         {"any_offload", FSDPC_PY_BOOL, FSDPC_PY_REQUIRED, &any_offload},
-        {"wire", FSDPC_PY_BOOL, FSDPC_PY_REQUIRED, &wire},
         {"largest", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &largest},
         {"wanted", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &wanted},
     };
-    if (fsdpc_py_args("plan_reduce_slots", table, 5, args, nargs, names) < 0) {
+    if (fsdpc_py_args("plan_reduce_slots", table, 4, args, nargs, names) < 0) {
         return NULL;
     }
-    return PyLong_FromLong(fsdpc_footprint_reduce_slots(world, any_offload, wire, largest,
+    return PyLong_FromLong(fsdpc_footprint_reduce_slots(world, any_offload, largest,
                                                         wanted > 0 ? wanted : FSDPC_DEFAULT_SLOTS));
 }
 
@@ -203,7 +203,8 @@ plan_grad_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n
 PyMethodDef fsdpc_py_plan_methods[] = {
     FSDPC_PY_FUNCTION(
         footprint, FSDPC_PY_KEYWORDS,
-        "(specs, world, align_bytes, range_grain, page_bytes, replicate=False, offload=False)",
+        "(specs, world, align_bytes, range_grain, page_bytes, replicate=False, offload=False, "
+        "wire=False)",
         "Bytes that a unit allocates on each rank. specs: as for layout(). range_grain: page of "
         "host memory, or the device's grain. ValueError, TypeError."),
     FSDPC_PY_FUNCTION(
@@ -212,7 +213,7 @@ PyMethodDef fsdpc_py_plan_methods[] = {
         "(depth, reshard, direct, bytes) of the units with one group of ranks, in module order. "
         "per_level: slots of a nesting level, 0 for the default."),
     FSDPC_PY_FUNCTION(plan_reduce_slots, FSDPC_PY_KEYWORDS,
-                      "(world, any_offload, wire, largest, wanted=0)",
+                      "(world, any_offload, largest, wanted=0)",
                       "How many buffers for packed gradients a group of units has. largest: the "
                       "most reduce_bytes of a unit. wanted: 0 for the default."),
     FSDPC_PY_FUNCTION(

@@ -1,0 +1,297 @@
+/* See flight.h. */
+#include "comm/flight.h"
+
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "comm/comm_impl.h"
+
+enum {
+    CHUNK_BYTES = 1 << 20,    /* one large message each way would take turns with the other */
+    DATA_TAG = 1 << 30,       /* programs that send by themselves use small tags */
+    MARKS_TAG = DATA_TAG - 1, /* in the order of flights */
+};
+
+struct fsdpc_flight {
+    fsdpc_comm *comm;
+    void *data, *marking; /* transfers of the kind, NULL: none, or landed */
+    fsdpc_mark *marks;    /* one per rank */
+    bool agreed;          /* known after landing */
+    bool marked, summed;
+};
+
+bool
+fsdpc_comm_flies(const fsdpc_comm *comm)
+{
+    return comm->ops->post && comm->ops->flies(comm);
+}
+
+/* --- transfers --------------------------------------------------------------------------------- */
+
+/* The transfers of one flight; `moves` NULL counts them. */
+struct list {
+    fsdpc_comm_move *moves;
+    int count;
+};
+
+static void
+add(struct list *list, char *memory, size_t bytes, int peer, bool send)
+{
+    for (size_t at = 0; at < bytes; at += CHUNK_BYTES) {
+        if (list->moves) {
+            const size_t left = bytes - at;
+            list->moves[list->count] =
+                (fsdpc_comm_move){memory + at, left < CHUNK_BYTES ? left : CHUNK_BYTES, peer, send};
+        }
+        list->count++;
+    }
+}
+
+/* Every rank begins with another peer, so that no rank gets all at once. */
+static int
+peer_at(const fsdpc_comm *comm, int step, bool send)
+{
+    return (comm->rank + (send ? step : comm->world - step)) % comm->world;
+}
+
+static char *
+landing_of(const fsdpc_comm *comm, const fsdpc_landing *landing, int peer, int part)
+{
+    const size_t index = (size_t)(peer < comm->rank ? peer : peer - 1);
+    return landing->base + landing->stride * index + landing->offsets[part];
+}
+
+/* landing NULL: a gather, which sends this rank's piece and gets the others' in place. */
+static void
+list_moves(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+           const fsdpc_landing *landing, struct list *list)
+{
+    list->count = 0;
+    for (int i = 0; i < count; i++) {
+        const size_t bytes = (size_t)parts[i].piece_numel * fsdpc_dtype_bytes(parts[i].dtype);
+        char *buffer = parts[i].buffer;
+        for (int step = 1; step < comm->world; step++) {
+            const int from = peer_at(comm, step, false), to = peer_at(comm, step, true);
+            add(list, landing ? landing_of(comm, landing, from, i) : buffer + bytes * (size_t)from,
+                bytes, from, false);
+            add(list, buffer + bytes * (size_t)(landing ? to : comm->rank), bytes, to, true);
+        }
+    }
+}
+
+/* Equal on ranks that mean the same flight: what the others send for another one finds no taker. */
+static uint32_t
+tag_of(const fsdpc_comm *comm, const fsdpc_mark *mark)
+{
+    uint64_t hash = 14695981039346656037u ^ comm->flights;
+    for (int i = 0; mark && i < (int)(sizeof mark->words / sizeof mark->words[0]); i++) {
+        hash = (hash ^ (uint32_t)mark->words[i]) * 1099511628211u;
+        hash ^= hash >> 29;
+    }
+    return (uint32_t)DATA_TAG | (uint32_t)(hash & (DATA_TAG - 1));
+}
+
+static int
+post_marks(fsdpc_flight *flight, const char *what)
+{
+    fsdpc_comm *comm = flight->comm;
+    const int count = 2 * (comm->world - 1);
+    fsdpc_comm_move *moves = fsdpc_mem_calloc((size_t)count, sizeof *moves);
+    if (!moves) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the marks of %d ranks", what,
+                           comm->world);
+    }
+    for (int step = 1, at = 0; step < comm->world; step++) {
+        const int from = peer_at(comm, step, false), to = peer_at(comm, step, true);
+        moves[at++] = (fsdpc_comm_move){&flight->marks[from], sizeof *flight->marks, from, false};
+        moves[at++] =
+            (fsdpc_comm_move){&flight->marks[comm->rank], sizeof *flight->marks, to, true};
+    }
+    int status = comm->ops->post(comm, moves, count, MARKS_TAG, what, &flight->marking);
+    fsdpc_mem_free(moves);
+    return status;
+}
+
+static int
+post_data(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count,
+          const fsdpc_landing *landing, uint32_t tag, const char *what)
+{
+    fsdpc_comm *comm = flight->comm;
+    struct list list = {0};
+    list_moves(comm, parts, count, landing, &list);
+    if (list.count == 0) {
+        return FSDPC_OK;
+    }
+    list.moves = fsdpc_mem_calloc((size_t)list.count, sizeof *list.moves);
+    if (!list.moves) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d transfers", what, list.count);
+    }
+    list_moves(comm, parts, count, landing, &list);
+    int status = comm->ops->post(comm, list.moves, list.count, tag, what, &flight->data);
+    fsdpc_mem_free(list.moves);
+    return status;
+}
+
+static bool
+marks_agree(const fsdpc_flight *flight)
+{
+    const fsdpc_comm *comm = flight->comm;
+    for (int r = 0; r < comm->world; r++) {
+        if (memcmp(&flight->marks[r], &flight->marks[comm->rank], sizeof *flight->marks) != 0) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* --- the flight ---------------------------------------------------------------------------------- */
+
+static int
+take_off(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count,
+         const fsdpc_landing *landing, const fsdpc_mark *mark, const char *what)
+{
+    fsdpc_comm *comm = flight->comm;
+    const uint32_t tag = tag_of(comm, mark);
+    comm->flights++;
+    if (mark) {
+        FSDPC_TRY(post_marks(flight, what));
+    }
+    return post_data(flight, parts, count, landing, tag, what);
+}
+
+/* The same by a blocking collective, only if all ranks mean the same. */
+static int
+go_at_once(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count, bool reduce,
+           const char *what)
+{
+    fsdpc_comm *comm = flight->comm;
+    if (flight->marked) {
+        FSDPC_TRY(fsdpc_comm_all_gather(comm, flight->marks, sizeof *flight->marks, what));
+    }
+    flight->agreed = marks_agree(flight);
+    if (!flight->agreed) {
+        return FSDPC_OK;
+    }
+    flight->summed = reduce;
+    return reduce ? fsdpc_comm_reduce_scatter_parts(comm, parts, count, what)
+                  : fsdpc_comm_all_gather_parts(comm, parts, count, what);
+}
+
+/* Every mark is this rank's until another one comes: a process group may be a fake, which moves nothing. */
+static int
+make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
+{
+    fsdpc_flight *flight = *out = fsdpc_mem_calloc(1, sizeof *flight);
+    fsdpc_mark *marks = fsdpc_mem_calloc((size_t)comm->world, sizeof *marks);
+    if (!flight || !marks) {
+        fsdpc_mem_free(marks);
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the marks of %d ranks", what,
+                           comm->world);
+    }
+    flight->comm = comm;
+    flight->marks = marks;
+    flight->marked = mark != NULL;
+    for (int r = 0; mark && r < comm->world; r++) {
+        marks[r] = *mark;
+    }
+    return FSDPC_OK;
+}
+
+static int
+begin(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const fsdpc_landing *landing,
+      const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
+{
+    int status = FSDPC_OK;
+    *out = NULL;
+    FSDPC_TRY(fsdpc_comm_check_parts(comm, parts, count, what));
+    FSDPC_GOTO(make(comm, mark, what, out), fail);
+    if (fsdpc_comm_flies(comm)) {
+        FSDPC_GOTO(fsdpc_comm_enter(comm, what), fail);
+        status = fsdpc_comm_leave(comm, take_off(*out, parts, count, landing, mark, what));
+    } else {
+        status = go_at_once(*out, parts, count, landing != NULL, what);
+    }
+fail:
+    if (status != FSDPC_OK) {
+        fsdpc_flight_free(*out);
+        *out = NULL;
+    }
+    return status;
+}
+
+int
+fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                    const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
+{
+    return begin(comm, parts, count, NULL, mark, what, out);
+}
+
+int
+fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                    const fsdpc_landing *landing, const fsdpc_mark *mark, const char *what,
+                    fsdpc_flight **out)
+{
+    return begin(comm, parts, count, landing, mark, what, out);
+}
+
+static int
+land(fsdpc_flight *flight, const char *what)
+{
+    fsdpc_comm *comm = flight->comm;
+    int status = FSDPC_OK;
+    if (flight->marking) {
+        status = comm->ops->land(comm, flight->marking, what);
+        flight->marking = NULL;
+    }
+    FSDPC_TRY(status);
+    flight->agreed = marks_agree(flight);
+    if (flight->data && flight->agreed) {
+        status = comm->ops->land(comm, flight->data, what);
+        flight->data = NULL;
+    }
+    return status;
+}
+
+int
+fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed)
+{
+    fsdpc_comm *comm = flight->comm;
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    if (fsdpc_comm_flies(comm)) {
+        FSDPC_TRY(fsdpc_comm_enter(comm, what));
+        FSDPC_TRY(fsdpc_comm_leave(comm, land(flight, what)));
+    }
+    if (agreed) {
+        *agreed = flight->agreed;
+    }
+    return FSDPC_OK;
+}
+
+const fsdpc_mark *
+fsdpc_flight_marks(const fsdpc_flight *flight)
+{
+    return flight->marks;
+}
+
+bool
+fsdpc_flight_is_summed(const fsdpc_flight *flight)
+{
+    return flight->summed;
+}
+
+void
+fsdpc_flight_free(fsdpc_flight *flight)
+{
+    if (!flight) {
+        return;
+    }
+    if (flight->marking) {
+        flight->comm->ops->drop(flight->comm, flight->marking);
+    }
+    if (flight->data) {
+        flight->comm->ops->drop(flight->comm, flight->data);
+    }
+    fsdpc_mem_free(flight->marks);
+    fsdpc_mem_free(flight);
+}

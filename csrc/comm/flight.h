@@ -1,0 +1,52 @@
+/* Collectives in flight: begun by one call, landed by a later one, with the caller's work between.
+ *
+ * Where a communicator's library sends from rank to rank in the background ("c10d" over gloo or MPI), a flight
+ * is a set of such transfers, in chunks, so that all links are busy in both directions. Elsewhere it is the
+ * kind's blocking collective, done when begin returns. All ranks must begin the flights of a communicator in one
+ * order; they may land them in any.
+ *
+ * Each rank gives a mark that says what it means, and the marks travel ahead of the data. Data moves only
+ * between ranks with equal marks: ranks that mean different things never read each other's bytes, and find out
+ * when they land.
+ */
+#ifndef FSDPC_FLIGHT_H
+#define FSDPC_FLIGHT_H
+
+#include "comm/comm.h"
+
+typedef struct fsdpc_flight fsdpc_flight;
+
+typedef struct fsdpc_mark {
+    int32_t words[2];
+} fsdpc_mark;
+
+/* Where the pieces of other ranks land: rank r's piece of parts[i] at base + stride * (r, or r - 1 above this
+ * rank) + offsets[i]. */
+typedef struct fsdpc_landing {
+    char *base;
+    size_t stride;
+    const size_t *offsets;
+} fsdpc_landing;
+
+/* All-gather of the parts (as fsdpc_comm_all_gather_parts), of none of them if count is 0: then only marks are
+ * compared. mark NULL: nothing is compared. The parts' memory stays as it is until the flight has landed. */
+int fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                        const fsdpc_mark *mark, const char *what, fsdpc_flight **out);
+/* Every rank gets its own pieces of all ranks' parts, in `landing`; fsdpc_flight_is_summed: as the kind sums,
+ * in place of its own piece (fsdpc_comm_reduce_scatter_parts). */
+int fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                        const fsdpc_landing *landing, const fsdpc_mark *mark, const char *what,
+                        fsdpc_flight **out);
+/* Waits until the flight's memory is this rank's again. *agreed (optional): all marks were equal, and the data
+ * is there; else no data has come. */
+int fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed);
+/* One mark per rank, after landing; borrowed. */
+const fsdpc_mark *fsdpc_flight_marks(const fsdpc_flight *flight);
+bool fsdpc_flight_is_summed(const fsdpc_flight *flight);
+/* A flight that has not landed is given up: its memory is left alone from now on. NULL is allowed. Local. */
+void fsdpc_flight_free(fsdpc_flight *flight);
+
+/* True if flights go on in the background. */
+bool fsdpc_comm_flies(const fsdpc_comm *comm);
+
+#endif
