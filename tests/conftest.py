@@ -48,6 +48,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="rows: every unit with use_orig_params is cut between the rows of its parameters",
     )
     parser.addoption(
+        "--hosts",
+        type=int,
+        default=1,
+        help="on how many hosts the ranks of a test are: network namespaces, which need root "
+        "(tests/dist/on_hosts.py)",
+    )
+    parser.addoption(
         "--jitter",
         metavar="SEED",
         help="random ranks are late before random modules, autograd nodes and optimizer steps, "
@@ -68,6 +75,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Table())
     os.environ["FSDPC_TEST_COMBINATIONS"] = config.getoption("--combinations")  # for the harness
     os.environ["FSDPC_TEST_LAYOUT"] = config.getoption("--layout")  # for the harness
+    os.environ["FSDPC_TEST_HOSTS"] = str(config.getoption("--hosts"))
     if config.getoption("--jitter") is not None:
         os.environ["FSDPC_TEST_JITTER"] = config.getoption("--jitter")  # for the harness
     if config.getoption("--gpu") == "sim":
@@ -135,3 +143,5 @@ def _template_process():
     yield
     if "harness" in sys.modules:
         sys.modules["harness"].Template.close()
+    if "on_hosts" in sys.modules:
+        sys.modules["on_hosts"].remove()

@@ -157,6 +157,7 @@ def run_ranks(
             "FSDPC_POISON": os.environ.get("FSDPC_POISON", "1"),
             **(gpu_environment(function.__module__) if on_device else {}),
             **(env or {}),
+            **host_environment(world, env or {}),
         },
         "faults": faults,
         "on_device": on_device,
@@ -187,6 +188,17 @@ def gpu_environment(module: str = "") -> dict[str, str]:
     watched = name not in UNWATCHED and name in os.environ.get("FSDPC_TEST_WATCHED", name).split()
     watch = {} if watched else {"FSDPC_TEST_WATCH": "0"}
     return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # the order of the references
+
+
+def host_environment(world: int, env: dict[str, str]) -> dict[str, str]:
+    """What `pytest --hosts N` adds: the ranks of a test are on several hosts."""
+    hosts = int(os.environ.get("FSDPC_TEST_HOSTS", "1"))
+    if hosts == 1 or world == 1 or "FSDPC_TEST_PLACES" in env:
+        return {}
+    import on_hosts
+
+    wanted = {"FSDPC_COLLECTIVES": "auto"} if env.get("FSDPC_COLLECTIVES") == "shm" else {}
+    return {**on_hosts.environment(on_hosts.made(hosts), on_hosts.spread(world, hosts)), **wanted}
 
 
 def describe(outcomes: list[Outcome], headline: str) -> str:
@@ -384,7 +396,12 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     module = import_test_module(request["module"], request["file"])
     function = getattr(module, request["function"])
     function = getattr(function, "rank_function", function)
-    store = dist.FileStore(os.path.join(folder, "store"), world)
+    if "FSDPC_TEST_PLACES" in os.environ:
+        import on_hosts
+
+        store = on_hosts.store_of(rank, world)
+    else:
+        store = dist.FileStore(os.path.join(folder, "store"), world)
     on_gpu = request["on_device"] and os.environ.get("FSDPC_TEST_GPU") == "cuda"
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)

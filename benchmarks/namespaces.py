@@ -1,0 +1,142 @@
+"""Hosts made of network namespaces of this machine, joined by a bridge: for benchmarks and tests.
+
+Each host has an interface ``eth0`` of its own, whose rate in both directions is shaped with tc.
+Needs root, and the programs ip and tc (``missing`` says what is not there).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+
+CLONE_NEWNET = 0x40000000
+_made = 0
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=30)
+
+
+@cache
+def missing() -> str:
+    """Why there can be no hosts here; empty if there can."""
+    for program in ("ip", "tc"):
+        if not shutil.which(program):
+            return f"the program {program} (Debian: iproute2) is not installed"
+    try:
+        with hosts(1, rate="1gbit"):
+            return ""
+    except (subprocess.SubprocessError, OSError) as error:
+        text = getattr(error, "stderr", None) or str(error)
+        return f"network namespaces cannot be made here (root is needed): {text.strip()}"
+
+
+class Hosts:
+    """``count`` hosts with the addresses 10.77.0.1, 10.77.0.2 and so on.
+
+    ``rate``: of each host's link, in tc's words ("1gbit"); None: as fast as the machine copies.
+    """
+
+    def __init__(self, count: int, rate: str | None = None) -> None:
+        global _made
+        _made += 1
+        self.prefix = f"f{os.getpid()}x{_made}"[-9:]
+        self.count = count
+        self.rate = rate
+        self.addresses = [f"10.77.0.{1 + host}" for host in range(count)]
+        self.names = [f"{self.prefix}n{host}" for host in range(count)]
+
+    def _port(self, host: int) -> str:
+        return f"{self.prefix}p{host}"
+
+    def make(self) -> None:
+        """``CalledProcessError`` with the reason in ``stderr``: undo with ``remove``."""
+        _run("ip", "link", "add", f"{self.prefix}b", "type", "bridge")
+        _run("ip", "link", "set", f"{self.prefix}b", "up")
+        for host, name in enumerate(self.names):
+            port = self._port(host)
+            _run("ip", "netns", "add", name)
+            peer = ("peer", "name", "eth0", "netns", name)
+            _run("ip", "link", "add", port, "type", "veth", *peer)
+            _run("ip", "link", "set", port, "master", f"{self.prefix}b", "up")
+            _run("ip", "-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _run("ip", "-n", name, "link", "set", device, "up")
+            if self.rate:
+                shape = ("root", "tbf", "rate", self.rate, "burst", "1mb", "latency", "50ms")
+                _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape)
+                _run("tc", "qdisc", "add", "dev", port, *shape)
+
+    def remove(self) -> None:
+        """Processes that are still there keep their namespace until they end."""
+        for host, name in enumerate(self.names):
+            subprocess.run(["ip", "link", "del", self._port(host)], capture_output=True)
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        subprocess.run(["ip", "link", "del", f"{self.prefix}b"], capture_output=True)
+
+    def cut(self, host: int) -> None:
+        """Nothing that the host sends arrives, nor anything that is sent to it."""
+        _run("ip", "link", "set", self._port(host), "down")
+
+    def heal(self, host: int) -> None:
+        """The link works again."""
+        _run("ip", "link", "set", self._port(host), "up")
+
+    def sent(self, host: int) -> int:
+        """Bytes that the host has sent so far."""
+        path = f"/sys/class/net/{self._port(host)}/statistics/rx_bytes"
+        with open(path, encoding="ascii") as file:
+            return int(file.read())
+
+    def environment(self, ranks: Sequence[int], port: int = 29531) -> list[dict[str, str]]:
+        """Variables of each rank, as torchrun sets them; ``ranks``: how many a host has."""
+        made = []
+        for host, count in enumerate(ranks):
+            for local in range(count):
+                made.append(
+                    {
+                        "RANK": str(len(made)),
+                        "WORLD_SIZE": str(sum(ranks)),
+                        "LOCAL_RANK": str(local),
+                        "LOCAL_WORLD_SIZE": str(count),
+                        "MASTER_ADDR": self.addresses[0],
+                        "MASTER_PORT": str(port),
+                        "GLOO_SOCKET_IFNAME": "eth0",
+                        "FSDPC_TEST_HOST": self.names[host],
+                    }
+                )
+        return made
+
+
+@contextmanager
+def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
+    """Hosts that are removed at the end."""
+    made = Hosts(count, rate)
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()
+
+
+def enter(name: str) -> None:
+    """This thread, and threads that it starts from now on, are on the host ``name``."""
+    descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(descriptor, CLONE_NEWNET) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, f"setns to the host {name}: {os.strerror(number)}")
+    finally:
+        os.close(descriptor)
+
+
+if __name__ == "__main__":
+    print(missing() or "hosts can be made here")
+    sys.exit(bool(missing()))

@@ -1,0 +1,56 @@
+"""Ranks on hosts of their own: network namespaces (benchmarks/namespaces.py), for `pytest --hosts 2` and for
+tests that name their hosts.
+
+The ranks of a test are spread as evenly as they can be, the last hosts get one more: three ranks on two
+hosts are 1 + 2.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+
+import torch.distributed as dist
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import namespaces
+
+PLACES = "FSDPC_TEST_PLACES"  # of each rank: the name of its host
+PORT = 29531
+_kept = ExitStack()  # hosts are made once, and removed when pytest ends
+
+
+def spread(world: int, hosts: int) -> list[int]:
+    """How many of the ranks each host has."""
+    hosts = min(world, hosts)
+    return [world // hosts + (host >= hosts - world % hosts) for host in range(hosts)]
+
+
+@cache
+def made(count: int) -> namespaces.Hosts:
+    """Hosts that all tests of this process share."""
+    return _kept.enter_context(namespaces.hosts(count))
+
+
+def remove() -> None:
+    made.cache_clear()
+    _kept.close()
+
+
+def environment(hosts: namespaces.Hosts, ranks: Sequence[int]) -> dict[str, str]:
+    """What ranks need to find their host, as many on each as ``ranks`` says."""
+    places = [name for name, count in zip(hosts.names, ranks, strict=False) for _ in range(count)]
+    return {PLACES: " ".join(places), "MASTER_ADDR": hosts.addresses[0]}
+
+
+def store_of(rank: int, world: int) -> dist.Store:
+    """In a rank: goes to its host, and returns the store of its group."""
+    namespaces.enter(os.environ[PLACES].split()[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    address, wait = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=60)
+    return dist.TCPStore(address, PORT, world, is_master=rank == 0, timeout=wait)
