@@ -53,7 +53,7 @@ class Hosts:
         self.names = [f"{self.prefix}n{host}" for host in range(count)]
 
     def _port(self, host: int) -> str:
-        return f"{self.prefix}p{host}"
+        return port_of(self.names[host])
 
     def make(self) -> None:
         """``CalledProcessError`` with the reason in ``stderr``: undo with ``remove``."""
@@ -123,6 +123,12 @@ def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
         yield made
     finally:
         made.remove()
+
+
+def port_of(name: str) -> str:
+    """The host's end of its link at the bridge, on this machine: down, it is as if cut."""
+    prefix, _, number = name.rpartition("n")
+    return f"{prefix}p{number}"
 
 
 def enter(name: str) -> None:

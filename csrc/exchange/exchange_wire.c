@@ -370,11 +370,10 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
 static int
 land_gathers(fsdpc_exchange *x)
 {
-    int status = FSDPC_OK;
     for (int u = 0; u < x->unit_count; u++) {
-        FSDPC_KEEP(land_gather(x, u));
+        FSDPC_TRY(land_gather(x, u));
     }
-    return status;
+    return FSDPC_OK;
 }
 
 static int
@@ -508,48 +507,68 @@ summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 static int
 land_reduces(fsdpc_exchange *x)
 {
-    int status = FSDPC_OK;
     struct fsdpc_wire *wire = x->wire;
     for (int i = 0; i < wire->reduce_count; i++) {
-        FSDPC_KEEP(land_reduce(x, &wire->reduces[(wire->next + i) % wire->reduce_count]));
+        FSDPC_TRY(land_reduce(x, &wire->reduces[(wire->next + i) % wire->reduce_count]));
     }
+    return FSDPC_OK;
+}
+
+/* This rank's bits: of parameters, and of units with gradients that were kept after the unit was sent. */
+static void
+write_bits(fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    uint8_t *own = wire->bits + wire->bit_count * (size_t)x->rank;
+    /* A process group may be a fake, which writes nothing. */
+    memset(wire->bits, 0, wire->bit_count * (size_t)x->world);
+    fsdpc_used_write(x, own);
+    own += fsdpc_used_count(x);
+    for (int u = 0; u < x->unit_count; u++) {
+        own[u] = fsdpc_unit_sends_local(x->units[u]);
+    }
+}
+
+static const uint8_t *
+join_bits(const fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    for (int r = 1; r < x->world; r++) {
+        for (size_t i = 0; i < wire->bit_count; i++) {
+            wire->bits[i] |= wire->bits[wire->bit_count * (size_t)r + i];
+        }
+    }
+    return wire->bits;
+}
+
+/* All ranks' bits, while the last reductions land. */
+static int
+share_bits(fsdpc_exchange *x)
+{
+    static const char what[] = "used bits at the end of backward";
+    int status = FSDPC_OK;
+    const fsdpc_comm_part part = {x->wire->bits, (int64_t)x->wire->bit_count, FSDPC_BYTES};
+    fsdpc_mark mark;
+    fsdpc_flight *flight;
+    write_bits(x);
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, &part, 1, mark_of(x, TURN_END, &mark), what, &flight));
+    FSDPC_GOTO(land_reduces(x), fail);
+    return land(x, &flight, what, NULL);
+fail:
+    fsdpc_flight_free(flight);
     return status;
 }
 
-/* Every rank learns which parameters got a gradient on any rank, and which units some rank has kept gradients
- * of after they were sent (*again: those have been sent, and the ranks must compare once more). */
+/* Every rank learns which parameters got a gradient on any rank. *again: some rank had kept gradients of units,
+ * which have been sent, and the ranks must compare once more. */
 static int
 share_used(fsdpc_exchange *x, bool *again)
 {
-    static const char what[] = "used bits at the end of backward";
-    struct fsdpc_wire *wire = x->wire;
-    const size_t params = wire->bit_count - (size_t)x->unit_count;
-    const fsdpc_comm_part part = {wire->bits, (int64_t)wire->bit_count, FSDPC_BYTES};
-    uint8_t *own = wire->bits + wire->bit_count * (size_t)x->rank;
-    fsdpc_mark mark;
-    fsdpc_flight *flight;
-    fsdpc_used_write(x, own);
+    FSDPC_TRY(share_bits(x));
+    const uint8_t *bits = join_bits(x), *kept = bits + fsdpc_used_count(x);
+    fsdpc_used_read(x, bits);
     for (int u = 0; u < x->unit_count; u++) {
-        own[params + (size_t)u] = fsdpc_unit_sends_local(x->units[u]);
-    }
-    for (int r = 0; r < x->world; r++) {
-        if (r != x->rank) { /* a process group may be a fake, which writes nothing */
-            memset(wire->bits + wire->bit_count * (size_t)r, 0, wire->bit_count);
-        }
-    }
-    FSDPC_TRY(fsdpc_flight_gather(x->comm, &part, 1, mark_of(x, TURN_END, &mark), what, &flight));
-    FSDPC_TRY(land_reduces(x)); /* meanwhile */
-    FSDPC_TRY(land(x, &flight, what, NULL));
-    for (size_t i = 0; i < wire->bit_count; i++) {
-        uint8_t any = 0;
-        for (int r = 0; r < x->world; r++) {
-            any |= wire->bits[wire->bit_count * (size_t)r + i];
-        }
-        wire->bits[i] = any;
-    }
-    fsdpc_used_read(x, wire->bits);
-    for (int u = 0; u < x->unit_count; u++) {
-        if (wire->bits[params + (size_t)u]) {
+        if (kept[u]) {
             *again = true;
             FSDPC_TRY(send(x, x->units[u], NULL));
         }

@@ -322,6 +322,18 @@ fsdpc_tree_check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *no
                        fsdpc_unit_name(node->unit));
 }
 
+/* Before a wait for the unit's values the next gather is begun too, so that the wire is never idle. */
+static int
+begin_both(fsdpc_tree *tree, int unit)
+{
+    const struct fsdpc_node *node = &tree->nodes[unit];
+    if (tree->in_backward || !fsdpc_exchange_prefetches(node->exchange)) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_exchange_prefetch(node->exchange, node->unit));
+    return prefetch_after(tree, unit);
+}
+
 int
 fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
 {
@@ -329,13 +341,14 @@ fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit)
     if (tree->in_backward) {
         FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
     }
+    FSDPC_TRY(begin_both(tree, unit));
     FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
     node->running++;
     fsdpc_tree_set_floor(node);
     if (!tree->in_backward) {
         note_order(tree, unit);
         node->first = node->first ? node->first : ++tree->clock;
-        if (tree->forward_prefetch || fsdpc_exchange_prefetches(node->exchange)) {
+        if (tree->forward_prefetch) {
             return prefetch_after(tree, unit);
         }
     }

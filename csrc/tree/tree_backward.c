@@ -73,12 +73,17 @@ fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
 {
     struct fsdpc_node *node = &tree->nodes[unit];
     FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
+    const bool early = tree->backward_prefetch == FSDPC_PREFETCH_PRE;
     if (!node->held) {
+        if (early && fsdpc_exchange_prefetches(node->exchange)) { /* see begin_both in tree.c */
+            FSDPC_TRY(fsdpc_exchange_prefetch(node->exchange, node->unit));
+            FSDPC_TRY(prefetch_before(tree, unit));
+        }
         FSDPC_TRY(fsdpc_exchange_gather(node->exchange, node->unit));
         node->held = true;
     }
     open_node(tree, unit);
-    return tree->backward_prefetch == FSDPC_PREFETCH_PRE ? prefetch_before(tree, unit) : FSDPC_OK;
+    return early ? prefetch_before(tree, unit) : FSDPC_OK;
 }
 
 void

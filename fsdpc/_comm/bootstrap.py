@@ -1,8 +1,9 @@
 """From torch's process groups to communicators of the C core.
 
 A group whose ranks all run on this host (same boot, PID and network namespace) uses shared memory
-("shm"); any other group calls back into ``torch.distributed`` ("c10d"), by sends and receives that
-go on in the background where its backend has them; a group of one rank needs neither ("self"). GPUs use NCCL ("nccl", see ``_nccl``), whatever the group's backend is.
+("shm"); any other group calls back into ``torch.distributed`` ("c10d"), by sends and receives in
+the background where its backend has them; a group of one rank needs neither ("self"). GPUs use NCCL
+("nccl", see ``_nccl``), whatever the group's backend is.
 Communicators are kept as long as torch keeps the group.
 
 Environment, read on every rank when a group is first used; all ranks need the same values:
@@ -37,17 +38,14 @@ import math
 import os
 import socket
 import sys
-import threading
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import astuple, dataclass
 from functools import cache
 from types import TracebackType
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -56,11 +54,11 @@ from fsdpc._comm import board as _board
 from fsdpc._comm import nccl as _nccl
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm.channel import Channel, store_of
+from fsdpc._comm.collectives import Collectives, follow_hosts, wires
 from fsdpc._comm.error_file import follows, write_error_file
 from fsdpc._comm.objects import check_equal, exchange
-from fsdpc._comm.stall import Location, Stall
-from fsdpc._comm.table import report, table
-from fsdpc._comm.texts import ALL_GATHER, gather_texts
+from fsdpc._comm.stall import Location
+from fsdpc._comm.texts import gather_texts
 from fsdpc._torch import group_timeouts
 
 KINDS = ("auto", "shm", "wire", "c10d", "nccl")
@@ -231,7 +229,7 @@ def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> t
         return _alone(device), wanted
     if device is None:
         _refuse_nccl(wanted)
-        return _C.Comm.c10d(pg.rank(), pg.size(), _Collectives(pg)), wanted
+        return _C.Comm.c10d(pg.rank(), pg.size(), Collectives(pg)), wanted
     if wanted in ("shm", "wire", "c10d"):
         return _make_staged(pg, wanted, device), wanted
     return _make_nccl(pg, timeout, device), wanted
@@ -277,14 +275,16 @@ def _connect(
         )
     name = f"fsdpc-{everyone[0].name}"
     if wanted in ("wire", "c10d") or stranger is not None:
-        channel = _channel_of(pg, name, float(mine.timeout))
-        collectives = _Collectives(pg, channel, flies=wanted != "c10d")
+        timeout = float(mine.timeout)
+        channel = _channel_of(pg, name, timeout)
+        locations = [Location(each.host, int(each.pid)) for each in everyone]
+        flies = wanted != "c10d"
+        collectives = Collectives(pg, channel, flies=flies, timeout=timeout, locations=locations)
         comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
         if stranger is None:
             collectives.stalls = _follow(comm, pg.rank(), name, pids)
         elif channel is not None:
-            locations = [Location(each.host, int(each.pid)) for each in everyone]
-            collectives.stalls = _follow_hosts(channel, locations)
+            collectives.stalls = follow_hosts(channel, locations)
         return comm
     _raise_first([each.obstacle for each in everyone], pg.rank(), error)
     comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
@@ -310,13 +310,6 @@ def _channel_of(pg: dist.ProcessGroup, name: str, timeout: float) -> Channel | N
     if store is None:
         return None
     return Channel(store, f"fsdpc/{name}", pg.rank(), pg.size(), timeout, name)
-
-
-def _follow_hosts(channel: Channel, locations: list[Location]) -> _Hosts:
-    patience = min(_verdict.read_stall(), channel.timeout / 2)
-    hosts = _Hosts(channel, patience, locations)
-    _verdict.follow_remote(hosts, _verdict.pause_of(patience, _LONGEST_PAUSE_S))
-    return hosts
 
 
 def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
@@ -431,192 +424,6 @@ def _host() -> str:
     return " ".join([socket.gethostname(), boot, *spaces])
 
 
-# --- collectives by torch.distributed ------------------------------------------------------------
-
-_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
-# Renamed and looked up as ALL_GATHER is.
-_REDUCE_SCATTER = (
-    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
-)
-
-
-# Words of backends for a rank that did not come, or whose connection has ended.
-_LOST = ("timed out", "timeout", "closed", "reset by peer", "broken pipe", "refused")
-
-
-# Of the thread that watches the other hosts; what a table may take beyond the answers' time.
-_LONGEST_PAUSE_S, _SPARE_S = 1.0, 5.0
-
-
-# Of the first message from rank to rank; comm_flight.c has the others.
-_TRIAL_TAG = (1 << 30) - 2
-
-_wires: weakref.WeakSet[_Collectives] = weakref.WeakSet()
-
-
-def _sends_in_background(pg: dist.ProcessGroup) -> bool:
-    """Whether the group's backend sends from rank to rank while the caller goes on. Collective."""
-    if pg.size() == 1 or dist.get_backend(pg) == "fake":
-        return False
-    left, right = (pg.rank() - 1) % pg.size(), (pg.rank() + 1) % pg.size()
-    out, into = torch.tensor([pg.rank()]), torch.tensor([-1])
-    try:
-        works = [pg.recv([into], left, _TRIAL_TAG), pg.send([out], right, _TRIAL_TAG)]
-        for work in works:
-            work.wait()
-    except (NotImplementedError, RuntimeError) as error:
-        if any(word in str(error).lower() for word in _LOST):
-            raise
-        return False
-    return into.item() == left
-
-
-class _Collectives:
-    """What a "c10d" communicator calls; `memory` is a 1-D array of bytes, valid during the call.
-
-    ``flies``: units are exchanged by sends and receives, if the backend has them.
-    """
-
-    def __init__(
-        self, pg: dist.ProcessGroup, channel: Channel | None = None, *, flies: bool = False
-    ) -> None:
-        self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
-        self._rank = pg.rank()
-        self.flies = flies and _sends_in_background(pg)
-        self._channel = channel  # by which a rank that fails sends the reason
-        self.stalls: _verdict.Group | _Hosts | None = None
-        _wires.add(self)
-
-    def publish(self, text: str) -> None:
-        """This rank's failure, for the errors of the others. Local; never raises."""
-        if self._channel is not None:
-            self._channel.publish(f"rank {self._rank} gave up: {text}")
-
-    def _why(self) -> str:
-        """What is known of a collective that another rank has ended."""
-        with suppress(RuntimeError):  # the store may be gone
-            failure = self._channel.for_watching().failure() if self._channel else None
-            if failure:
-                return failure
-        with suppress(OSError):
-            found = self.stalls.verdict(True, []) if self.stalls else None
-            return found[1].lstrip("\n") if found else ""
-        return ""
-
-    @contextmanager
-    def _shown(self, what: str) -> Iterator[None]:
-        """Publish what this rank waits for; an error has the reason, as far as is known."""
-        _C.board_begin(what)
-        try:
-            yield
-        except Exception as error:
-            if any(word in str(error).lower() for word in _LOST):
-                note = self._why()
-                if note:
-                    error.add_note(note)
-            raise
-        except BaseException as error:  # Ctrl-C, which the program may catch and go on
-            self.publish(f"{type(error).__name__} in {what}")
-            raise
-        finally:
-            _C.board_end()
-
-    def _group(self) -> dist.ProcessGroup:
-        pg = self._pg()
-        if pg is None:
-            raise RuntimeError(
-                f"rank {self._rank}: the process group was destroyed while its model is in use: "
-                "call destroy_process_group() after the last step"
-            )
-        return pg
-
-    def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
-        whole = torch.from_numpy(memory)
-        gather = getattr(dist, ALL_GATHER)
-        with self._shown(what or "all_gather"):
-            gather(whole, self._piece(whole, piece_bytes), group=self._group())
-
-    def reduce_scatter(self, memory: np.ndarray, piece_numel: int, dtype: str, what: str) -> None:
-        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
-        scatter = getattr(dist, _REDUCE_SCATTER)
-        with self._shown(what or "reduce_scatter"):
-            scatter(self._piece(whole, piece_numel), whole, group=self._group())
-
-    def all_reduce(self, memory: np.ndarray, numel: int, dtype: str, op: str, what: str) -> None:
-        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
-        with self._shown(what or "all_reduce"):
-            dist.all_reduce(whole, op=_OPS[op], group=self._group())
-
-    def broadcast(self, memory: np.ndarray, root: int, what: str) -> None:
-        with self._shown(what or "broadcast"):
-            dist.broadcast(torch.from_numpy(memory), group=self._group(), group_src=root)
-
-    def barrier(self, what: str) -> None:
-        with self._shown(what or "barrier"):
-            dist.barrier(group=self._group())
-
-    def post(
-        self, moves: list[tuple[np.ndarray, int, bool]], tag: int, what: str
-    ) -> list[tuple[dist.Work, int]]:
-        """Begin sends and receives, (memory, rank of the group, send), all with one tag."""
-        pg = self._group()
-        works = []
-        for memory, peer, send in moves:
-            call = pg.send if send else pg.recv
-            works.append((call([torch.from_numpy(memory)], peer, tag), peer))
-        return works
-
-    def land(self, works: list[tuple[dist.Work, int]], what: str) -> None:
-        """Wait for all of them."""
-        with self._shown(what):
-            for work, _ in works:
-                work.wait()
-
-    def _piece(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
-        return whole[self._rank * numel : (self._rank + 1) * numel]
-
-
-class _Hosts:
-    """Stalls of ranks on several hosts: their status goes through the group's store."""
-
-    def __init__(self, channel: Channel, patience: float, locations: list[Location]) -> None:
-        asking = channel.for_watching()
-        self._stall = Stall(
-            asking.for_stalls(),
-            channel.rank,
-            locations,
-            patience=patience,
-            seconds=lambda _: _verdict.waited(),
-            note=lambda _, text: None,
-        )
-
-    def poll(self) -> None:
-        """``RuntimeError`` without a store ends the reports, not the run."""
-        with suppress(RuntimeError):
-            self._stall.poll(self)
-
-    def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
-        """The last table of this wait; else one that is made now, at most some seconds later. Where
-        the store does not answer, a table of this host.
-        """
-        if self._stall.verdict is None:
-            self._stall.urge(self._wait)
-        return self._stall.verdict or self._of_this_host()
-
-    def _wait(self, took: threading.Event) -> None:
-        _verdict.wake()
-        took.wait(self._stall.answer_s + _SPARE_S)
-
-    def _of_this_host(self) -> tuple[list[int], str]:
-        rows = _verdict.statuses(self._stall.members)
-        guilty = [row.rank for row in rows if row.status.gone]
-        message = report(rows, guilty) if guilty else table(rows)
-        head = (
-            "the process group's store, mostly in rank 0's process, does not answer: of this host"
-        )
-        return guilty, f"\n{head}{message}"
-
-
 # --- the end of the process ----------------------------------------------------------------------
 
 _prepared_pid: int | None = None
@@ -655,8 +462,8 @@ def _abort(error: BaseException) -> None:
     text = _last_words(error)
     write_error_file(error)
     _nccl.publish(text)
-    wires = [] if follows(error) or _prepared_pid != os.getpid() else list(_wires)
-    for wire in wires:  # a rank that fails because of another one is no cause
+    own = [] if follows(error) or _prepared_pid != os.getpid() else list(wires)
+    for wire in own:  # a rank that fails because of another one is no cause
         wire.publish(text)
     for comm in _own_comms():
         comm.abort(text)

@@ -198,7 +198,7 @@ def host_environment(world: int, env: dict[str, str]) -> dict[str, str]:
     import on_hosts
 
     wanted = {"FSDPC_COLLECTIVES": "auto"} if env.get("FSDPC_COLLECTIVES") == "shm" else {}
-    return {**on_hosts.environment(on_hosts.made(hosts), on_hosts.spread(world, hosts)), **wanted}
+    return {**on_hosts.environment_for(hosts, world), **wanted}
 
 
 def describe(outcomes: list[Outcome], headline: str) -> str:

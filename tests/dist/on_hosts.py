@@ -1,14 +1,15 @@
-"""Ranks on hosts of their own: network namespaces (benchmarks/namespaces.py), for `pytest --hosts 2` and for
-tests that name their hosts.
+"""Ranks on hosts of their own: network namespaces (benchmarks/namespaces.py), for `pytest --hosts`
+and for tests that name their hosts.
 
-The ranks of a test are spread as evenly as they can be, the last hosts get one more: three ranks on two
-hosts are 1 + 2.
+The ranks of a test are spread as evenly as they can be, the last hosts get one more: three ranks on
+two hosts are 1 + 2.
 """
 
 from __future__ import annotations
 
 import datetime
 import os
+import subprocess
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -22,6 +23,8 @@ import namespaces
 
 PLACES = "FSDPC_TEST_PLACES"  # of each rank: the name of its host
 PORT = 29531
+missing = namespaces.missing
+_home = -1  # in a rank: the namespace that it came from
 _kept = ExitStack()  # hosts are made once, and removed when pytest ends
 
 
@@ -48,9 +51,23 @@ def environment(hosts: namespaces.Hosts, ranks: Sequence[int]) -> dict[str, str]
     return {PLACES: " ".join(places), "MASTER_ADDR": hosts.addresses[0]}
 
 
+def environment_for(hosts: int, world: int) -> dict[str, str]:
+    """The same for shared hosts, over which the ranks are spread."""
+    return environment(made(hosts), spread(world, hosts))
+
+
 def store_of(rank: int, world: int) -> dist.Store:
     """In a rank: goes to its host, and returns the store of its group."""
+    global _home
+    _home = os.open("/proc/self/ns/net", os.O_RDONLY)
     namespaces.enter(os.environ[PLACES].split()[rank])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     address, wait = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=60)
     return dist.TCPStore(address, PORT, world, is_master=rank == 0, timeout=wait)
+
+
+def set_link(rank: int, state: str) -> None:
+    """In a rank: the link of that rank's host is now "down" or "up"."""
+    port = namespaces.port_of(os.environ[PLACES].split()[rank])
+    command = [f"--net=/proc/self/fd/{_home}", "ip", "link", "set", port, state]
+    subprocess.run(["nsenter", *command], pass_fds=[_home], check=True, timeout=30)

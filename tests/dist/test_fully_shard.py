@@ -60,7 +60,7 @@ def test_ranks_that_differ_in_what_they_sum(rank, world, collectives):
     model = shard_blocks(toy())
     model.blocks[0].set_requires_gradient_sync(rank == 0)
     loss = loss_of(model, tokens(rank, 0))
-    compared = collectives == "wire" or "FSDPC_LIBCUDA" in os.environ
+    compared = collectives == "wire" or {"FSDPC_LIBCUDA", "FSDPC_TEST_PLACES"} & set(os.environ)
     if rank == 0 and not compared:
         loss.backward()
     else:
@@ -380,7 +380,7 @@ def test_the_plan_equals_what_units_of_rows_allocate(rank, world):
 @ranks(4)
 @pytest.mark.parametrize("param_dtype, reduce_dtype", [(torch.bfloat16, None), (None, torch.half)])
 def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
-    """Over shared memory the exact mean; over torch's collectives the sum that gloo rounds."""
+    """Over shared memory and a wire the exact mean; over torch's collectives gloo's rounded sum."""
 
     def gradients(shard, **options):
         torch.manual_seed(0)
@@ -406,10 +406,11 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
     far = [(value.double() - mean).abs().max() for mean, value in zip(exact, theirs, strict=True)]
     largest = torch.stack([mean.abs().max() for mean in exact]).max()
     assert torch.stack(far).max() > 1e-4 * largest
-    os.environ["FSDPC_COLLECTIVES"] = "wire"  # the mesh's group uses it, the default group does not
-    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    for value, other in zip(gradients(fsdpc.fully_shard, mesh=mesh), theirs, strict=True):
-        assert torch.equal(value, other)
+    for collectives, expected in (("wire", own), ("c10d", theirs)):
+        os.environ["FSDPC_COLLECTIVES"] = collectives  # of the mesh's new group alone
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        for value, other in zip(gradients(fsdpc.fully_shard, mesh=mesh), expected, strict=True):
+            assert torch.equal(value, other)
 
 
 def full_gradient(param):

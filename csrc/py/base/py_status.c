@@ -98,6 +98,17 @@ take_exception(void)
     return value;
 }
 
+int
+fsdpc_py_status_of_exception(void)
+{
+    const fsdpc_py_module_state *state = fsdpc_py_current();
+    if (state != NULL && PyErr_ExceptionMatches(state->comm_timeout)) {
+        return FSDPC_E_TIMEOUT;
+    }
+    return state != NULL && PyErr_ExceptionMatches(state->peer_error) ? FSDPC_E_PEER
+                                                                      : FSDPC_E_COMM;
+}
+
 PyObject *
 fsdpc_py_raise(int status)
 {

@@ -1,0 +1,307 @@
+"""What a "c10d" communicator calls: torch's collectives, and its sends and receives.
+
+Units of ranks on several hosts travel by sends and receives in the background (``post``, ``land``;
+csrc/comm/flight.h), whose waits end at ``FSDPC_TIMEOUT`` and name the rank that did not come. A
+connection that ends is an error at once, which names its rank. All other collectives are torch's,
+with torch's deadline.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fsdpc import _C
+from fsdpc._comm import verdict as _verdict
+from fsdpc._comm.channel import Channel
+from fsdpc._comm.stall import Location, Stall
+from fsdpc._comm.table import report, table
+from fsdpc._comm.texts import ALL_GATHER
+
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
+# Renamed and looked up as ALL_GATHER is.
+_REDUCE_SCATTER = (
+    "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+)
+# Words of backends for a rank that did not come, or whose connection has ended.
+_LATE = ("timed out", "timeout")
+_LOST = (*_LATE, "closed", "reset by peer", "broken pipe", "refused")
+# Of the first message from rank to rank; comm_flight.c has the others.
+_TRIAL_TAG = (1 << 30) - 2
+# Of the thread that watches the other hosts; what a table may take beyond the answers' time; for
+# the reason of a rank whose connection has ended; after that the store counts as unreachable.
+_LONGEST_PAUSE_S, _SPARE_S, _REASON_S, _SILENCE_S = 1.0, 1.0, 0.7, 1.0
+
+T = TypeVar("T")
+Transfers = list[tuple[dist.Work, int]]
+wires: weakref.WeakSet[Collectives] = weakref.WeakSet()
+
+
+class Collectives:
+    """The callbacks of one group; `memory` is a 1-D array of bytes, valid during the call.
+
+    ``flies``: units are exchanged by sends and receives, if the backend has them. ``timeout``: of
+    their waits, in seconds. ``locations``: of all ranks, for errors.
+    """
+
+    def __init__(
+        self,
+        pg: dist.ProcessGroup,
+        channel: Channel | None = None,
+        *,
+        flies: bool = False,
+        timeout: float = _C.DEFAULT_TIMEOUT,
+        locations: Sequence[Location] = (),
+    ) -> None:
+        self._pg = weakref.ref(pg)  # a communicator must not keep a destroyed group
+        self._rank = pg.rank()
+        self.flies = flies and _sends_in_background(pg)
+        self._timeout = timeout
+        self._locations = locations
+        self._channel = channel  # by which a rank that fails sends the reason
+        # Made now: while a rank fails, a new connection may take as long as the store's timeout.
+        self._asking = channel.for_watching() if channel else None
+        self.stalls: _verdict.Group | Hosts | None = None
+        self._late: list[int] = []  # for which this rank has waited in vain, where that is known
+        wires.add(self)
+
+    def publish(self, text: str) -> None:
+        """This rank's failure, for the errors of the others. Local; never raises."""
+        if self._channel is not None:
+            self._channel.publish(f"rank {self._rank} gave up: {text}")
+
+    # --- what is known of a failure ---------------------------------------------------------------
+
+    def _reason(self) -> str:
+        """What another rank has published, at most ``_REASON_S`` from now on: a rank that raises
+        publishes the reason before its connections end, but over another one.
+        """
+        until = time.monotonic() + _REASON_S
+        if isinstance(self.stalls, Hosts) and not self.stalls.answers:
+            return ""
+
+        def ask() -> str:
+            with suppress(RuntimeError):  # the store may be gone
+                while self._asking and time.monotonic() < until:
+                    failure = self._asking.failure()
+                    if failure:
+                        return failure
+                    time.sleep(0.02)
+            return ""
+
+        return _within(_REASON_S, ask) or ""
+
+    def _why(self, late: list[int] | None) -> str:
+        """What is known of a collective that another rank has ended, or to which ranks have not
+        come (``late``, where they are known).
+        """
+        reason = self._reason()
+        if reason or late is None:
+            return reason
+        with suppress(OSError):
+            found = self.stalls.verdict(True, late) if self.stalls else None
+            return found[1].lstrip("\n") if found else ""
+        return ""
+
+    @contextmanager
+    def _shown(self, what: str) -> Iterator[None]:
+        """Publish what this rank waits for; an error has the reason, as far as is known."""
+        _C.board_begin(what)
+        try:
+            yield
+        except Exception as error:
+            text = str(error).lower()
+            if any(word in text for word in _LOST):
+                is_late = isinstance(error, _C.CommTimeout) or any(word in text for word in _LATE)
+                note = self._why(self._late if is_late else None)
+                if note and note not in str(error):
+                    error.add_note(note)
+            raise
+        except BaseException as error:  # Ctrl-C, which the program may catch and go on
+            self.publish(f"{type(error).__name__} in {what}")
+            raise
+        finally:
+            _C.board_end()
+
+    def _group(self) -> dist.ProcessGroup:
+        pg = self._pg()
+        if pg is None:
+            raise RuntimeError(
+                f"rank {self._rank}: the process group was destroyed while its model is in use: "
+                "call destroy_process_group() after the last step"
+            )
+        return pg
+
+    # --- torch's collectives ----------------------------------------------------------------------
+
+    def all_gather(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
+        whole = torch.from_numpy(memory)
+        gather = getattr(dist, ALL_GATHER)
+        with self._shown(what or "all_gather"):
+            gather(whole, self._piece(whole, piece_bytes), group=self._group())
+
+    def reduce_scatter(self, memory: np.ndarray, piece_numel: int, dtype: str, what: str) -> None:
+        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
+        scatter = getattr(dist, _REDUCE_SCATTER)
+        with self._shown(what or "reduce_scatter"):
+            scatter(self._piece(whole, piece_numel), whole, group=self._group())
+
+    def all_reduce(self, memory: np.ndarray, numel: int, dtype: str, op: str, what: str) -> None:
+        whole = torch.from_numpy(memory).view(getattr(torch, dtype))
+        with self._shown(what or "all_reduce"):
+            dist.all_reduce(whole, op=_OPS[op], group=self._group())
+
+    def broadcast(self, memory: np.ndarray, root: int, what: str) -> None:
+        with self._shown(what or "broadcast"):
+            dist.broadcast(torch.from_numpy(memory), group=self._group(), group_src=root)
+
+    def barrier(self, what: str) -> None:
+        with self._shown(what or "barrier"):
+            dist.barrier(group=self._group())
+
+    def _piece(self, whole: torch.Tensor, numel: int) -> torch.Tensor:
+        return whole[self._rank * numel : (self._rank + 1) * numel]
+
+    # --- transfers in the background --------------------------------------------------------------
+
+    def post(self, moves: list[tuple[np.ndarray, int, bool]], tag: int, what: str) -> Transfers:
+        """Begin sends and receives, (memory, rank of the group, send), all with one tag. The memory
+        stays valid until they have landed or the result is deallocated.
+        """
+        pg = self._group()
+        works = []
+        for memory, peer, send in moves:
+            begin = pg.send if send else pg.recv
+            try:
+                works.append((begin([torch.from_numpy(memory)], peer, tag), peer))
+            except RuntimeError as error:
+                raise self._failed(peer, error, what) from error
+        return works
+
+    def land(self, works: Transfers, what: str) -> None:
+        """Wait for all of them. ``CommTimeout``, ``PeerError``."""
+        until = time.monotonic() + self._timeout
+        with self._shown(what):
+            for work, peer in works:
+                left = max(until - time.monotonic(), 0.001)
+                try:
+                    work.wait(timedelta(seconds=left))
+                except RuntimeError as error:
+                    raise self._failed(peer, error, what) from error
+
+    def _failed(self, peer: int, error: RuntimeError, what: str) -> Exception:
+        """The error that names the rank; other errors of the backend stay as they are."""
+        text = str(error).lower()
+        if any(word in text for word in _LATE):
+            more = f"; it is {self._place(peer)}"
+            self._late = [peer]
+            return _C.CommTimeout(_C.Comm.late_text(self._rank, self._timeout, what, [peer], more))
+        if any(word in text for word in _LOST):
+            reason = self._reason() or (
+                f"the connection to rank {peer} ({self._place(peer)}) is closed: the process has "
+                "ended, or its host cannot be reached"
+            )
+            return _C.PeerError(f"{what}: rank {self._rank} cannot go on: {reason}")
+        return error
+
+    def _place(self, peer: int) -> str:
+        if peer >= len(self._locations):
+            return f"rank {peer} of {self._group().size()}"
+        place = self._locations[peer]
+        return f"process {place.pid} on host {place.host_name}"
+
+
+def _within(seconds: float, call: Callable[[], T]) -> T | None:
+    """The call's result, or None if that takes longer: a store that cannot be reached may not
+    answer for minutes.
+    """
+    found: list[T] = []
+    thread = threading.Thread(target=lambda: found.append(call()), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
+
+
+def _sends_in_background(pg: dist.ProcessGroup) -> bool:
+    """Whether the group's backend sends from rank to rank while the caller goes on. Collective."""
+    if pg.size() == 1 or dist.get_backend(pg) == "fake":
+        return False
+    left, right = (pg.rank() - 1) % pg.size(), (pg.rank() + 1) % pg.size()
+    out, into = torch.tensor([pg.rank()]), torch.tensor([-1])
+    try:
+        works = [pg.recv([into], left, _TRIAL_TAG), pg.send([out], right, _TRIAL_TAG)]
+        for work in works:
+            work.wait()
+    except (NotImplementedError, RuntimeError) as error:
+        if any(word in str(error).lower() for word in _LOST):
+            raise
+        return False
+    return into.item() == left
+
+
+class Hosts:
+    """Stalls of ranks on several hosts: their status goes through the group's store."""
+
+    def __init__(self, channel: Channel, patience: float, locations: Sequence[Location]) -> None:
+        asking = channel.for_watching()
+        self._polls_since = math.inf
+        self._stall = Stall(
+            asking.for_stalls(),
+            channel.rank,
+            locations,
+            patience=patience,
+            seconds=lambda _: _verdict.waited(),
+            note=lambda _, text: None,
+        )
+
+    def poll(self) -> None:
+        """``RuntimeError`` without a store ends the reports, not the run."""
+        self._polls_since = time.monotonic()
+        with suppress(RuntimeError):
+            self._stall.poll(self)
+        self._polls_since = math.inf
+
+    @property
+    def answers(self) -> bool:
+        """Whether the store has not kept the watching thread waiting."""
+        return time.monotonic() - self._polls_since < _SILENCE_S
+
+    def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
+        """The last table of this wait; else one that is made now, at most some seconds later. Where
+        the store does not answer, a table of this host.
+        """
+        if self._stall.verdict is None and self.answers:
+            self._stall.urge(self._wait)
+        return self._stall.verdict or self._of_this_host(late)
+
+    def _wait(self, took: threading.Event) -> None:
+        _verdict.wake()
+        took.wait(self._stall.answer_s + _SPARE_S)
+
+    def _of_this_host(self, late: list[int]) -> tuple[list[int], str]:
+        rows = _verdict.statuses(self._stall.members)
+        # Others of this host may have given up before, for the same reason.
+        guilty = [row.rank for row in rows if row.status.gone and (not late or row.rank in late)]
+        message = report(rows, guilty) if guilty else table(rows)
+        head = (
+            "the process group's store, mostly in rank 0's process, does not answer: of this host"
+        )
+        return guilty, f"\n{head}{message}"
+
+
+def follow_hosts(channel: Channel, locations: Sequence[Location]) -> Hosts:
+    """Report stalls of a group on several hosts for as long as the result lives. Local."""
+    patience = min(_verdict.read_stall(), channel.timeout / 2)
+    hosts = Hosts(channel, patience, locations)
+    _verdict.follow_remote(hosts, _verdict.pause_of(patience, _LONGEST_PAUSE_S))
+    return hosts
