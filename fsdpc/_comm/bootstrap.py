@@ -324,7 +324,7 @@ def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:
         _refuse_nccl(wanted)
     except ValueError as error:
         return _Offer("", "0", "", pid, name, refusal=_one_line(error)), error
-    host = _host()
+    host = this_host()
     with suppress(OSError, _C.CommError):  # then tables of stalled ranks have less of this one
         _board.open_board()
     try:
@@ -373,7 +373,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _make_nccl(pg: dist.ProcessGroup, timeout: float, device: int) -> _C.Comm:
-    comm = _nccl.make_nccl_comm(pg, device, timeout, host=_host())
+    comm = _nccl.make_nccl_comm(pg, device, timeout, host=this_host())
     _say_note(device)
     return comm
 
@@ -413,7 +413,7 @@ def read_timeout() -> float:
     return seconds
 
 
-def _host() -> str:
+def this_host() -> str:
     """Where this process runs: equal for processes that can share memory and see each other die."""
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:

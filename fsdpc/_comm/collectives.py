@@ -121,7 +121,8 @@ class Collectives:
             yield
         except Exception as error:
             text = str(error).lower()
-            if any(word in text for word in _LOST):
+            known = isinstance(error, _C.PeerError)
+            if not known and any(word in text for word in _LOST):
                 is_late = isinstance(error, _C.CommTimeout) or any(word in text for word in _LATE)
                 note = self._why(self._late if is_late else None)
                 if note and note not in str(error):

@@ -8,9 +8,9 @@ the units of a tree share them.
 from __future__ import annotations
 
 import os
-import socket
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import count
 from typing import Any
@@ -20,7 +20,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdpc._comm.bootstrap import read_timeout
+from fsdpc import _C
+from fsdpc._comm.bootstrap import read_timeout, this_host
 from fsdpc._comm.channel import Channel, store_of
 from fsdpc._torch import _Policy, default_group
 from fsdpc.api import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
@@ -253,15 +254,18 @@ def groups_by_host() -> GroupChoice:
     """Sharding groups of the ranks of one host, replication groups across hosts. Collective over
     all ranks.
 
-    A host is identified by its name. ``FSDPC_HOST`` overrides the name, e.g. to make two groups on
-    one host. ``ValueError``: hosts have different numbers of ranks.
+    Ranks are on one host if they can share memory. ``FSDPC_HOST`` overrides that with a name, e.g.
+    to make two groups on one host. ``ValueError``, on every rank: hosts have different numbers of
+    ranks.
     """
-    hosts = _ranks_by_host()
+    by_name = _ranks_by_host()
+    hosts = list(by_name.values())
     sizes = {len(ranks) for ranks in hosts}
     if len(sizes) != 1:
+        found = ", ".join(f"{name.split()[0]} {len(ranks)}" for name, ranks in by_name.items())
         raise ValueError(
             "HYBRID sharding needs the same number of ranks on every host but the hosts have "
-            f"{sorted(len(ranks) for ranks in hosts)} ranks; pass process_group=(shard, "
+            f"{sorted(len(ranks) for ranks in hosts)} ranks ({found}); pass process_group=(shard, "
             "replicate) or a 2-D device_mesh"
         )
     shard, _ = dist.new_subgroups_by_enumeration(hosts)
@@ -271,12 +275,12 @@ def groups_by_host() -> GroupChoice:
     return GroupChoice(shard=shard, replicate=replicate)
 
 
-def _ranks_by_host() -> list[list[int]]:
+def _ranks_by_host() -> dict[str, list[int]]:
     """Ranks grouped by host, hosts in the order of their first rank."""
     hosts: dict[str, list[int]] = {}
     for rank, name in enumerate(_names_of_hosts()):
         hosts.setdefault(name, []).append(rank)
-    return list(hosts.values())
+    return hosts
 
 
 _askings = count()
@@ -284,11 +288,14 @@ _askings = count()
 
 def _names_of_hosts() -> list[str]:
     """Exchanged through the group's store: NCCL would need every rank's current GPU set by now."""
-    group, mine = _default_group(), os.environ.get("FSDPC_HOST") or socket.gethostname()
+    group, mine = _default_group(), os.environ.get("FSDPC_HOST") or this_host()
     store, seconds = store_of(group), read_timeout()
     if store is None:
         return [mine] * group.size()
     prefix = f"fsdpc/hosts/{next(_askings)}"
     channel = Channel(store, prefix, group.rank(), group.size(), seconds, "of all ranks")
     names = channel.gather(mine.encode(), "finding the ranks of each host")
+    # Every rank has the names before rank 0, in whose process the store may be, can go on and fail.
+    with suppress(_C.CommError):
+        channel.gather(b"", "finding the ranks of each host")
     return [name.decode() for name in names]

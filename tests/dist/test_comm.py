@@ -228,8 +228,8 @@ def test_environments_that_differ(rank, world, variable, values):
 
 @ranks(2)
 def test_shm_is_refused_across_hosts(rank, world):
-    host = _bootstrap._host()
-    _bootstrap._host = lambda: f"{host}, host {rank}"
+    host = _bootstrap.this_host()
+    _bootstrap.this_host = lambda: f"{host}, host {rank}"
     assert connect("auto").kind == "c10d"
     other = dist.new_group([0, 1])
     with pytest.raises(ValueError, match="FSDPC_COLLECTIVES=shm needs all ranks .* host 1"):

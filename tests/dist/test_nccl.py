@@ -332,8 +332,8 @@ def test_a_rank_that_is_stopped(numel):
 @ranks(3, env={**GPU, "FSDPC_TIMEOUT": "10"})
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
-    host = _bootstrap._host()
-    _bootstrap._host = lambda: f"node{min(rank, hosts - 1)} {host}"
+    host = _bootstrap.this_host()
+    _bootstrap.this_host = lambda: f"node{min(rank, hosts - 1)} {host}"
     comm = connect()
     comm.all_gather(torch.zeros(world), "gather of unit layers.2")
     comm.barrier()

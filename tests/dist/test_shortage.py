@@ -184,8 +184,8 @@ def fails_alone(rank: int, world: int, front: str) -> None:
 
 
 def fails_on_a_host(rank: int, world: int, hosts: int) -> None:
-    host = _bootstrap._host()
-    _bootstrap._host = lambda: f"node{min(rank, hosts - 1)} {host}"
+    host = _bootstrap.this_host()
+    _bootstrap.this_host = lambda: f"node{min(rank, hosts - 1)} {host}"
     fails_alone(rank, world, "fsdp")
 
 
@@ -207,7 +207,7 @@ def test_the_other_ranks_get_the_cause_over_a_wire(hosts):
     said = "out of memory on rank 1 of 3 in backward of unit 1"
     assert "DefaultCPUAllocator" in outcomes[1].error and said in outcomes[1].traceback
     for other in (outcomes[0], outcomes[2]):
-        assert other.error.startswith("CommError: ") and "rank 1 gave up: " in other.error
+        assert other.error.startswith("PeerError: ") and "rank 1 gave up: " in other.error
         assert said in other.error, other.error
         assert other.finished_at - outcomes[1].finished_at < 25  # not the deadline of 30 s
 

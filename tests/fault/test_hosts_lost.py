@@ -9,6 +9,7 @@ import on_hosts
 import pytest
 import torch
 from harness import die, run_ranks
+from torch.distributed.fsdp import ShardingStrategy
 from toys import loss_of, tokens, toy, wrap_blocks
 
 pytestmark = pytest.mark.skipif(bool(on_hosts.missing()), reason=on_hosts.missing())
@@ -95,3 +96,15 @@ def test_training_goes_on_after_a_short_cut():
     env = {**on_hosts.environment_for(2, 2), "FSDPC_TIMEOUT": "30"}
     outcomes = run_ranks(cut_off, 2, env=env, faults=True, seconds=2.0)
     assert outcomes[0].returned and outcomes[0].value == outcomes[1].value, outcomes
+
+
+def hybrid(rank, world):
+    wrap_blocks("fsdpc", toy(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+def test_hybrid_on_uneven_hosts_is_the_same_error_on_every_rank():
+    env = {**on_hosts.environment_for(2, 3), **SHORT}
+    for outcome in run_ranks(hybrid, 3, env=env, faults=True):
+        assert "ValueError: HYBRID sharding needs the same number of ranks" in outcome.error, (
+            outcome
+        )

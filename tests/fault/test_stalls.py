@@ -61,8 +61,8 @@ def stopped_over_gloo(rank, world):
 
 def stopped_on_a_host(rank, world):
     """Ranks 1 and 2 are on another host than rank 0, and the deadline comes before any warning."""
-    host = _bootstrap._host()
-    _bootstrap._host = lambda: f"node{min(rank, 1)} {host}"
+    host = _bootstrap.this_host()
+    _bootstrap.this_host = lambda: f"node{min(rank, 1)} {host}"
     stopped_over_gloo(rank, world)
 
 

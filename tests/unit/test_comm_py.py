@@ -486,11 +486,11 @@ def test_kind(monkeypatch):
     monkeypatch.setenv("FSDPC_COLLECTIVES", "nccl")
     assert _bootstrap._read_kind(None) == "nccl"
     monkeypatch.setenv("FSDPC_COLLECTIVES", "mpi")
-    with pytest.raises(ValueError, match="must be one of auto, shm, c10d, nccl, but is 'mpi'"):
+    with pytest.raises(ValueError, match="must be one of auto, shm, wire, c10d, nccl, but is 'mpi'"):
         _bootstrap._read_kind(None)
 
 
 def test_the_host_is_the_same_for_neighbours():
-    here = _bootstrap._host()
+    here = _bootstrap.this_host()
     with multiprocessing.get_context("fork").Pool(1) as other:
-        assert other.apply(_bootstrap._host) == here
+        assert other.apply(_bootstrap.this_host) == here
