@@ -454,7 +454,7 @@ send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     FSDPC_TRY(post(x, unit, to));
     to->unit = unit;
-    return FSDPC_OK;
+    return fsdpc_comm_flies(x->comm) ? FSDPC_OK : land_reduce(x, to);
 }
 
 static int

@@ -3,6 +3,7 @@
 #define FSDPC_TEST_CARRIER_H
 
 #include "comm/comm.h"
+#include "flying.h"
 #include "test.h"
 
 typedef struct carrier {
@@ -10,6 +11,7 @@ typedef struct carrier {
     bool owned;        /* the release frees `inner` and the carrier */
     int calls, released;
     int fail_at, fail_status; /* this call fails, counted from 1; 0: none */
+    flying *flies;            /* sends and receives, NULL: none */
 } carrier;
 
 static int
@@ -73,6 +75,9 @@ carrier_release(void *context)
     self->released++;
     if (self->owned) {
         fsdpc_comm_free(self->inner);
+        if (self->flies) {
+            flying_end(self->flies);
+        }
         free(self);
     }
 }
@@ -89,15 +94,50 @@ carrier_callbacks(carrier *self)
                                   .release = carrier_release};
 }
 
-/* A communicator over `inner`, which it takes. */
+static int
+carrier_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag, const char *what,
+             void **transfers)
+{
+    carrier *self = context;
+    FSDPC_TRY(carrier_enter(self));
+    return flying_post(self->flies, moves, count, tag, what, transfers);
+}
+
+static int
+carrier_land(void *context, void *transfers, const char *what)
+{
+    carrier *self = context;
+    int status = carrier_enter(self);
+    if (status != FSDPC_OK) {
+        flying_drop(self->flies, transfers);
+        return status;
+    }
+    return flying_land(self->flies, transfers, what);
+}
+
+static void
+carrier_drop(void *context, void *transfers)
+{
+    flying_drop(((carrier *)context)->flies, transfers);
+}
+
+/* A communicator over `inner`, which it takes; with a group's `name` units fly. */
 __attribute__((unused)) static fsdpc_comm *
-carrier_over(fsdpc_device *device, int rank, int world, fsdpc_comm *inner)
+carrier_over(fsdpc_device *device, int rank, int world, fsdpc_comm *inner, const char *name)
 {
     fsdpc_comm *comm;
     carrier *self = calloc(1, sizeof *self);
     REQUIRE(self != NULL);
     *self = (carrier){.inner = inner, .owned = true};
     fsdpc_comm_callbacks calls = carrier_callbacks(self);
+    if (name) {
+        self->flies = calloc(1, sizeof *self->flies);
+        snprintf(self->flies->name, sizeof self->flies->name, "%s", name);
+        self->flies->rank = rank;
+        calls.post = carrier_post;
+        calls.land = carrier_land;
+        calls.drop = carrier_drop;
+    }
     REQUIRE_OK(fsdpc_comm_c10d(device, rank, world, &calls, &comm));
     return comm;
 }

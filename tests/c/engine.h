@@ -291,6 +291,16 @@ engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, 
 
 /* --- communicators --------------------------------------------------------------------------- */
 
+/* Over a wire units travel by sends and receives, else by blocking collectives. */
+__attribute__((unused)) static bool engine_flies;
+
+/* Whether a run's sums over a wire are rounded before the division. */
+__attribute__((unused)) static bool
+engine_rounds(bool wire, int world)
+{
+    return wire && world > 1 && !engine_flies;
+}
+
 /* The group of a run: a shared segment, or (`wire`) a carrier that hides it. */
 __attribute__((unused)) static fsdpc_comm *
 engine_join(int rank, ranks_run *run, bool wire)
@@ -301,14 +311,15 @@ engine_join(int rank, ranks_run *run, bool wire)
         return comm;
     }
     REQUIRE_OK(fsdpc_comm_shm(engine_device, rank, run->world, run->name, run->timeout_s, &comm));
-    return wire ? carrier_over(engine_device, rank, run->world, comm) : comm;
+    const char *name = engine_flies ? run->name : NULL;
+    return wire ? carrier_over(engine_device, rank, run->world, comm, name) : comm;
 }
 
 /* One rank of a group that is not there: for what a rank does alone. */
 __attribute__((unused)) static fsdpc_comm *
 engine_pretend(int rank, int world)
 {
-    return carrier_over(engine_device, rank, world, NULL);
+    return carrier_over(engine_device, rank, world, NULL, NULL);
 }
 
 #endif

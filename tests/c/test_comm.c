@@ -2,6 +2,7 @@
 #include <math.h>
 
 #include "carrier.h"
+#include "comm/flight.h"
 #include "items.h"
 #include "ranks.h"
 
@@ -534,6 +535,145 @@ end:
     return status;
 }
 
+/* --- flights ------------------------------------------------------------------------------------- */
+
+enum { FLIGHT_PIECE = 400003 }; /* two chunks of bytes, and not divisible */
+
+static fsdpc_comm *
+join_flying(int rank, ranks_run *run)
+{
+    fsdpc_comm *inner;
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &inner));
+    return carrier_over(device, rank, run->world, inner, run->option ? run->name : NULL);
+}
+
+/* Two gathers and a reduction in flight at once, landed in another order on each rank. */
+static void
+run_flights(int rank, ranks_run *run)
+{
+    const int world = run->world;
+    const int64_t whole = (int64_t)FLIGHT_PIECE * world;
+    fsdpc_comm *comm = join_flying(rank, run);
+    float *gathered[2], *packed = calloc((size_t)whole, sizeof(float));
+    float *landed = calloc((size_t)whole, sizeof(float));
+    fsdpc_flight *flights[3];
+    const size_t offset = 0;
+    const fsdpc_landing landing = {(char *)landed, FLIGHT_PIECE * sizeof(float), &offset};
+    CHECK_INT(fsdpc_comm_flies(comm), run->option);
+    for (int k = 0; k < 2; k++) {
+        const fsdpc_mark mark = {{k, 7}};
+        gathered[k] = calloc((size_t)whole, sizeof(float));
+        fill(gathered[k] + (int64_t)FLIGHT_PIECE * rank, FSDPC_F32, FLIGHT_PIECE, rank + k);
+        const fsdpc_comm_part part = {gathered[k], FLIGHT_PIECE, FSDPC_F32};
+        REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, &mark, "gather", &flights[k]));
+    }
+    fill(packed, FSDPC_F32, whole, rank);
+    const fsdpc_comm_part part = {packed, FLIGHT_PIECE, FSDPC_F32};
+    const fsdpc_mark mark = {{9, 7}};
+    REQUIRE_OK(fsdpc_flight_reduce(comm, &part, 1, &landing, &mark, "reduce", &flights[2]));
+    const bool summed = fsdpc_flight_is_summed(flights[2]);
+    CHECK_INT(summed, !run->option);
+    for (int k = 0; k < 3; k++) {
+        bool agreed = false;
+        fsdpc_flight *flight = flights[(k + rank) % 3];
+        REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
+        CHECK(agreed);
+        fsdpc_flight_free(flight);
+    }
+    int wrong = 0;
+    for (int64_t i = 0; i < whole; i++) {
+        for (int k = 0; k < 2; k++) {
+            const int from = (int)(i / FLIGHT_PIECE);
+            wrong += gathered[k][i] != (float)stored(FSDPC_F32, from + k, i % FLIGHT_PIECE);
+        }
+    }
+    for (int64_t i = 0; i < FLIGHT_PIECE; i++) {
+        const int64_t at = (int64_t)FLIGHT_PIECE * rank + i;
+        for (int r = 0, place = 0; r < world && !summed; r++) {
+            wrong += r != rank &&
+                     landed[(int64_t)FLIGHT_PIECE * place++ + i] != (float)stored(FSDPC_F32, r, at);
+        }
+        wrong += summed && packed[at] != (float)expected(FSDPC_F32, FSDPC_SUM, world, at);
+    }
+    CHECK_INT(wrong, 0);
+    REQUIRE_OK(fsdpc_comm_barrier(comm, "the end"));
+    free(gathered[0]);
+    free(gathered[1]);
+    free(packed);
+    free(landed);
+    fsdpc_comm_free(comm);
+}
+
+/* The last rank means another flight: no data moves, every rank learns all marks, the next flight is sound. */
+static void
+run_other_marks(int rank, ranks_run *run)
+{
+    bool agreed = true;
+    int32_t values[RANKS_MAX] = {0};
+    fsdpc_flight *flight;
+    fsdpc_comm *comm = join_flying(rank, run);
+    const int last = run->world - 1;
+    const fsdpc_comm_part part = {values, sizeof values[0], FSDPC_BYTES};
+    const fsdpc_mark mark = {{rank == last, 3}}, same = {{5, 3}};
+    values[rank] = rank + 1;
+    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, &mark, "gather", &flight));
+    REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
+    CHECK(!agreed);
+    for (int r = 0; r < run->world; r++) {
+        CHECK_INT(fsdpc_flight_marks(flight)[r].words[0], r == last);
+        CHECK_INT(values[r], r == rank ? rank + 1 : 0);
+    }
+    fsdpc_flight_free(flight);
+    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, &same, "gather", &flight));
+    REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
+    CHECK(agreed);
+    for (int r = 0; r < run->world; r++) {
+        CHECK_INT(values[r], r + 1);
+    }
+    fsdpc_flight_free(flight);
+    REQUIRE_OK(fsdpc_comm_barrier(comm, "the end"));
+    fsdpc_comm_free(comm);
+}
+
+/* A failure of posting or landing breaks the communicator; what was posted is given up once. */
+static void
+flights_fail(void)
+{
+    for (int at = 1; at <= 4; at++) {
+        carrier self = {.fail_at = at, .fail_status = FSDPC_E_COMM};
+        fsdpc_comm *comm;
+        fsdpc_flight *flight;
+        char bytes[2] = {0};
+        const fsdpc_comm_part part = {bytes, 1, FSDPC_BYTES};
+        const fsdpc_mark mark = {{1, 1}};
+        fsdpc_comm_callbacks calls = carrier_callbacks(&self);
+        self.flies = calloc(1, sizeof *self.flies);
+        snprintf(self.flies->name, sizeof self.flies->name, "test-flights-%d", (int)getpid());
+        calls.post = carrier_post;
+        calls.land = carrier_land;
+        calls.drop = carrier_drop;
+        flying peer = {.rank = 1};
+        memcpy(peer.name, self.flies->name, sizeof peer.name);
+        void *sent;
+        const fsdpc_comm_move marks = {(void *)&mark, sizeof mark, 0, true};
+        REQUIRE_OK(flying_post(&peer, &marks, 1, (1 << 30) - 1, "marks", &sent));
+        flying_drop(&peer, sent);
+        REQUIRE_OK(fsdpc_comm_c10d(device, 0, 2, &calls, &comm));
+        int status = fsdpc_flight_gather(comm, &part, 1, &mark, "gather", &flight);
+        if (status == FSDPC_OK) {
+            status = at == 4 ? fsdpc_error(FSDPC_E_COMM, "the wire broke")
+                             : fsdpc_flight_land(flight, "landing", NULL);
+            fsdpc_flight_free(flight);
+        }
+        CHECK_INT(status, FSDPC_E_COMM);
+        CHECK_INT(fsdpc_comm_check(comm), at == 4 ? FSDPC_OK : FSDPC_E_COMM);
+        CHECK_INT(self.flies->dropped, at == 1 ? 0 : at == 2 ? 1 : 2);
+        flying_end(self.flies);
+        self.flies = NULL;
+        fsdpc_comm_free(comm);
+    }
+}
+
 int
 main(void)
 {
@@ -552,6 +692,12 @@ main(void)
         ranks_do(small_parts_go_together, .world = world);
     }
     a_failed_callback_breaks_the_communicator();
+    for (int flies = 0; flies < 2; flies++) {
+        ranks_do(run_flights, .world = 2, .option = flies);
+        ranks_do(run_flights, .world = 3, .option = flies);
+        ranks_do(run_other_marks, .world = 3, .option = flies);
+    }
+    flights_fail();
     /* Threads last: forking after them is not safe. */
     collectives_equal_plain_loops(true);
     different_collectives_are_noticed(true);

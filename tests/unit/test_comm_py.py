@@ -486,7 +486,9 @@ def test_kind(monkeypatch):
     monkeypatch.setenv("FSDPC_COLLECTIVES", "nccl")
     assert _bootstrap._read_kind(None) == "nccl"
     monkeypatch.setenv("FSDPC_COLLECTIVES", "mpi")
-    with pytest.raises(ValueError, match="must be one of auto, shm, wire, c10d, nccl, but is 'mpi'"):
+    with pytest.raises(
+        ValueError, match="must be one of auto, shm, wire, c10d, nccl, but is 'mpi'"
+    ):
         _bootstrap._read_kind(None)
 
 

@@ -105,8 +105,7 @@ fsdpc_py_status_of_exception(void)
     if (state != NULL && PyErr_ExceptionMatches(state->comm_timeout)) {
         return FSDPC_E_TIMEOUT;
     }
-    return state != NULL && PyErr_ExceptionMatches(state->peer_error) ? FSDPC_E_PEER
-                                                                      : FSDPC_E_COMM;
+    return state != NULL && PyErr_ExceptionMatches(state->peer_error) ? FSDPC_E_PEER : FSDPC_E_COMM;
 }
 
 PyObject *

@@ -38,7 +38,7 @@ finish(PyObject *result, const char *method, const char *what)
         return fsdpc_error(FSDPC_E_INTERRUPT, "%s of %s: %s", method, what, text);
     }
     const int status = fsdpc_py_status_of_exception();
-    if (status != FSDPC_E_COMM) { /* fsdpc's own error, which says what failed */
+    if (status != FSDPC_E_COMM) {             /* fsdpc's own error, which says what failed */
         const char *own = strstr(text, ": "); /* behind the class's name */
         return fsdpc_error(status, "%s%s", own ? own + 2 : text, table);
     }
