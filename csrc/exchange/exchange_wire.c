@@ -45,7 +45,7 @@ struct fsdpc_wire {
 static int
 open_reduces(fsdpc_exchange *x, struct fsdpc_wire *wire)
 {
-    wire->reduce_count = fsdpc_exchange_reduce_slots(x);
+    wire->reduce_count = x->world > 1 && x->max_reduce_bytes > 0 ? x->reduce_slots : 0;
     wire->reduces = fsdpc_mem_calloc((size_t)wire->reduce_count + 1, sizeof *wire->reduces);
     if (!wire->reduces) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
@@ -253,6 +253,12 @@ before_hook(fsdpc_exchange *x, const char *what)
 
 /* --- gathers ------------------------------------------------------------------------------------- */
 
+static bool
+prefetches(const fsdpc_exchange *x)
+{
+    return x->world > 1 && fsdpc_comm_flies(x->comm);
+}
+
 static void
 name_gather(const fsdpc_unit *unit, char what[WHAT_BYTES])
 {
@@ -336,7 +342,7 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
     struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     if (!use->begun) {
-        if (!wait && (!fsdpc_exchange_prefetches(x) || fsdpc_exchange_slot_is_in_use(x, unit))) {
+        if (!wait && (!prefetches(x) || fsdpc_exchange_slot_is_in_use(x, unit))) {
             return FSDPC_OK;
         }
         FSDPC_TRY(start(x, unit));
@@ -602,12 +608,6 @@ end(fsdpc_exchange *x)
         x->uses[u].posted = x->uses[u].consumed = 0;
     }
     return FSDPC_OK;
-}
-
-static bool
-prefetches(const fsdpc_exchange *x)
-{
-    return x->world > 1 && fsdpc_comm_flies(x->comm);
 }
 
 const struct fsdpc_exchange_i fsdpc_exchange_wire = {

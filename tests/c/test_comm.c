@@ -652,12 +652,13 @@ flights_fail(void)
         calls.post = carrier_post;
         calls.land = carrier_land;
         calls.drop = carrier_drop;
-        flying peer = {.rank = 1};
-        memcpy(peer.name, self.flies->name, sizeof peer.name);
+        flying *peer = calloc(1, sizeof *peer);
+        *peer = (flying){.rank = 1};
+        memcpy(peer->name, self.flies->name, sizeof peer->name);
         void *sent;
         const fsdpc_comm_move marks = {(void *)&mark, sizeof mark, 0, true};
-        REQUIRE_OK(flying_post(&peer, &marks, 1, (1 << 30) - 1, "marks", &sent));
-        flying_drop(&peer, sent);
+        REQUIRE_OK(flying_post(peer, &marks, 1, (1 << 30) - 1, "marks", &sent));
+        flying_drop(peer, sent);
         REQUIRE_OK(fsdpc_comm_c10d(device, 0, 2, &calls, &comm));
         int status = fsdpc_flight_gather(comm, &part, 1, &mark, "gather", &flight);
         if (status == FSDPC_OK) {
@@ -669,6 +670,7 @@ flights_fail(void)
         CHECK_INT(fsdpc_comm_check(comm), at == 4 ? FSDPC_OK : FSDPC_E_COMM);
         CHECK_INT(self.flies->dropped, at == 1 ? 0 : at == 2 ? 1 : 2);
         flying_end(self.flies);
+        flying_end(peer);
         self.flies = NULL;
         fsdpc_comm_free(comm);
     }

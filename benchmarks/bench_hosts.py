@@ -1,0 +1,204 @@
+"""Training steps of ranks on several hosts with shaped links, against FSDP1, FSDP2 and DDP.
+
+python benchmarks/bench_hosts.py                          # print; needs root, see namespaces.py
+python benchmarks/bench_hosts.py --json                   # and write results/hosts.json
+python benchmarks/bench_hosts.py --hosts 1,1 2,2 --rates 1gbit 10gbit --models 10m 40m
+
+Hosts are network namespaces of this machine. All engines run in the same processes and take turns
+round by round; a step is that of the slowest rank, a ratio divides by the unsharded step ("local")
+of the same round. "sent" is what a host's interface sent in a step, over the bytes of the model's
+parameters. "floor" is max(local, bytes / rate), where bytes are those of two gathers and one
+reduce-scatter. The share of the line is that of one gather of 64 MiB with nothing to compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import common
+import namespaces
+import torch
+import torch.distributed as dist
+from engines import GPTConfig, Training, Workload, adamw, build, plain_model, random_batch
+from torch import nn
+
+MODELS = {
+    "10m": Workload(GPTConfig(layers=6, width=384, heads=6), batch=2, seq=64, steps=1),
+    "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
+}
+BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2"]
+PROBE_NUMEL = 16 << 20
+
+
+def ddp(work: Workload) -> Training:
+    """torch's DistributedDataParallel."""
+    model = nn.parallel.DistributedDataParallel(plain_model(work))
+    return Training(model, adamw(model, work))
+
+
+class Idle(nn.Module):
+    """A gather with nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(PROBE_NUMEL))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.weight[0]
+
+
+def share_of_line(rate: float) -> float:
+    """Of the link, while a gather runs; every rank of one-rank hosts sends its half."""
+    import fsdpc
+
+    model = fsdpc.FullyShardedDataParallel(Idle())
+    world, found = dist.get_world_size(), []
+    with torch.no_grad():
+        for _ in range(5):
+            dist.barrier()
+            begun = time.perf_counter()
+            model(torch.zeros(1))
+            seconds = time.perf_counter() - begun
+            found.append(4 * PROBE_NUMEL / world * (world - 1) / seconds / rate)
+    return statistics.median(found)
+
+
+def sent() -> int:
+    """Bytes that this host has sent so far."""
+    with open("/sys/class/net/eth0/statistics/tx_bytes", encoding="ascii") as file:
+        return int(file.read())
+
+
+def timed(training: Training, work: Workload, number: int) -> tuple[float, int]:
+    """Seconds of the slowest rank's step, and the bytes that this rank's host sent."""
+    batch = random_batch(work, 100 * number + dist.get_rank())
+    dist.barrier()
+    before, begun = sent(), time.perf_counter()
+    training.step(batch)
+    seconds = torch.tensor([time.perf_counter() - begun])
+    dist.barrier()
+    after = sent()
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item(), after - before
+
+
+def run_rank(model: str, engines: Sequence[str], rounds: int, rate: float) -> dict[str, Any]:
+    """Every engine's steps; on all ranks."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    work = MODELS[model]
+    trainings = {name: ddp(work) if name == "ddp" else build(name, work) for name in engines}
+    nbytes = 4 * sum(p.numel() for p in plain_model(work).parameters())
+    for training in trainings.values():
+        for number in range(2):
+            timed(training, work, number)
+    cases = {
+        name: (lambda training=training: timed(training, work, 2))
+        for name, training in trainings.items()
+    }
+    found = common.interleave(cases, rounds)  # type: ignore[arg-type]
+    local = [seconds for seconds, _ in found["local"]]
+    result: dict[str, Any] = {"bytes": nbytes, "line": share_of_line(rate) if rate else None}
+    for name, values in found.items():
+        steps = [seconds for seconds, _ in values]
+        result[name] = {
+            "step_s": common.spread(steps),
+            "to_local": common.spread([a / b for a, b in zip(steps, local, strict=True)]),
+            "sent": common.spread([count / nbytes for _, count in values]),
+        }
+    dist.barrier()
+    return result
+
+
+def bytes_per_second(rate: str) -> float:
+    """Of tc's word for a rate."""
+    number = float(rate.removesuffix("gbit").removesuffix("mbit"))
+    return number * (1e9 if rate.endswith("gbit") else 1e6) / 8
+
+
+def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespace) -> dict:
+    """One set of hosts. ``SystemExit`` if a rank fails."""
+    with namespaces.hosts(len(ranks), rate) as hosts:
+        processes = []
+        for env in hosts.environment(ranks):
+            command = ["ip", "netns", "exec", env["FSDPC_TEST_HOST"], sys.executable, __file__]
+            wanted = [model, str(bytes_per_second(rate)), str(args.rounds), *args.engines]
+            out = subprocess.PIPE if env["RANK"] == "0" else subprocess.DEVNULL
+            command += ["--rank", *wanted]
+            processes.append(subprocess.Popen(command, env={**os.environ, **env}, stdout=out))
+        try:
+            text, _ = processes[0].communicate(timeout=args.timeout)
+            codes = [process.wait(timeout=60) for process in processes]
+        finally:
+            for process in processes:
+                process.send_signal(signal.SIGKILL)
+    if any(codes):
+        raise SystemExit(f"{model} on {ranks} at {rate}: ranks ended with {codes}")
+    return json.loads(text.decode().splitlines()[-1])
+
+
+def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> None:
+    """A table of one case."""
+    floor = 1.5 if len(ranks) == 2 else 3 * (len(ranks) - 1) / len(ranks)
+    wire = floor * found["bytes"] / bytes_per_second(rate)
+    limit = max(found["local"]["step_s"]["median"], wire)
+    line = f", a gather takes {found['line']:.0%} of the line" if found["line"] else ""
+    print(f"\n{model}, {'+'.join(map(str, ranks))}, {rate}: floor {limit:.3f} s{line}")
+    rows = []
+    for name, row in found.items():
+        if isinstance(row, dict):
+            step = row["step_s"]
+            rows.append(
+                [
+                    name,
+                    f"{step['median']:.3f} ({step['q1']:.3f}..{step['q3']:.3f})",
+                    f"{row['to_local']['median']:.2f}",
+                    f"{step['median'] / limit:.2f}",
+                    f"{row['sent']['median']:.2f}",
+                ]
+            )
+    common.print_table(["engine", "step, s", "/ local", "/ floor", "sent, x"], rows)
+
+
+def main() -> None:
+    """Run all cases."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", nargs="+", default=["1,1"], help="ranks of each host: 1,1 2,2")
+    parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"])
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["40m"])
+    parser.add_argument("--engines", nargs="+", choices=BESIDE, default=BESIDE)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one case")
+    parser.add_argument("--json", action="store_true", help="write results/hosts.json")
+    parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.rank:
+        model, rate, rounds, *engines = args.rank
+        print(json.dumps(run_rank(model, engines, int(rounds), float(rate))), flush=True)
+        os._exit(0)  # engines of other libraries leave threads behind
+    if namespaces.missing():
+        raise SystemExit(namespaces.missing())
+    result: dict[str, Any] = {"run": common.describe_run(args.json), "cases": []}
+    for model in args.models:
+        for text in args.hosts:
+            for rate in args.rates:
+                ranks = [int(count) for count in text.split(",")]
+                found = run_case(model, ranks, rate, args)
+                show(found, model, ranks, rate)
+                case = {"model": model, "ranks": ranks, "rate": rate, **found}
+                result["cases"].append(case)
+    if args.json:
+        common.write_json("hosts.json", result)
+
+
+if __name__ == "__main__":
+    main()
