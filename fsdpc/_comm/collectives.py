@@ -238,7 +238,8 @@ def _sends_in_background(pg: dist.ProcessGroup) -> bool:
     if pg.size() == 1 or dist.get_backend(pg) == "fake":
         return False
     left, right = (pg.rank() - 1) % pg.size(), (pg.rank() + 1) % pg.size()
-    out, into = torch.tensor([pg.rank()]), torch.tensor([-1])
+    out = torch.tensor([pg.rank()], device="cpu")
+    into = torch.tensor([-1], device="cpu")
     try:
         works = [pg.recv([into], left, _TRIAL_TAG), pg.send([out], right, _TRIAL_TAG)]
         for work in works:

@@ -35,6 +35,7 @@ class Config:
     grads_by: str  # how gradients are read: "swap" or "summon"
     jitter: bool  # ranks are late at random places
     mix: bool  # units differ in their strategy
+    flies: bool = False  # over a wire by sends and receives, with "c10d"
     in_place: bool = False  # by fully_shard
     second: bool = False  # another sharded model lives beside this one
     meta: str = ""  # "" or how a model on the meta device gets its values
@@ -137,6 +138,8 @@ def config_of(seed: str, without: frozenset[str], world: int = 0) -> Config:
     if in_place or "fsdp1" in without:
         strategy = "FULL_SHARD" if kept.strategy == "NO_SHARD" else kept.strategy
         kept = dataclasses.replace(kept, in_place=True, use_orig=True, strategy=strategy)
+    flies = random.Random(seed + ":flies").random() < 0.7
+    kept = dataclasses.replace(kept, flies=flies and kept.collectives == "c10d")
     return dataclasses.replace(kept, **habits_of(random.Random(seed + ":config4"), kept, without))
 
 

@@ -232,8 +232,9 @@ def run_numbers(
 
 
 def environment(config: cases.Config, timeout: float | None) -> dict[str, str]:
+    over_a_wire = "wire" if config.flies else "c10d"
     return {
-        "FSDPC_COLLECTIVES": "c10d" if config.collectives == "c10d" else "auto",
+        "FSDPC_COLLECTIVES": "auto" if config.collectives == "shm" else over_a_wire,
         "FSDPC_POISON": os.environ.get("FSDPC_POISON", "1"),
         "FSDPC_TIMEOUT": str(timeout or PEER_TIMEOUT_S),
     }

@@ -28,7 +28,7 @@ ALLOWED = {
     ("_comm/plain.py", "numpy"): "a message of a peer's is bytes in host memory",
     ("_comm/plain.py", "from_numpy"): "a message of a peer's is bytes in host memory",
     (
-        "_comm/bootstrap.py",
+        "_comm/collectives.py",
         "from_numpy",
     ): "what the core hands to a c10d communicator is host memory",
     ("plan/compare.py", "numpy"): "digests are made of host copies",
