@@ -22,6 +22,12 @@ of(fsdpc_comm *comm)
     return (c10d_comm *)comm;
 }
 
+static bool
+flies(const fsdpc_comm *comm)
+{
+    return ((const c10d_comm *)comm)->calls.post != NULL && comm->world > 1;
+}
+
 /* A positive value is no status code: it must not pass for success. */
 static int
 outcome(int status)
@@ -37,6 +43,9 @@ static int
 all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
     fsdpc_comm_callbacks *calls = &of(comm)->calls;
+    if (flies(comm)) {
+        return fsdpc_flight_all_gather_now(comm, buffer, piece_bytes, what);
+    }
     return outcome(calls->all_gather(calls->context, buffer, piece_bytes, what));
 }
 
@@ -45,6 +54,9 @@ reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype 
                const char *what)
 {
     fsdpc_comm_callbacks *calls = &of(comm)->calls;
+    if (flies(comm)) {
+        return fsdpc_flight_reduce_scatter_now(comm, buffer, piece_numel, dtype, what);
+    }
     return outcome(calls->reduce_scatter(calls->context, buffer, piece_numel, dtype, what));
 }
 
@@ -53,6 +65,9 @@ all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype, enu
            const char *what)
 {
     fsdpc_comm_callbacks *calls = &of(comm)->calls;
+    if (flies(comm) && op == FSDPC_SUM) {
+        return fsdpc_flight_sum_now(comm, buffer, numel, dtype, what);
+    }
     return outcome(calls->all_reduce(calls->context, buffer, numel, dtype, op, what));
 }
 
@@ -80,12 +95,6 @@ static int
 reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const char *what)
 {
     return fsdpc_comm_bundle(comm, &of(comm)->bundle, parts, count, true, what);
-}
-
-static bool
-flies(const fsdpc_comm *comm)
-{
-    return ((const c10d_comm *)comm)->calls.post != NULL && comm->world > 1;
 }
 
 static int

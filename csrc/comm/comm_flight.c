@@ -254,6 +254,28 @@ land(fsdpc_flight *flight, const char *what)
 }
 
 int
+fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part, const fsdpc_landing *landing,
+                 const fsdpc_mark *mark, const char *what)
+{
+    int status = FSDPC_OK;
+    fsdpc_flight *flight;
+    FSDPC_GOTO(make(comm, mark, what, &flight), done);
+    FSDPC_GOTO(take_off(flight, part, 1, landing, mark, what), done);
+    FSDPC_GOTO(land(flight, what), done);
+    for (int r = 0; r < comm->world && status == FSDPC_OK && !flight->agreed; r++) {
+        if (memcmp(&flight->marks[r], mark, sizeof *mark) != 0) {
+            status = fsdpc_error(FSDPC_E_MISMATCH,
+                                 "%s: rank %d makes another collective than rank %d, or one of "
+                                 "another size: all ranks must make the same calls in one order",
+                                 what, r, comm->rank);
+        }
+    }
+done:
+    fsdpc_flight_free(flight);
+    return status;
+}
+
+int
 fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed)
 {
     fsdpc_comm *comm = flight->comm;

@@ -84,6 +84,24 @@ int fsdpc_comm_check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts,
 void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtype dtype, int64_t n,
                         bool largest);
 
+/* --- comm_flight_now.c ----------------------------------------------------------------------------
+ *
+ * A flying kind's own all_gather, reduce_scatter and sum: flights that land at once. FSDPC_E_MISMATCH if a rank
+ * makes another collective or one of another size. */
+
+/* Inside a collective of the kind: a gather, or (`landing`) a reduction of one part, landed. In comm_flight.c. */
+struct fsdpc_landing;
+struct fsdpc_mark;
+int fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part,
+                     const struct fsdpc_landing *landing, const struct fsdpc_mark *mark,
+                     const char *what);
+int fsdpc_flight_all_gather_now(fsdpc_comm *comm, void *buffer, size_t piece_bytes,
+                                const char *what);
+int fsdpc_flight_reduce_scatter_now(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
+                                    fsdpc_dtype dtype, const char *what);
+int fsdpc_flight_sum_now(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
+                         const char *what);
+
 /* --- comm_bundle.c --------------------------------------------------------------------------- */
 
 /* all_gather_parts, or (`scatter`) reduce_scatter_parts, for a kind that works on host memory: small parts by

@@ -20,6 +20,9 @@ typedef struct fsdpc_mark {
     int32_t words[2];
 } fsdpc_mark;
 
+/* The first word of marks of a kind's own collectives; callers' marks have larger ones. */
+enum fsdpc_now { FSDPC_NOW_GATHER = INT32_MIN, FSDPC_NOW_SCATTER, FSDPC_NOW_SUM, FSDPC_NOW_END };
+
 /* Where the pieces of other ranks land: rank r's piece of parts[i] at base + stride * (r, or r - 1 above this
  * rank) + offsets[i]. */
 typedef struct fsdpc_landing {

@@ -174,6 +174,13 @@ compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int ra
 {
     char here[WHAT_BYTES], there[WHAT_BYTES];
     const int32_t own = mine.next, other = theirs.next;
+    if (other < FSDPC_NOW_END) {
+        return fsdpc_error(FSDPC_E_MISMATCH,
+                           "rank %d is at %s while rank %d makes a collective of another kind (a "
+                           "state dict, a norm, a checkpoint): all ranks must make the same calls "
+                           "in one order",
+                           x->rank, own < 0 ? "unfreezing" : turn_text(x, own, what, here), rank);
+    }
     if (mine.model != theirs.model) {
         return fsdpc_error(FSDPC_E_MISMATCH,
                            "rank %d is at %s while rank %d runs another model: all ranks must run "

@@ -1,0 +1,112 @@
+/* The collectives of a kind that flies: pieces of all ranks, summed here in the order of ranks. */
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "comm/comm_impl.h"
+#include "comm/flight.h"
+
+static fsdpc_mark
+mark_of(enum fsdpc_now kind, uint64_t size)
+{
+    return (fsdpc_mark){{(int32_t)kind, (int32_t)(uint32_t)(size ^ size >> 32)}};
+}
+
+int
+fsdpc_flight_all_gather_now(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
+{
+    const fsdpc_comm_part part = {buffer, (int64_t)piece_bytes, FSDPC_BYTES};
+    const fsdpc_mark mark = mark_of(FSDPC_NOW_GATHER, piece_bytes);
+    return fsdpc_flight_now(comm, &part, NULL, &mark, what);
+}
+
+/* dst = the sum of every rank's n elements: this rank's at `own`, the others' in `landed`, in their order. */
+static int
+sum(const fsdpc_comm *comm, void *dst, const char *own, const char *landed, int64_t n,
+    fsdpc_dtype dtype, const char *what)
+{
+    const size_t bytes = (size_t)n * fsdpc_dtype_bytes(dtype);
+    const void **sources = fsdpc_mem_calloc((size_t)comm->world, sizeof *sources);
+    if (!sources) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for a sum", what);
+    }
+    for (int r = 0, at = 0; r < comm->world; r++) {
+        sources[r] = r == comm->rank ? own : landed + bytes * (size_t)at++;
+    }
+    int status =
+        fsdpc_device_reduce(comm->device, dst, dtype, sources, comm->world, dtype, n, 1.0, false);
+    fsdpc_mem_free(sources);
+    return status;
+}
+
+static int
+scatter(fsdpc_comm *comm, char *buffer, int64_t piece_numel, fsdpc_dtype dtype, enum fsdpc_now kind,
+        const char *what)
+{
+    int status = FSDPC_OK;
+    const size_t bytes = (size_t)piece_numel * fsdpc_dtype_bytes(dtype), offset = 0;
+    const fsdpc_comm_part part = {buffer, piece_numel, dtype};
+    const fsdpc_mark mark = mark_of(kind, bytes);
+    char *own = buffer + bytes * (size_t)comm->rank;
+    void *room; /* the other ranks' pieces, then the sum */
+    FSDPC_TRY(fsdpc_device_alloc(comm->device, bytes * (size_t)comm->world, &room));
+    const fsdpc_landing landing = {room, bytes, &offset};
+    char *total = (char *)room + bytes * (size_t)(comm->world - 1);
+    FSDPC_GOTO(fsdpc_flight_now(comm, &part, &landing, &mark, what), done);
+    FSDPC_GOTO(sum(comm, total, own, room, piece_numel, dtype, what), done);
+    memcpy(own, total, bytes);
+done:
+    fsdpc_device_free(comm->device, room, bytes * (size_t)comm->world);
+    return status;
+}
+
+int
+fsdpc_flight_reduce_scatter_now(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
+                                fsdpc_dtype dtype, const char *what)
+{
+    return scatter(comm, buffer, piece_numel, dtype, FSDPC_NOW_SCATTER, what);
+}
+
+/* Every rank gets all of the others' elements: for a few. */
+static int
+sum_whole(fsdpc_comm *comm, char *buffer, int64_t numel, fsdpc_dtype dtype, const char *what)
+{
+    int status = FSDPC_OK;
+    const size_t bytes = (size_t)numel * fsdpc_dtype_bytes(dtype), world = (size_t)comm->world;
+    const fsdpc_mark mark = mark_of(FSDPC_NOW_SUM, bytes);
+    const void **sources = fsdpc_mem_calloc(world, sizeof *sources);
+    char *all = fsdpc_mem_calloc(world, bytes);
+    const fsdpc_comm_part part = {all, numel, dtype};
+    if (!sources || !all) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for a sum", what), done);
+    }
+    memcpy(all + bytes * (size_t)comm->rank, buffer, bytes);
+    FSDPC_GOTO(fsdpc_flight_now(comm, &part, NULL, &mark, what), done);
+    for (size_t r = 0; r < world; r++) {
+        sources[r] = all + bytes * r;
+    }
+    FSDPC_GOTO(fsdpc_device_reduce(comm->device, buffer, dtype, sources, comm->world, dtype, numel,
+                                   1.0, false),
+               done);
+done:
+    fsdpc_mem_free(sources);
+    fsdpc_mem_free(all);
+    return status;
+}
+
+int
+fsdpc_flight_sum_now(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype dtype,
+                     const char *what)
+{
+    enum { FEW_BYTES = 64 << 10 };
+    const size_t item = fsdpc_dtype_bytes(dtype);
+    const int64_t piece = (size_t)numel * item > FEW_BYTES ? numel / comm->world : 0;
+    const int64_t even = piece * comm->world;
+    if (piece > 0) {
+        FSDPC_TRY(scatter(comm, buffer, piece, dtype, FSDPC_NOW_SUM, what));
+        FSDPC_TRY(fsdpc_flight_all_gather_now(comm, buffer, (size_t)piece * item, what));
+    }
+    return even < numel
+               ? sum_whole(comm, (char *)buffer + (size_t)even * item, numel - even, dtype, what)
+               : FSDPC_OK;
+}
