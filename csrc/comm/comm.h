@@ -46,7 +46,7 @@ typedef struct fsdpc_comm_callbacks {
     /* (optional, all three or none) See fsdpc_comm_ops in comm_impl.h. */
     int (*post)(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag,
                 const char *what, void **transfers);
-    int (*land)(void *context, void *transfers, const char *what);
+    int (*land)(void *context, void *transfers, const bool *skip, const char *what);
     void (*drop)(void *context, void *transfers);
     void (*release)(void *context);
 } fsdpc_comm_callbacks;

@@ -106,10 +106,10 @@ post(fsdpc_comm *comm, const fsdpc_comm_move *moves, int count, uint32_t tag, co
 }
 
 static int
-land(fsdpc_comm *comm, void *transfers, const char *what)
+land(fsdpc_comm *comm, void *transfers, const bool *skip, const char *what)
 {
     fsdpc_comm_callbacks *calls = &of(comm)->calls;
-    return outcome(calls->land(calls->context, transfers, what));
+    return outcome(calls->land(calls->context, transfers, skip, what));
 }
 
 static void

@@ -134,11 +134,17 @@ post_data(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count,
 }
 
 static bool
+agrees(const fsdpc_flight *flight, int rank)
+{
+    return memcmp(&flight->marks[rank], &flight->marks[flight->comm->rank],
+                  sizeof *flight->marks) == 0;
+}
+
+static bool
 marks_agree(const fsdpc_flight *flight)
 {
-    const fsdpc_comm *comm = flight->comm;
-    for (int r = 0; r < comm->world; r++) {
-        if (memcmp(&flight->marks[r], &flight->marks[comm->rank], sizeof *flight->marks) != 0) {
+    for (int r = 0; r < flight->comm->world; r++) {
+        if (!agrees(flight, r)) {
             return false;
         }
     }
@@ -235,22 +241,39 @@ fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
     return begin(comm, parts, count, landing, mark, what, out);
 }
 
+/* With ranks of other marks nothing moves. What the others send has to arrive, or the library could not receive
+ * anything behind it. */
+static int
+land_data(fsdpc_flight *flight, const char *what)
+{
+    fsdpc_comm *comm = flight->comm;
+    void *data = flight->data;
+    if (!data) {
+        return FSDPC_OK;
+    }
+    bool *skip = fsdpc_mem_calloc((size_t)comm->world, sizeof *skip);
+    if (!skip) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the marks of %d ranks", what,
+                           comm->world);
+    }
+    for (int r = 0; r < comm->world; r++) {
+        skip[r] = !agrees(flight, r);
+    }
+    flight->data = NULL;
+    int status = comm->ops->land(comm, data, flight->agreed ? NULL : skip, what);
+    fsdpc_mem_free(skip);
+    return status;
+}
+
 static int
 land(fsdpc_flight *flight, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
-    int status = FSDPC_OK;
-    if (flight->marking) {
-        status = comm->ops->land(comm, flight->marking, what);
-        flight->marking = NULL;
-    }
-    FSDPC_TRY(status);
+    void *marking = flight->marking;
+    flight->marking = NULL;
+    FSDPC_TRY(marking ? comm->ops->land(comm, marking, NULL, what) : FSDPC_OK);
     flight->agreed = marks_agree(flight);
-    if (flight->data && flight->agreed) {
-        status = comm->ops->land(comm, flight->data, what);
-        flight->data = NULL;
-    }
-    return status;
+    return land_data(flight, what);
 }
 
 int
@@ -302,18 +325,22 @@ fsdpc_flight_is_summed(const fsdpc_flight *flight)
     return flight->summed;
 }
 
-void
+bool
 fsdpc_flight_free(fsdpc_flight *flight)
 {
     if (!flight) {
-        return;
+        return true;
     }
+    const bool landed = !flight->marking && !flight->data;
     if (flight->marking) {
         flight->comm->ops->drop(flight->comm, flight->marking);
     }
     if (flight->data) {
         flight->comm->ops->drop(flight->comm, flight->data);
     }
-    fsdpc_mem_free(flight->marks);
+    if (landed) {
+        fsdpc_mem_free(flight->marks);
+    }
     fsdpc_mem_free(flight);
+    return landed;
 }

@@ -32,11 +32,13 @@ typedef struct fsdpc_comm_ops {
     int (*all_reduce_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                             const char *what);
     /* (optional, all or none) Transfers in the background, see flight.h. They match by tag, and in the order of
-     * posting among equal tags. land waits and ends the transfers whatever it returns, drop gives them up. */
+     * posting among equal tags. land waits for those with ranks that are not in `skip` (NULL: for all), and ends
+     * the transfers whatever it returns; those with the others find no match. drop leaves them to themselves:
+     * their memory stays, because other ranks may still match them. */
     bool (*flies)(const fsdpc_comm *comm);
     int (*post)(fsdpc_comm *comm, const fsdpc_comm_move *moves, int count, uint32_t tag,
                 const char *what, void **transfers);
-    int (*land)(fsdpc_comm *comm, void *transfers, const char *what);
+    int (*land)(fsdpc_comm *comm, void *transfers, const bool *skip, const char *what);
     void (*drop)(fsdpc_comm *comm, void *transfers);
     void (*abort)(fsdpc_comm *comm, const char *text);            /* (optional): no-op */
     void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): no-op */

@@ -41,13 +41,14 @@ int fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int coun
                         const fsdpc_landing *landing, const fsdpc_mark *mark, const char *what,
                         fsdpc_flight **out);
 /* Waits until the flight's memory is this rank's again. *agreed (optional): all marks were equal, and the data
- * is there; else no data has come. */
+ * is there; else what ranks with equal marks sent each other is there. */
 int fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed);
 /* One mark per rank, after landing; borrowed. */
 const fsdpc_mark *fsdpc_flight_marks(const fsdpc_flight *flight);
 bool fsdpc_flight_is_summed(const fsdpc_flight *flight);
-/* A flight that has not landed is given up: its memory is left alone from now on. NULL is allowed. Local. */
-void fsdpc_flight_free(fsdpc_flight *flight);
+/* NULL is allowed. True if the flight's memory is this rank's. False: the flight has not landed, so other ranks may
+ * still send to its memory, which must stay as long as the process. Local. */
+bool fsdpc_flight_free(fsdpc_flight *flight);
 
 /* True if flights go on in the background. */
 bool fsdpc_comm_flies(const fsdpc_comm *comm);

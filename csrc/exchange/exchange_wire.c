@@ -38,6 +38,7 @@ struct fsdpc_wire {
     size_t *landing_offsets; /* of its parts, and of its segments */
     uint8_t *used, *bits;    /* of the unit being packed; of all ranks and units at the end */
     size_t bit_count;        /* of one rank */
+    bool lost;               /* a flight has not landed: its memory is other ranks' for ever */
 };
 
 /* --- set-up -------------------------------------------------------------------------------------- */
@@ -83,7 +84,32 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_reduces(x, wire);
 }
 
-/* Flights are left only after a failure: at the end of each pass they have landed. */
+/* Flights are left only after a failure: at the end of each pass they have landed. True: this rank's memory is
+ * its own. */
+static bool
+give_up_flights(fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    for (int u = 0; wire->gathers && u < x->unit_count; u++) {
+        wire->lost = !fsdpc_flight_free(wire->gathers[u]) || wire->lost;
+    }
+    for (int i = 0; wire->reduces && i < wire->reduce_count; i++) {
+        wire->lost = !fsdpc_flight_free(wire->reduces[i].flight) || wire->lost;
+    }
+    return !wire->lost;
+}
+
+static void
+free_buffers(fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    for (int i = 0; wire->reduces && i < wire->reduce_count; i++) {
+        fsdpc_device_free(fsdpc_comm_device(x->comm), wire->reduces[i].memory, x->max_reduce_bytes);
+    }
+    fsdpc_mem_free(wire->bits);
+}
+
+/* Memory of lost flights stays as long as the process, the slots' too. */
 static void
 close_wire(fsdpc_exchange *x)
 {
@@ -91,19 +117,16 @@ close_wire(fsdpc_exchange *x)
     if (!wire) {
         return;
     }
-    for (int u = 0; wire->gathers && u < x->unit_count; u++) {
-        fsdpc_flight_free(wire->gathers[u]);
-    }
-    for (int i = 0; wire->reduces && i < wire->reduce_count; i++) {
-        fsdpc_flight_free(wire->reduces[i].flight);
-        fsdpc_device_free(fsdpc_comm_device(x->comm), wire->reduces[i].memory, x->max_reduce_bytes);
+    if (give_up_flights(x)) {
+        free_buffers(x);
+    } else {
+        x->arena = NULL;
     }
     fsdpc_mem_free(wire->gathers);
     fsdpc_mem_free(wire->reduces);
     fsdpc_mem_free(wire->parts);
     fsdpc_mem_free(wire->landing_offsets);
     fsdpc_mem_free(wire->used);
-    fsdpc_mem_free(wire->bits);
     fsdpc_mem_free(wire);
     x->wire = NULL;
 }
@@ -229,7 +252,7 @@ land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed)
     if (summed) {
         *summed = fsdpc_flight_is_summed(landed);
     }
-    fsdpc_flight_free(landed);
+    x->wire->lost = !fsdpc_flight_free(landed) || x->wire->lost;
     return status;
 }
 
@@ -371,9 +394,7 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     use->begun = use->ready = false;
-    if (fsdpc_unit_is_spare(unit)) {
-        fsdpc_flight_free(x->wire->gathers[use->id]);
-        x->wire->gathers[use->id] = NULL;
+    if (fsdpc_unit_is_spare(unit)) { /* its values have landed: a prefetch takes no spare memory */
         FSDPC_TRY(fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit)));
     }
     return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
@@ -568,7 +589,7 @@ share_bits(fsdpc_exchange *x)
     FSDPC_GOTO(land_reduces(x), fail);
     return land(x, &flight, what, NULL);
 fail:
-    fsdpc_flight_free(flight);
+    x->wire->lost = !fsdpc_flight_free(flight) || x->wire->lost;
     return status;
 }
 

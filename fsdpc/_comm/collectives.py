@@ -44,6 +44,7 @@ _LONGEST_PAUSE_S, _SPARE_S, _REASON_S, _SILENCE_S = 1.0, 1.0, 0.7, 1.0
 
 T = TypeVar("T")
 Transfers = list[tuple[dist.Work, int]]
+_given_up: Transfers = []  # for as long as the process lives
 wires: weakref.WeakSet[Collectives] = weakref.WeakSet()
 
 
@@ -177,7 +178,7 @@ class Collectives:
 
     def post(self, moves: list[tuple[np.ndarray, int, bool]], tag: int, what: str) -> Transfers:
         """Begin sends and receives, (memory, rank of the group, send), all with one tag. The memory
-        stays valid until they have landed or the result is deallocated.
+        stays valid until they have landed, or for ever.
         """
         pg = self._group()
         works = []
@@ -189,16 +190,26 @@ class Collectives:
                 raise self._failed(peer, error, what) from error
         return works
 
-    def land(self, works: Transfers, what: str) -> None:
-        """Wait for all of them. ``CommTimeout``, ``PeerError``."""
+    def land(self, works: Transfers, skip: bytes | None, what: str) -> None:
+        """Wait for those with ranks r that are not skipped by ``skip[r]``, which find no match.
+        ``CommTimeout``, ``PeerError``: then none of them writes to memory any more.
+        """
         until = time.monotonic() + self._timeout
         with self._shown(what):
             for work, peer in works:
+                if skip and skip[peer]:
+                    continue
                 left = max(until - time.monotonic(), 0.001)
                 try:
                     work.wait(timedelta(seconds=left))
                 except RuntimeError as error:
                     raise self._failed(peer, error, what) from error
+
+    def give_up(self, works: Transfers) -> None:
+        """Leave them to themselves: what another rank has begun to send must arrive, or the
+        connection could carry nothing behind it. Local.
+        """
+        _given_up.extend(works)
 
     def _failed(self, peer: int, error: RuntimeError, what: str) -> Exception:
         """The error that names the rank; other errors of the backend stay as they are."""

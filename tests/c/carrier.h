@@ -104,7 +104,7 @@ carrier_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t ta
 }
 
 static int
-carrier_land(void *context, void *transfers, const char *what)
+carrier_land(void *context, void *transfers, const bool *skip, const char *what)
 {
     carrier *self = context;
     int status = carrier_enter(self);
@@ -112,7 +112,7 @@ carrier_land(void *context, void *transfers, const char *what)
         flying_drop(self->flies, transfers);
         return status;
     }
-    return flying_land(self->flies, transfers, what);
+    return flying_land(self->flies, transfers, skip, what);
 }
 
 static void

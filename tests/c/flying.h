@@ -120,13 +120,13 @@ flying_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag
 }
 
 static int
-flying_land(void *context, void *transfers, const char *what)
+flying_land(void *context, void *transfers, const bool *skip, const char *what)
 {
     const flying_transfers *t = transfers;
     int status = FSDPC_OK;
     (void)what;
     for (int i = 0; i < t->count && status == FSDPC_OK; i++) {
-        if (!t->moves[i].send) {
+        if (!t->moves[i].send && !(skip && skip[t->moves[i].peer])) {
             status = flying_read(t->files[i], t->moves[i].memory, t->moves[i].bytes);
         }
     }

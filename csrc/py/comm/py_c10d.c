@@ -8,7 +8,8 @@
  * Methods: all_gather(array, piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what),
  * all_reduce(array, numel, dtype, op, what), broadcast(array, root, what), barrier(what). An object whose
  * attribute `flies` is true also has post([(array, peer, send)], tag, what) -> transfers, whose arrays stay valid
- * until land(transfers, what) returns or `transfers` is deallocated.
+ * until land(transfers, skip, what) returns, which does not wait for ranks r with skip[r] (skip None: for all), or,
+ * after give_up(transfers), for ever.
  */
 #include <string.h>
 
@@ -166,12 +167,14 @@ post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag, const
 }
 
 static int
-land(void *context, void *transfers, const char *what)
+land(void *context, void *transfers, const bool *skip, const char *what)
 {
     const target *to = context;
     fsdpc_py_entered state;
     FSDPC_TRY(fsdpc_py_callback_enter(&state));
-    PyObject *result = PyObject_CallMethod(to->object, "land", "Os", transfers, what);
+    PyObject *result =
+        PyObject_CallMethod(to->object, "land", "Oy#s", transfers, (const char *)skip,
+                            (Py_ssize_t)(skip ? to->world : 0), what);
     int status = finish(result, "land", what);
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
@@ -183,12 +186,21 @@ land(void *context, void *transfers, const char *what)
 static void
 drop(void *context, void *transfers)
 {
-    (void)context;
+    const target *to = context;
     if (fsdpc_py_finalizing()) {
         return;
     }
+    PyObject *type, *value, *trace;
     PyGILState_STATE gil = PyGILState_Ensure();
-    Py_DECREF((PyObject *)transfers);
+    PyErr_Fetch(&type, &value, &trace);
+    PyObject *result = PyObject_CallMethod(to->object, "give_up", "O", transfers);
+    if (result == NULL) {
+        PyErr_WriteUnraisable(to->object);
+    } else {
+        Py_DECREF((PyObject *)transfers); /* else it stays for ever, which is as good */
+        Py_DECREF(result);
+    }
+    PyErr_Restore(type, value, trace);
     PyGILState_Release(gil);
 }
 
