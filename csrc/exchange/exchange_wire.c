@@ -13,33 +13,11 @@
  * names both units, instead of wrong values. With one rank there is no communication.
  */
 #include <stdio.h>
-#include <string.h>
 
 #include "base/mem.h"
 #include "base/status.h"
-#include "comm/flight.h"
-#include "exchange/exchange_impl.h"
 #include "exchange/exchange_used.h"
-
-enum { WHAT_BYTES = 256 };
-
-/* Packed gradients on their way; behind them in `memory` is room for the other ranks' pieces. */
-struct fsdpc_wire_reduce {
-    void *memory;
-    fsdpc_flight *flight;
-    fsdpc_unit *unit; /* NULL with the flight */
-};
-
-struct fsdpc_wire {
-    fsdpc_flight **gathers; /* per unit, NULL: none in flight */
-    struct fsdpc_wire_reduce *reduces;
-    int reduce_count, next;
-    fsdpc_comm_part *parts;  /* of the unit being sent */
-    size_t *landing_offsets; /* of its parts, and of its segments */
-    uint8_t *used, *bits;    /* of the unit being packed; of all ranks and units at the end */
-    size_t bit_count;        /* of one rank */
-    bool lost;               /* a flight has not landed: its memory is other ranks' for ever */
-};
+#include "exchange/exchange_wire_impl.h"
 
 /* --- set-up -------------------------------------------------------------------------------------- */
 
@@ -139,148 +117,6 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return FSDPC_OK;
 }
 
-/* --- marks --------------------------------------------------------------------------------------- */
-
-/* What a rank does next: 2 * unit for a gather, 2 * unit + 1 for a reduction, TURN_HOOK, or the end of
- * a backward. Below zero: the unit and number of a parameter that is unfrozen. */
-enum {
-    TURN_HOOK = INT32_MAX,
-    TURN_END = TURN_HOOK - 1,
-    THAWS_UNKNOWN = -1,
-    THAWS = -2,
-    THAW_PARAMS = 1 << 12
-};
-
-static int32_t
-thaw_turn(int unit, int param)
-{
-    bool fits = unit >= 0 && param < THAW_PARAMS && unit < INT32_MAX / THAW_PARAMS - 1;
-    return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
-}
-
-/* One of two ranks unfreezes a parameter, the other does not. */
-static int
-thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
-{
-    const int32_t which = own < 0 ? own : other;
-    const int number = THAWS - which, who = own < 0 ? x->rank : rank;
-    return fsdpc_exchange_thaw_error(x, which == THAWS_UNKNOWN ? -1 : number / THAW_PARAMS,
-                                     number % THAW_PARAMS, who, own < 0 ? rank : x->rank);
-}
-
-static const char *
-turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[WHAT_BYTES])
-{
-    if (turn == TURN_HOOK) {
-        snprintf(text, WHAT_BYTES, hook ? "the %s" : "a communication hook", hook);
-        return text;
-    }
-    if (turn == TURN_END) {
-        return "the end of backward";
-    }
-    if (turn / 2 >= x->unit_count) {
-        return "a unit that this rank's model does not have";
-    }
-    snprintf(text, WHAT_BYTES, "the %s of unit %s", turn % 2 ? "reduce" : "gather",
-             fsdpc_unit_name(x->units[turn / 2]));
-    return text;
-}
-
-/* What the ranks compare: two models over the same ranks have the same turns. */
-struct turn {
-    int32_t next, model;
-};
-
-static int
-compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int rank,
-             struct turn theirs)
-{
-    char here[WHAT_BYTES], there[WHAT_BYTES];
-    const int32_t own = mine.next, other = theirs.next;
-    if (other < FSDPC_NOW_END) {
-        return fsdpc_error(FSDPC_E_MISMATCH,
-                           "rank %d is at %s while rank %d makes a collective of another kind (a "
-                           "state dict, a norm, a checkpoint): all ranks must make the same calls "
-                           "in one order",
-                           x->rank, own < 0 ? "unfreezing" : turn_text(x, own, what, here), rank);
-    }
-    if (mine.model != theirs.model) {
-        return fsdpc_error(FSDPC_E_MISMATCH,
-                           "rank %d is at %s while rank %d runs another model: all ranks must run "
-                           "the models that they have in common in one order",
-                           x->rank, own < 0 ? "unfreezing" : turn_text(x, own, what, here), rank);
-    }
-    if (own < 0 && other < 0) {
-        return FSDPC_OK;
-    }
-    if (own < 0 || other < 0) {
-        return thaw_mismatch(x, own, rank, other);
-    }
-    if (own == other) {
-        return FSDPC_OK;
-    }
-    return fsdpc_error(
-        FSDPC_E_MISMATCH,
-        "rank %d is at %s while rank %d is at %s: the ranks run different units. If a module "
-        "chooses by data what it runs, mark it with fsdpc.mark_data_dependent(module), so that "
-        "every rank gathers all units below it",
-        x->rank, turn_text(x, own, what, here), rank, turn_text(x, other, NULL, there));
-}
-
-/* NULL: nothing is compared. */
-static const fsdpc_mark *
-mark_of(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark)
-{
-    *mark = (fsdpc_mark){{next, fsdpc_unit_born(x->units[0])}};
-    return x->trust_order ? NULL : mark;
-}
-
-/* Waits for the flight, which is freed whatever comes; *summed as fsdpc_flight_is_summed. */
-static int
-land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed)
-{
-    bool agreed = true;
-    fsdpc_flight *landed = *flight;
-    *flight = NULL;
-    int status = fsdpc_flight_land(landed, what, &agreed);
-    const fsdpc_mark *marks = fsdpc_flight_marks(landed);
-    for (int r = 0; r < x->world && status == FSDPC_OK && !agreed; r++) {
-        const struct turn own = {marks[x->rank].words[0], marks[x->rank].words[1]};
-        const struct turn other = {marks[r].words[0], marks[r].words[1]};
-        status = compare_turn(x, own, what, r, other);
-    }
-    if (summed) {
-        *summed = fsdpc_flight_is_summed(landed);
-    }
-    x->wire->lost = !fsdpc_flight_free(landed) || x->wire->lost;
-    return status;
-}
-
-/* Collectives of different turns that meet would end the process or give wrong values. */
-static int
-compare_turns(fsdpc_exchange *x, int32_t next, const char *what)
-{
-    fsdpc_mark mark;
-    fsdpc_flight *flight;
-    if (x->world == 1 || x->trust_order) {
-        return FSDPC_OK;
-    }
-    FSDPC_TRY(fsdpc_flight_gather(x->comm, NULL, 0, mark_of(x, next, &mark), what, &flight));
-    return land(x, &flight, what, NULL);
-}
-
-static int
-announce(fsdpc_exchange *x, int unit, int param)
-{
-    return compare_turns(x, thaw_turn(unit, param), "unfreezing");
-}
-
-static int
-before_hook(fsdpc_exchange *x, const char *what)
-{
-    return compare_turns(x, TURN_HOOK, what);
-}
-
 /* --- gathers ------------------------------------------------------------------------------------- */
 
 static bool
@@ -290,15 +126,15 @@ prefetches(const fsdpc_exchange *x)
 }
 
 static void
-name_gather(const fsdpc_unit *unit, char what[WHAT_BYTES])
+name_gather(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES])
 {
-    snprintf(what, WHAT_BYTES, "gather of unit %s", fsdpc_unit_name(unit));
+    snprintf(what, FSDPC_WIRE_WHAT_BYTES, "gather of unit %s", fsdpc_unit_name(unit));
 }
 
 static int
 fill(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    char what[WHAT_BYTES];
+    char what[FSDPC_WIRE_WHAT_BYTES];
     fsdpc_mark mark;
     const int id = fsdpc_unit_use(unit)->id;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
@@ -316,18 +152,19 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit)
     }
     name_gather(unit, what);
     return fsdpc_flight_gather(x->comm, x->wire->parts, layout->segment_count,
-                               mark_of(x, id * 2, &mark), what, &x->wire->gathers[id]);
+                               fsdpc_wire_mark(x, FSDPC_WIRE_GATHER(id), &mark), what,
+                               &x->wire->gathers[id]);
 }
 
 static int
 land_gather(fsdpc_exchange *x, int id)
 {
-    char what[WHAT_BYTES];
+    char what[FSDPC_WIRE_WHAT_BYTES];
     if (id < 0 || !x->wire->gathers[id]) {
         return FSDPC_OK;
     }
     name_gather(x->units[id], what);
-    return land(x, &x->wire->gathers[id], what, NULL);
+    return fsdpc_wire_land(x, &x->wire->gathers[id], what, NULL);
 }
 
 static bool
@@ -416,226 +253,11 @@ leave(fsdpc_exchange *x)
     return land_gathers(x);
 }
 
-/* --- reductions ---------------------------------------------------------------------------------- */
-
-static void
-name_reduce(const fsdpc_unit *unit, char what[WHAT_BYTES])
-{
-    snprintf(what, WHAT_BYTES, "reduce of unit %s", fsdpc_unit_name(unit));
-}
-
-static char *
-landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
-{
-    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    return (char *)to->memory + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
-}
-
-/* This rank's pieces of all ranks' gradients are added to the shard gradient. */
-static int
-land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
-{
-    bool summed;
-    char what[WHAT_BYTES];
-    fsdpc_unit *unit = from->unit;
-    from->unit = NULL;
-    if (!unit) {
-        return FSDPC_OK;
-    }
-    name_reduce(unit, what);
-    FSDPC_TRY(land(x, &from->flight, what, &summed));
-    FSDPC_TRY(fsdpc_grad_sum_landed(unit, from->memory, summed ? NULL : landing_room(from, unit)));
-    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
-    return FSDPC_OK;
-}
-
-static int
-post(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_wire_reduce *to)
-{
-    int count = 0;
-    char what[WHAT_BYTES];
-    fsdpc_mark mark;
-    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    size_t *offsets = x->wire->landing_offsets, *of_segment = offsets + layout->segment_count;
-    const size_t stride = fsdpc_footprint_landing(layout, of_segment);
-    const fsdpc_landing landing = {landing_room(to, unit), stride, offsets};
-    for (int s = 0; s < layout->segment_count; s++) {
-        const fsdpc_segment *seg = &layout->segments[s];
-        if (seg->trainable) {
-            offsets[count] = of_segment[s];
-            x->wire->parts[count++] = (fsdpc_comm_part){(char *)to->memory + seg->reduce_offset,
-                                                        seg->piece_numel, seg->reduce};
-        }
-    }
-    name_reduce(unit, what);
-    return fsdpc_flight_reduce(x->comm, x->wire->parts, count, &landing,
-                               mark_of(x, fsdpc_unit_use(unit)->id * 2 + 1, &mark), what,
-                               &to->flight);
-}
-
-/* The gradients of one unit; every rank calls it at the same time. */
-static int
-send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
-{
-    struct fsdpc_wire *wire = x->wire;
-    struct fsdpc_wire_reduce *to = &wire->reduces[wire->next];
-    fsdpc_unit_use(unit)->posted++;
-    FSDPC_TRY(land_reduce(x, to));
-    wire->next = (wire->next + 1) % wire->reduce_count;
-    memset(wire->used, 0, (size_t)fsdpc_unit_layout(unit)->param_count);
-    FSDPC_TRY(fsdpc_grad_pack(unit, grads, to->memory, wire->used));
-    fsdpc_unit_add_used(unit, wire->used);
-    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
-    FSDPC_TRY(post(x, unit, to));
-    to->unit = unit;
-    return fsdpc_comm_flies(x->comm) ? FSDPC_OK : land_reduce(x, to);
-}
-
-static int
-reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
-{
-    fsdpc_unit_use(unit)->consumed = 0;
-    if (x->world == 1) {
-        FSDPC_TRY(fsdpc_grad_direct(unit, grads, fsdpc_unit_used(unit)));
-        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->grad_bytes);
-        return FSDPC_OK;
-    }
-    if (fsdpc_unit_use(unit)->posted > 0) {
-        return fsdpc_grad_keep_local(unit, grads);
-    }
-    return send(x, unit, grads);
-}
-
-static int
-make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
-{
-    const bool packs =
-        x->world > 1 && !fsdpc_unit_is_hooked(unit) && fsdpc_unit_layout(unit)->trainable_count > 0;
-    return packs ? land_reduce(x, &x->wire->reduces[x->wire->next]) : FSDPC_OK;
-}
-
-static bool
-is_landed(const struct fsdpc_wire *wire, const fsdpc_unit *unit)
-{
-    for (int i = 0; i < wire->reduce_count; i++) {
-        if (wire->reduces[i].unit == unit) {
-            return false;
-        }
-    }
-    return true;
-}
-
-/* Whether other ranks used a parameter is known at the end only. */
-static bool
-summed(fsdpc_exchange *x, const fsdpc_unit *unit)
-{
-    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
-    const bool over =
-        x->world == 1 || (use->posted == 1 && fsdpc_used_all(unit) && is_landed(x->wire, unit));
-    use->consumed = x->world > 1 && over;
-    return over;
-}
-
-/* --- the end of backward ------------------------------------------------------------------------- */
-
-static int
-land_reduces(fsdpc_exchange *x)
-{
-    struct fsdpc_wire *wire = x->wire;
-    for (int i = 0; i < wire->reduce_count; i++) {
-        FSDPC_TRY(land_reduce(x, &wire->reduces[(wire->next + i) % wire->reduce_count]));
-    }
-    return FSDPC_OK;
-}
-
-/* This rank's bits: of parameters, and of units with gradients that were kept after the unit was sent. */
-static void
-write_bits(fsdpc_exchange *x)
-{
-    struct fsdpc_wire *wire = x->wire;
-    uint8_t *own = wire->bits + wire->bit_count * (size_t)x->rank;
-    /* A process group may be a fake, which writes nothing. */
-    memset(wire->bits, 0, wire->bit_count * (size_t)x->world);
-    fsdpc_used_write(x, own);
-    own += fsdpc_used_count(x);
-    for (int u = 0; u < x->unit_count; u++) {
-        own[u] = fsdpc_unit_sends_local(x->units[u]);
-    }
-}
-
-static const uint8_t *
-join_bits(const fsdpc_exchange *x)
-{
-    struct fsdpc_wire *wire = x->wire;
-    for (int r = 1; r < x->world; r++) {
-        for (size_t i = 0; i < wire->bit_count; i++) {
-            wire->bits[i] |= wire->bits[wire->bit_count * (size_t)r + i];
-        }
-    }
-    return wire->bits;
-}
-
-/* All ranks' bits, while the last reductions land. */
-static int
-share_bits(fsdpc_exchange *x)
-{
-    static const char what[] = "used bits at the end of backward";
-    int status = FSDPC_OK;
-    const fsdpc_comm_part part = {x->wire->bits, (int64_t)x->wire->bit_count, FSDPC_BYTES};
-    fsdpc_mark mark;
-    fsdpc_flight *flight;
-    write_bits(x);
-    FSDPC_TRY(fsdpc_flight_gather(x->comm, &part, 1, mark_of(x, TURN_END, &mark), what, &flight));
-    FSDPC_GOTO(land_reduces(x), fail);
-    return land(x, &flight, what, NULL);
-fail:
-    x->wire->lost = !fsdpc_flight_free(flight) || x->wire->lost;
-    return status;
-}
-
-/* Every rank learns which parameters got a gradient on any rank. *again: some rank had kept gradients of units,
- * which have been sent, and the ranks must compare once more. */
-static int
-share_used(fsdpc_exchange *x, bool *again)
-{
-    FSDPC_TRY(share_bits(x));
-    const uint8_t *bits = join_bits(x), *kept = bits + fsdpc_used_count(x);
-    fsdpc_used_read(x, bits);
-    for (int u = 0; u < x->unit_count; u++) {
-        if (kept[u]) {
-            *again = true;
-            FSDPC_TRY(send(x, x->units[u], NULL));
-        }
-    }
-    return FSDPC_OK;
-}
-
-static int
-end_alone(fsdpc_exchange *x)
-{
-    for (int u = 0; u < x->unit_count; u++) {
-        if (fsdpc_unit_sends_local(x->units[u])) {
-            FSDPC_TRY(reduce(x, x->units[u], NULL));
-        }
-    }
-    return FSDPC_OK;
-}
-
 static int
 end(fsdpc_exchange *x)
 {
-    if (x->world == 1) {
-        return end_alone(x);
-    }
     FSDPC_TRY(land_gathers(x));
-    for (bool again = true; again;) {
-        again = false;
-        FSDPC_TRY(share_used(x, &again));
-    }
-    for (int u = 0; u < x->unit_count; u++) {
-        x->uses[u].posted = x->uses[u].consumed = 0;
-    }
-    return FSDPC_OK;
+    return fsdpc_wire_end(x);
 }
 
 const struct fsdpc_exchange_i fsdpc_exchange_wire = {
@@ -647,11 +269,11 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .leave = leave,
     .gather = gather,
     .release = release,
-    .reduce = reduce,
-    .summed = summed,
-    .make_room = make_room,
+    .reduce = fsdpc_wire_reduce,
+    .summed = fsdpc_wire_summed,
+    .make_room = fsdpc_wire_make_room,
     .end = end,
     .prefetches = prefetches,
-    .announce = announce,
-    .before_hook = before_hook,
+    .announce = fsdpc_wire_announce,
+    .before_hook = fsdpc_wire_before_hook,
 };

@@ -55,6 +55,26 @@ class Callbacks:
     all_reduce = broadcast = barrier = reduce_scatter
 
 
+class Flying(Callbacks):
+    """The same with sends and receives: what arrives is what this rank sends."""
+
+    flies = True
+
+    def post(self, moves: list[tuple[np.ndarray, int, bool]], tag: int, what: str) -> object:
+        self._mischief()
+        return moves
+
+    def land(self, moves: Any, skip: bytes | None, what: str) -> None:
+        self._mischief()
+        sent = [memory for memory, _, send in moves if send]
+        for memory, peer, send in moves:
+            if not send and not (skip and skip[peer]):
+                memory[:] = next((m for m in sent if len(m) == len(memory)), 0)
+
+    def give_up(self, moves: Any) -> None:
+        self._mischief()
+
+
 @dataclass
 class Caller(Companions):
     """Makes calls out of a seed, and keeps what they gave for later ones."""
@@ -95,7 +115,7 @@ class Caller(Companions):
         elif kind == 3:
             made = _probe.Comm.shm(0, 1, self.name(), SHORT_S)
         elif kind == 4:
-            made = _probe.Comm.c10d(0, self.rng.choice([1, 2]), Callbacks(self.mischief))
+            made = _probe.Comm.c10d(0, self.rng.choice([1, 2]), self.callbacks())
         else:
             made = self.pair_of_comms()[0]
         return self.keep("comm", made)
@@ -212,6 +232,9 @@ class Caller(Companions):
         self.lists.append(made)
         del self.lists[:-8]
         return made
+
+    def callbacks(self) -> Callbacks:
+        return self.rng.choice([Callbacks, Flying])(self.mischief)
 
     def mischief(self) -> None:
         """What happens in the middle of another call."""
@@ -401,7 +424,7 @@ class Caller(Companions):
             _probe.Comm.shm(0, 1, self.name(), timeout)
         elif made == 3:
             world = self.rng.choice([1, 1, 2, 3])
-            callbacks = self.rng.choice([Callbacks(self.mischief), self.hostile(), None, 1])
+            callbacks = self.rng.choice([self.callbacks(), self.hostile(), None, 1])
             self.keep("comm", self.call("Comm.c10d", _probe.Comm.c10d, 0, world, callbacks))
         else:
             args = (0, 1, bytes(128), bytes(128), 0)

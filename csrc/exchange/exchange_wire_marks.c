@@ -1,0 +1,137 @@
+/* Marks of flights: what each rank does next, and what ranks are told that do different things. */
+#include <stdio.h>
+
+#include "base/status.h"
+#include "exchange/exchange_wire_impl.h"
+
+/* Below zero: the unit and number of a parameter that is unfrozen. */
+enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
+
+static int32_t
+thaw_turn(int unit, int param)
+{
+    bool fits = unit >= 0 && param < THAW_PARAMS && unit < INT32_MAX / THAW_PARAMS - 1;
+    return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
+}
+
+/* One of two ranks unfreezes a parameter, the other does not. */
+static int
+thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
+{
+    const int32_t which = own < 0 ? own : other;
+    const int number = THAWS - which, who = own < 0 ? x->rank : rank;
+    return fsdpc_exchange_thaw_error(x, which == THAWS_UNKNOWN ? -1 : number / THAW_PARAMS,
+                                     number % THAW_PARAMS, who, own < 0 ? rank : x->rank);
+}
+
+static const char *
+turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[FSDPC_WIRE_WHAT_BYTES])
+{
+    if (turn == FSDPC_WIRE_HOOK) {
+        snprintf(text, FSDPC_WIRE_WHAT_BYTES, hook ? "the %s" : "a communication hook", hook);
+        return text;
+    }
+    if (turn == FSDPC_WIRE_END) {
+        return "the end of backward";
+    }
+    if (turn / 2 >= x->unit_count) {
+        return "a unit that this rank's model does not have";
+    }
+    snprintf(text, FSDPC_WIRE_WHAT_BYTES, "the %s of unit %s", turn % 2 ? "reduce" : "gather",
+             fsdpc_unit_name(x->units[turn / 2]));
+    return text;
+}
+
+/* What the ranks compare: two models over the same ranks have the same turns. */
+struct turn {
+    int32_t next, model;
+};
+
+static int
+compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int rank,
+             struct turn theirs)
+{
+    char here[FSDPC_WIRE_WHAT_BYTES], there[FSDPC_WIRE_WHAT_BYTES];
+    const int32_t own = mine.next, other = theirs.next;
+    if (other < FSDPC_NOW_END) {
+        return fsdpc_error(FSDPC_E_MISMATCH,
+                           "rank %d is at %s while rank %d makes a collective of another kind (a "
+                           "state dict, a norm, a checkpoint): all ranks must make the same calls "
+                           "in one order",
+                           x->rank, own < 0 ? "unfreezing" : turn_text(x, own, what, here), rank);
+    }
+    if (mine.model != theirs.model) {
+        return fsdpc_error(FSDPC_E_MISMATCH,
+                           "rank %d is at %s while rank %d runs another model: all ranks must run "
+                           "the models that they have in common in one order",
+                           x->rank, own < 0 ? "unfreezing" : turn_text(x, own, what, here), rank);
+    }
+    if (own < 0 && other < 0) {
+        return FSDPC_OK;
+    }
+    if (own < 0 || other < 0) {
+        return thaw_mismatch(x, own, rank, other);
+    }
+    if (own == other) {
+        return FSDPC_OK;
+    }
+    return fsdpc_error(
+        FSDPC_E_MISMATCH,
+        "rank %d is at %s while rank %d is at %s: the ranks run different units. If a module "
+        "chooses by data what it runs, mark it with fsdpc.mark_data_dependent(module), so that "
+        "every rank gathers all units below it",
+        x->rank, turn_text(x, own, what, here), rank, turn_text(x, other, NULL, there));
+}
+
+const fsdpc_mark *
+fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark)
+{
+    *mark = (fsdpc_mark){{next, fsdpc_unit_born(x->units[0])}};
+    return x->trust_order ? NULL : mark;
+}
+
+int
+fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed)
+{
+    bool agreed = true;
+    fsdpc_flight *landed = *flight;
+    *flight = NULL;
+    int status = fsdpc_flight_land(landed, what, &agreed);
+    const fsdpc_mark *marks = fsdpc_flight_marks(landed);
+    for (int r = 0; r < x->world && status == FSDPC_OK && !agreed; r++) {
+        const struct turn own = {marks[x->rank].words[0], marks[x->rank].words[1]};
+        const struct turn other = {marks[r].words[0], marks[r].words[1]};
+        status = compare_turn(x, own, what, r, other);
+    }
+    if (summed) {
+        *summed = fsdpc_flight_is_summed(landed);
+    }
+    x->wire->lost = !fsdpc_flight_free(landed) || x->wire->lost;
+    return status;
+}
+
+/* Collectives of different turns that meet would end the process or give wrong values. */
+static int
+compare_turns(fsdpc_exchange *x, int32_t next, const char *what)
+{
+    fsdpc_mark mark;
+    fsdpc_flight *flight;
+    if (x->world == 1 || x->trust_order) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(
+        fsdpc_flight_gather(x->comm, NULL, 0, fsdpc_wire_mark(x, next, &mark), what, &flight));
+    return fsdpc_wire_land(x, &flight, what, NULL);
+}
+
+int
+fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param)
+{
+    return compare_turns(x, thaw_turn(unit, param), "unfreezing");
+}
+
+int
+fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what)
+{
+    return compare_turns(x, FSDPC_WIRE_HOOK, what);
+}

@@ -1,0 +1,228 @@
+/* The reducing half of the "wire" exchange: packed gradients on their way, their sums, and the end of a backward. */
+#include <stdio.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "exchange/exchange_used.h"
+#include "exchange/exchange_wire_impl.h"
+
+static void
+name_reduce(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES])
+{
+    snprintf(what, FSDPC_WIRE_WHAT_BYTES, "reduce of unit %s", fsdpc_unit_name(unit));
+}
+
+static char *
+landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    return (char *)to->memory + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
+}
+
+/* This rank's pieces of all ranks' gradients are added to the shard gradient. */
+static int
+land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
+{
+    bool summed;
+    char what[FSDPC_WIRE_WHAT_BYTES];
+    fsdpc_unit *unit = from->unit;
+    from->unit = NULL;
+    if (!unit) {
+        return FSDPC_OK;
+    }
+    name_reduce(unit, what);
+    FSDPC_TRY(fsdpc_wire_land(x, &from->flight, what, &summed));
+    FSDPC_TRY(fsdpc_grad_sum_landed(unit, from->memory, summed ? NULL : landing_room(from, unit)));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    return FSDPC_OK;
+}
+
+static int
+post(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_wire_reduce *to)
+{
+    int count = 0;
+    char what[FSDPC_WIRE_WHAT_BYTES];
+    fsdpc_mark mark;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    size_t *offsets = x->wire->landing_offsets, *of_segment = offsets + layout->segment_count;
+    const size_t stride = fsdpc_footprint_landing(layout, of_segment);
+    const fsdpc_landing landing = {landing_room(to, unit), stride, offsets};
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (seg->trainable) {
+            offsets[count] = of_segment[s];
+            x->wire->parts[count++] = (fsdpc_comm_part){(char *)to->memory + seg->reduce_offset,
+                                                        seg->piece_numel, seg->reduce};
+        }
+    }
+    name_reduce(unit, what);
+    return fsdpc_flight_reduce(
+        x->comm, x->wire->parts, count, &landing,
+        fsdpc_wire_mark(x, FSDPC_WIRE_REDUCE(fsdpc_unit_use(unit)->id), &mark), what, &to->flight);
+}
+
+/* The gradients of one unit; every rank calls it at the same time. */
+static int
+send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    struct fsdpc_wire *wire = x->wire;
+    struct fsdpc_wire_reduce *to = &wire->reduces[wire->next];
+    fsdpc_unit_use(unit)->posted++;
+    FSDPC_TRY(land_reduce(x, to));
+    wire->next = (wire->next + 1) % wire->reduce_count;
+    memset(wire->used, 0, (size_t)fsdpc_unit_layout(unit)->param_count);
+    FSDPC_TRY(fsdpc_grad_pack(unit, grads, to->memory, wire->used));
+    fsdpc_unit_add_used(unit, wire->used);
+    fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    FSDPC_TRY(post(x, unit, to));
+    to->unit = unit;
+    return fsdpc_comm_flies(x->comm) ? FSDPC_OK : land_reduce(x, to);
+}
+
+int
+fsdpc_wire_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
+{
+    fsdpc_unit_use(unit)->consumed = 0;
+    if (x->world == 1) {
+        FSDPC_TRY(fsdpc_grad_direct(unit, grads, fsdpc_unit_used(unit)));
+        fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->grad_bytes);
+        return FSDPC_OK;
+    }
+    if (fsdpc_unit_use(unit)->posted > 0) {
+        return fsdpc_grad_keep_local(unit, grads);
+    }
+    return send(x, unit, grads);
+}
+
+int
+fsdpc_wire_make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    const bool packs =
+        x->world > 1 && !fsdpc_unit_is_hooked(unit) && fsdpc_unit_layout(unit)->trainable_count > 0;
+    return packs ? land_reduce(x, &x->wire->reduces[x->wire->next]) : FSDPC_OK;
+}
+
+static bool
+is_landed(const struct fsdpc_wire *wire, const fsdpc_unit *unit)
+{
+    for (int i = 0; i < wire->reduce_count; i++) {
+        if (wire->reduces[i].unit == unit) {
+            return false;
+        }
+    }
+    return true;
+}
+
+/* Whether other ranks used a parameter is known at the end only. */
+bool
+fsdpc_wire_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    const bool over =
+        x->world == 1 || (use->posted == 1 && fsdpc_used_all(unit) && is_landed(x->wire, unit));
+    use->consumed = x->world > 1 && over;
+    return over;
+}
+
+/* --- the end of backward ------------------------------------------------------------------------- */
+
+static int
+land_reduces(fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    for (int i = 0; i < wire->reduce_count; i++) {
+        FSDPC_TRY(land_reduce(x, &wire->reduces[(wire->next + i) % wire->reduce_count]));
+    }
+    return FSDPC_OK;
+}
+
+/* This rank's bits: of parameters, and of units with gradients that were kept after the unit was sent. */
+static void
+write_bits(fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    uint8_t *own = wire->bits + wire->bit_count * (size_t)x->rank;
+    /* A process group may be a fake, which writes nothing. */
+    memset(wire->bits, 0, wire->bit_count * (size_t)x->world);
+    fsdpc_used_write(x, own);
+    own += fsdpc_used_count(x);
+    for (int u = 0; u < x->unit_count; u++) {
+        own[u] = fsdpc_unit_sends_local(x->units[u]);
+    }
+}
+
+static const uint8_t *
+join_bits(const fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    for (int r = 1; r < x->world; r++) {
+        for (size_t i = 0; i < wire->bit_count; i++) {
+            wire->bits[i] |= wire->bits[wire->bit_count * (size_t)r + i];
+        }
+    }
+    return wire->bits;
+}
+
+/* All ranks' bits, while the last reductions land. */
+static int
+share_bits(fsdpc_exchange *x)
+{
+    static const char what[] = "used bits at the end of backward";
+    int status = FSDPC_OK;
+    const fsdpc_comm_part part = {x->wire->bits, (int64_t)x->wire->bit_count, FSDPC_BYTES};
+    fsdpc_mark mark;
+    fsdpc_flight *flight;
+    write_bits(x);
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, &part, 1, fsdpc_wire_mark(x, FSDPC_WIRE_END, &mark),
+                                  what, &flight));
+    FSDPC_GOTO(land_reduces(x), fail);
+    return fsdpc_wire_land(x, &flight, what, NULL);
+fail:
+    x->wire->lost = !fsdpc_flight_free(flight) || x->wire->lost;
+    return status;
+}
+
+/* Every rank learns which parameters got a gradient on any rank. *again: some rank had kept gradients of units,
+ * which have been sent, and the ranks must compare once more. */
+static int
+share_used(fsdpc_exchange *x, bool *again)
+{
+    FSDPC_TRY(share_bits(x));
+    const uint8_t *bits = join_bits(x), *kept = bits + fsdpc_used_count(x);
+    fsdpc_used_read(x, bits);
+    for (int u = 0; u < x->unit_count; u++) {
+        if (kept[u]) {
+            *again = true;
+            FSDPC_TRY(send(x, x->units[u], NULL));
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+end_alone(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        if (fsdpc_unit_sends_local(x->units[u])) {
+            FSDPC_TRY(fsdpc_wire_reduce(x, x->units[u], NULL));
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_wire_end(fsdpc_exchange *x)
+{
+    if (x->world == 1) {
+        return end_alone(x);
+    }
+    for (bool again = true; again;) {
+        again = false;
+        FSDPC_TRY(share_used(x, &again));
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        x->uses[u].posted = x->uses[u].consumed = 0;
+    }
+    return FSDPC_OK;
+}
