@@ -20,22 +20,23 @@ fsdpc_flight_all_gather_now(fsdpc_comm *comm, void *buffer, size_t piece_bytes, 
     return fsdpc_flight_now(comm, &part, NULL, &mark, what);
 }
 
-/* dst = the sum of every rank's n elements: this rank's at `own`, the others' in `landed`, in their order. */
+/* dst = the sum of the ranks' n elements in F32 (F64 for F64), rounded once; dst may be a source. */
 static int
-sum(const fsdpc_comm *comm, void *dst, const char *own, const char *landed, int64_t n,
-    fsdpc_dtype dtype, const char *what)
+sum(const fsdpc_comm *comm, void *dst, const void *const *sources, int64_t n, fsdpc_dtype dtype,
+    const char *what)
 {
-    const size_t bytes = (size_t)n * fsdpc_dtype_bytes(dtype);
-    const void **sources = fsdpc_mem_calloc((size_t)comm->world, sizeof *sources);
-    if (!sources) {
+    int status = FSDPC_OK;
+    const fsdpc_dtype wide = dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    void *total = fsdpc_mem_calloc((size_t)n, fsdpc_dtype_bytes(wide));
+    if (!total) {
         return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for a sum", what);
     }
-    for (int r = 0, at = 0; r < comm->world; r++) {
-        sources[r] = r == comm->rank ? own : landed + bytes * (size_t)at++;
-    }
-    int status =
-        fsdpc_device_reduce(comm->device, dst, dtype, sources, comm->world, dtype, n, 1.0, false);
-    fsdpc_mem_free(sources);
+    FSDPC_GOTO(
+        fsdpc_device_reduce(comm->device, total, wide, sources, comm->world, dtype, n, 1.0, false),
+        done);
+    FSDPC_GOTO(fsdpc_device_cast(comm->device, dst, dtype, total, wide, n, 1.0), done);
+done:
+    fsdpc_mem_free(total);
     return status;
 }
 
@@ -45,18 +46,25 @@ scatter(fsdpc_comm *comm, char *buffer, int64_t piece_numel, fsdpc_dtype dtype, 
 {
     int status = FSDPC_OK;
     const size_t bytes = (size_t)piece_numel * fsdpc_dtype_bytes(dtype), offset = 0;
+    const size_t others = (size_t)(comm->world - 1);
     const fsdpc_comm_part part = {buffer, piece_numel, dtype};
     const fsdpc_mark mark = mark_of(kind, bytes);
-    char *own = buffer + bytes * (size_t)comm->rank;
-    void *room; /* the other ranks' pieces, then the sum */
-    FSDPC_TRY(fsdpc_device_alloc(comm->device, bytes * (size_t)comm->world, &room));
+    const void **sources = fsdpc_mem_calloc(others + 1, sizeof *sources);
+    char *room = fsdpc_mem_calloc(others, bytes), *own = buffer + bytes * (size_t)comm->rank;
     const fsdpc_landing landing = {room, bytes, &offset};
-    char *total = (char *)room + bytes * (size_t)(comm->world - 1);
+    if (!sources || !room) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the pieces of %d ranks", what,
+                               comm->world),
+                   done);
+    }
     FSDPC_GOTO(fsdpc_flight_now(comm, &part, &landing, &mark, what), done);
-    FSDPC_GOTO(sum(comm, total, own, room, piece_numel, dtype, what), done);
-    memcpy(own, total, bytes);
+    for (int r = 0, at = 0; r < comm->world; r++) {
+        sources[r] = r == comm->rank ? own : room + bytes * (size_t)at++;
+    }
+    FSDPC_GOTO(sum(comm, own, sources, piece_numel, dtype, what), done);
 done:
-    fsdpc_device_free(comm->device, room, bytes * (size_t)comm->world);
+    fsdpc_mem_free(sources);
+    fsdpc_mem_free(room);
     return status;
 }
 
@@ -85,9 +93,7 @@ sum_whole(fsdpc_comm *comm, char *buffer, int64_t numel, fsdpc_dtype dtype, cons
     for (size_t r = 0; r < world; r++) {
         sources[r] = all + bytes * r;
     }
-    FSDPC_GOTO(fsdpc_device_reduce(comm->device, buffer, dtype, sources, comm->world, dtype, numel,
-                                   1.0, false),
-               done);
+    FSDPC_GOTO(sum(comm, buffer, sources, numel, dtype, what), done);
 done:
     fsdpc_mem_free(sources);
     fsdpc_mem_free(all);

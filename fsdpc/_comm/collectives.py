@@ -44,7 +44,6 @@ _LONGEST_PAUSE_S, _SPARE_S, _REASON_S, _SILENCE_S = 1.0, 1.0, 0.7, 1.0
 
 T = TypeVar("T")
 Transfers = list[tuple[dist.Work, int]]
-_given_up: Transfers = []  # for as long as the process lives
 wires: weakref.WeakSet[Collectives] = weakref.WeakSet()
 
 
@@ -73,6 +72,9 @@ class Collectives:
         # Made now: while a rank fails, a new connection may take as long as the store's timeout.
         self._asking = channel.for_watching() if channel else None
         self.stalls: _verdict.Group | Hosts | None = None
+        # For as long as the group works: a failed rank's connections must be able to end.
+        self._given_up: Transfers = []
+        self._broken = False
         self._late: list[int] = []  # for which this rank has waited in vain, where that is known
         wires.add(self)
 
@@ -121,6 +123,7 @@ class Collectives:
         try:
             yield
         except Exception as error:
+            self._break()
             text = str(error).lower()
             known = isinstance(error, _C.PeerError)
             if not known and any(word in text for word in _LOST):
@@ -130,6 +133,7 @@ class Collectives:
                     error.add_note(note)
             raise
         except BaseException as error:  # Ctrl-C, which the program may catch and go on
+            self._break()
             self.publish(f"{type(error).__name__} in {what}")
             raise
         finally:
@@ -209,7 +213,12 @@ class Collectives:
         """Leave them to themselves: what another rank has begun to send must arrive, or the
         connection could carry nothing behind it. Local.
         """
-        _given_up.extend(works)
+        if not self._broken:
+            self._given_up.extend(works)
+
+    def _break(self) -> None:
+        self._broken = True
+        self._given_up.clear()
 
     def _failed(self, peer: int, error: RuntimeError, what: str) -> Exception:
         """The error that names the rank; other errors of the backend stay as they are."""

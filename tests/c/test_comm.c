@@ -604,6 +604,43 @@ run_flights(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
+/* A flying communicator's own collectives: sums in rank order, in every type and size. */
+static void
+run_now(int rank, ranks_run *run)
+{
+    const int world = run->world;
+    fsdpc_comm *comm = join_flying(rank, run);
+    char *buffer = calloc((size_t)LARGEST * (size_t)world, sizeof(double));
+    for (int t = 0; t < ALL_TYPES; t++) {
+        for (size_t c = 0; c < sizeof COUNTS / sizeof *COUNTS; c++) {
+            const int64_t n = COUNTS[c], whole = n * world;
+            int wrong = 0;
+            fill(buffer, TYPES[t], whole, rank);
+            REQUIRE_OK(fsdpc_comm_all_reduce(comm, buffer, whole, TYPES[t], FSDPC_SUM, "sum"));
+            for (int64_t i = 0; i < whole; i++) {
+                wrong += item_get(buffer, TYPES[t], i) != expected(TYPES[t], FSDPC_SUM, world, i);
+            }
+            fill(buffer, TYPES[t], whole, rank);
+            REQUIRE_OK(fsdpc_comm_reduce_scatter(comm, buffer, n, TYPES[t], "scatter"));
+            for (int64_t i = n * rank; i < n * (rank + 1); i++) {
+                wrong += item_get(buffer, TYPES[t], i) != expected(TYPES[t], FSDPC_SUM, world, i);
+            }
+            fill(buffer, TYPES[t], whole, rank);
+            REQUIRE_OK(fsdpc_comm_all_gather(comm, buffer, (size_t)n * fsdpc_dtype_bytes(TYPES[t]),
+                                             "gather"));
+            for (int64_t i = 0; i < whole; i++) {
+                wrong += item_get(buffer, TYPES[t], i) != stored(TYPES[t], (int)(i / n), i);
+            }
+            CHECK_INT(wrong, 0);
+        }
+    }
+    CHECK_ERROR(rank == 0 ? fsdpc_comm_all_gather(comm, buffer, 8, "a gather")
+                          : fsdpc_comm_reduce_scatter(comm, buffer, 2, FSDPC_F32, "a sum"),
+                FSDPC_E_MISMATCH, "makes another collective");
+    free(buffer);
+    fsdpc_comm_free(comm);
+}
+
 /* The last rank means another flight: data moves among the others at most, every rank learns all marks, the next
  * flight is sound. */
 static void
@@ -701,6 +738,8 @@ main(void)
         ranks_do(run_flights, .world = 3, .option = flies);
         ranks_do(run_other_marks, .world = 3, .option = flies);
     }
+    ranks_do(run_now, .world = 2, .option = true);
+    ranks_do(run_now, .world = 3, .option = true);
     flights_fail();
     /* Threads last: forking after them is not safe. */
     collectives_equal_plain_loops(true);
