@@ -280,9 +280,30 @@ def offload_tables(result: dict) -> str:
     return "\n\n".join([title, run_line(result), markdown(head, rows)])
 
 
+def hosts_tables(result: dict) -> str:
+    """The tables of bench_hosts.py, one row per engine and case."""
+    rows = []
+    for case in result["cases"]:
+        place = f"{case['model']}, {'+'.join(map(str, case['ranks']))}, {case['rate']}"
+        for name, row in case.items():
+            if isinstance(row, dict):
+                step, times = row["step_s"], row["to_local"]["median"]
+                beside = case["fsdp2"]["step_s"]["median"]
+                spread = f"{step['median']:.3f} ({step['q1']:.3f}..{step['q3']:.3f})"
+                share = f"{step['median'] / beside:.2f}"
+                rows.append(
+                    [place, name, spread, f"{times:.2f}", share, f"{row['sent']['median']:.2f}"]
+                )
+        rows.append([place, "a gather's share of the line", "-", "-", "-", f"{case['line']:.0%}"])
+    head = ["hosts", "engine", "step, s", "x local", "x fsdp2", "sent, x parameters"]
+    title = "### Steps of ranks on several hosts"
+    return "\n\n".join([title, run_line(result["run"]), markdown(head, rows)])
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
     "activations_curves": activation_curve_tables,
     "offload": offload_tables,
+    "hosts": hosts_tables,
     "checkpoint": checkpoint_tables,
     "curves": curve_tables,
     "checkouts": checkouts_tables,
