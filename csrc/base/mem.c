@@ -100,3 +100,21 @@ fsdpc_size_add(size_t a, size_t b, size_t *out)
 {
     return !__builtin_add_overflow(a, b, out);
 }
+
+struct left {
+    void *block;
+    struct left *next;
+};
+
+static struct left *_Atomic all_left;
+
+void
+fsdpc_mem_leave(void *block)
+{
+    struct left *left = block ? malloc(sizeof *left) : NULL;
+    if (!left) {
+        return;
+    }
+    *left = (struct left){block, atomic_load(&all_left)};
+    while (!atomic_compare_exchange_weak(&all_left, &left->next, left)) {}
+}

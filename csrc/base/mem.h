@@ -17,6 +17,9 @@ void *fsdpc_mem_realloc(void *block, size_t count, size_t item_bytes);
 char *fsdpc_mem_strdup(const char *text);
 /* NULL is allowed. */
 void fsdpc_mem_free(void *block);
+/* The block stays as long as the process, because somebody else may still use it; leak checkers find it. NULL is
+ * allowed. */
+void fsdpc_mem_leave(void *block);
 
 /* Live allocations, for leak checks in tests. */
 int64_t fsdpc_mem_live(void);

@@ -338,9 +338,7 @@ fsdpc_flight_free(fsdpc_flight *flight)
     if (flight->data) {
         flight->comm->ops->drop(flight->comm, flight->data);
     }
-    if (landed) {
-        fsdpc_mem_free(flight->marks);
-    }
+    (landed ? fsdpc_mem_free : fsdpc_mem_leave)(flight->marks);
     fsdpc_mem_free(flight);
     return landed;
 }

@@ -98,6 +98,8 @@ close_wire(fsdpc_exchange *x)
     if (give_up_flights(x)) {
         free_buffers(x);
     } else {
+        fsdpc_mem_leave(x->arena);
+        fsdpc_mem_leave(wire->bits);
         x->arena = NULL;
     }
     fsdpc_mem_free(wire->gathers);
