@@ -148,7 +148,7 @@ def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespa
 
 def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> None:
     """A table of one case."""
-    floor = 1.5 if len(ranks) == 2 else 3 * (len(ranks) - 1) / len(ranks)
+    floor = 3 * (len(ranks) - 1) / len(ranks)
     wire = floor * found["bytes"] / bytes_per_second(rate)
     limit = max(found["local"]["step_s"]["median"], wire)
     line = f", a gather takes {found['line']:.0%} of the line" if found["line"] else ""

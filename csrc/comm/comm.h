@@ -4,9 +4,9 @@
  * practice torch.distributed), "nccl" (GPUs; comm_nccl.h). All collectives are in place, block
  * until done (or are enqueued, on an asynchronous device), must be called by all ranks of the group
  * in the same order, and end by the group's deadline at the latest. After a failure the
- * communicator is broken: later calls return the first error at once. "shm" and "self" sum in rank
- * order in F32 (F64 for F64), so that two runs agree to the bit; "c10d" and "nccl" sum as their
- * library does.
+ * communicator is broken: later calls return the first error at once. "shm", "self" and a
+ * "c10d" that flies (flight.h) sum in rank order in F32 (F64 for F64), so that two runs agree to the
+ * bit; "nccl" and any other "c10d" sum as their library does.
  */
 #ifndef FSDPC_COMM_H
 #define FSDPC_COMM_H

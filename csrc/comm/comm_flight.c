@@ -17,6 +17,7 @@ struct fsdpc_flight {
     fsdpc_comm *comm;
     void *data, *marking; /* transfers of the kind, NULL: none, or landed */
     fsdpc_mark *marks;    /* one per rank */
+    bool *skip;           /* ranks with other marks; allocated before anything is posted */
     bool agreed;          /* known after landing */
     bool marked, summed;
 };
@@ -190,13 +191,16 @@ make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **
 {
     fsdpc_flight *flight = *out = fsdpc_mem_calloc(1, sizeof *flight);
     fsdpc_mark *marks = fsdpc_mem_calloc((size_t)comm->world, sizeof *marks);
-    if (!flight || !marks) {
+    bool *skip = fsdpc_mem_calloc((size_t)comm->world, sizeof *skip);
+    if (!flight || !marks || !skip) {
         fsdpc_mem_free(marks);
+        fsdpc_mem_free(skip);
         return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the marks of %d ranks", what,
                            comm->world);
     }
     flight->comm = comm;
     flight->marks = marks;
+    flight->skip = skip;
     flight->marked = mark != NULL;
     for (int r = 0; mark && r < comm->world; r++) {
         marks[r] = *mark;
@@ -251,18 +255,11 @@ land_data(fsdpc_flight *flight, const char *what)
     if (!data) {
         return FSDPC_OK;
     }
-    bool *skip = fsdpc_mem_calloc((size_t)comm->world, sizeof *skip);
-    if (!skip) {
-        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for the marks of %d ranks", what,
-                           comm->world);
-    }
     for (int r = 0; r < comm->world; r++) {
-        skip[r] = !agrees(flight, r);
+        flight->skip[r] = !agrees(flight, r);
     }
     flight->data = NULL;
-    int status = comm->ops->land(comm, data, flight->agreed ? NULL : skip, what);
-    fsdpc_mem_free(skip);
-    return status;
+    return comm->ops->land(comm, data, flight->agreed ? NULL : flight->skip, what);
 }
 
 static int
@@ -339,6 +336,7 @@ fsdpc_flight_free(fsdpc_flight *flight)
         flight->comm->ops->drop(flight->comm, flight->data);
     }
     (landed ? fsdpc_mem_free : fsdpc_mem_leave)(flight->marks);
+    fsdpc_mem_free(flight->skip);
     fsdpc_mem_free(flight);
     return landed;
 }

@@ -78,7 +78,7 @@ void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
  * leave after it with its status, which is returned and breaks the communicator. */
 int fsdpc_comm_enter(fsdpc_comm *comm, const char *what);
 int fsdpc_comm_leave(fsdpc_comm *comm, int status);
-/* All sizes, before any part is sent; and that the communicator is sound. */
+/* Checks the sizes of all parts before any part is sent, and that the communicator is not broken. */
 int fsdpc_comm_check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                            const char *what);
 

@@ -31,8 +31,8 @@ typedef struct fsdpc_landing {
     const size_t *offsets;
 } fsdpc_landing;
 
-/* All-gather of the parts (as fsdpc_comm_all_gather_parts), of none of them if count is 0: then only marks are
- * compared. mark NULL: nothing is compared. The parts' memory stays as it is until the flight has landed. */
+/* Gathers the parts, as fsdpc_comm_all_gather_parts does. count 0: the ranks only compare marks. mark NULL: the
+ * ranks compare nothing. The caller leaves the parts' memory alone until the flight has landed. */
 int fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                         const fsdpc_mark *mark, const char *what, fsdpc_flight **out);
 /* Every rank gets its own pieces of all ranks' parts, in `landing`; fsdpc_flight_is_summed: as the kind sums,

@@ -3,7 +3,7 @@
  * A gather casts this rank's pieces into their place in the slot, and a flight (comm/flight.h) brings the
  * others' there. A prefetch only begins the flight, which lands when the values are needed. A reduction packs
  * into the next of a few buffers and begins a flight that brings every rank its own pieces of all ranks'
- * gradients; the sum over ranks, in their order, follows when the buffer is needed again, or at the end of
+ * gradients; this rank sums them in the order of ranks when the buffer is needed again, or at the end of
  * backward. So transfers go on while the caller computes.
  *
  *   gather slot     begin: cast, post           ... compute ...   land

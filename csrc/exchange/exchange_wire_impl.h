@@ -33,9 +33,9 @@ enum { FSDPC_WIRE_HOOK = INT32_MAX, FSDPC_WIRE_END = FSDPC_WIRE_HOOK - 1 };
 #define FSDPC_WIRE_GATHER(id) ((int32_t)(id) * 2)
 #define FSDPC_WIRE_REDUCE(id) ((int32_t)(id) * 2 + 1)
 
-/* Fills `mark`; NULL if the user trusts the order, and nothing is to be compared. */
+/* Fills `mark` and returns `mark`; NULL if the user trusts the order, so that ranks compare nothing. */
 const fsdpc_mark *fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark);
-/* Waits for the flight, which is freed whatever comes. *summed (optional) as fsdpc_flight_is_summed.
+/* Waits for the flight, and frees the flight, also after a failure. *summed (optional) as fsdpc_flight_is_summed.
  * FSDPC_E_MISMATCH: another rank means another one. */
 int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed);
 int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);

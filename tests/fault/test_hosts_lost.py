@@ -45,7 +45,7 @@ def raising(rank, world, victim):
 
 
 @pytest.mark.parametrize("world, victim", [(2, 0), (2, 1), (3, 1)])
-def test_a_killed_rank_is_named_within_a_second(world, victim):
+def test_a_killed_rank_is_named_at_once(world, victim):
     """Also one in whose process the group's store is."""
     env = on_hosts.environment_for(2, world)
     outcomes = run_ranks(killed, world, env=env, faults=True, victim=victim)

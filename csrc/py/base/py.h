@@ -106,7 +106,7 @@ int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
  * that a signal handler raised (FSDPC_E_INTERRUPT), or that is not an Exception (SystemExit), stays
  * as it is. */
 PyObject *fsdpc_py_raise(int status);
-/* The status of the exception that is set, raised by a callback of a communicator. */
+/* A communicator's callback has raised the exception that is set: the status that stands for its class. */
 int fsdpc_py_status_of_exception(void);
 /* None, or what fsdpc_py_raise does if `status` is an error. */
 PyObject *fsdpc_py_none_or(int status);
