@@ -154,12 +154,16 @@ class Stall:
             "seconds": seconds,
             "text": report(rows, guilty),
             "waiting": len(waiting),
+            "gives_up": self._urgent,
         }
         self._store.set(self._key("report"), json.dumps(message))
 
     def _take(self, comm: Any) -> None:
         self._report_until = 0.0
         message = json.loads(self._store.get(self._key("report")))
+        over = max(message["seconds"], self._seconds(comm)) < self._patience
+        if over and not message["gives_up"]:
+            return  # a link was cut, or a rank stopped, and training goes on: nobody is at fault
         logging.getLogger("fsdpc").warning(
             "rank %d: no progress for %.0f s%s", self._rank, message["seconds"], message["text"]
         )

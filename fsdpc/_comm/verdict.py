@@ -32,7 +32,7 @@ from fsdpc._comm.table import Row, causes, report
 DEFAULT_STALL_S = 30.0
 _LINE_S = 1.0  # patience for a Python line
 _LOCK_S = 15.0  # for another rank that reads the status of all ranks
-_EARLIEST_NEWS_S, _LATEST_NEWS_S = 0.1, 5.0
+_EARLIEST_NEWS_S, _LATEST_NEWS_S, _LAST_POLL_S = 0.1, 5.0, 2.0
 _HEAD = struct.Struct("<QQ")  # the number of changes; bytes of the text
 
 
@@ -192,6 +192,8 @@ _pollers: weakref.WeakSet[Any] = weakref.WeakSet()
 _lock = threading.Lock()
 _woken = threading.Event()
 _thread_pid: int | None = None
+_thread: threading.Thread | None = None
+_ending = False
 _pause = math.inf
 
 
@@ -252,18 +254,32 @@ def _linger(group: Group) -> None:
 
 
 def _start_thread(pause: float) -> None:
-    global _thread_pid, _pause
+    global _thread_pid, _pause, _thread
     with _lock:
-        if _thread_pid != os.getpid():
+        if _thread_pid != os.getpid() and not _ending:
             _thread_pid, _pause = os.getpid(), pause
-            threading.Thread(target=_watch, name="fsdpc-stall", daemon=True).start()
+            _thread = threading.Thread(target=_watch, name="fsdpc-stall", daemon=True)
+            _thread.start()
         _pause = min(_pause, pause)
+
+
+def end() -> None:
+    """Ends the thread, before the interpreter does: a thread that then comes back from the store's
+    C++ code would abort the process. A store that does not answer is waited for shortly. Local.
+    """
+    global _ending
+    _ending = True
+    wake()
+    if _thread is not None and _thread_pid == os.getpid():
+        _thread.join(_LAST_POLL_S)
 
 
 def _watch() -> None:
     while True:
         _woken.wait(_pause)
         _woken.clear()
+        if _ending:
+            return
         with suppress(OSError):
             for group in _own():
                 _linger(group)

@@ -186,3 +186,15 @@ def test_a_deadline_that_passes_before_any_table(clock):
 
 def test_spans():
     assert spans([0]) == "0" and spans([0, 1, 2, 5, 7, 8]) == "0-2, 5, 7-8"
+
+
+def test_nobody_is_accused_of_a_wait_that_is_over(clock, caplog):
+    """A link was cut, so that the question came late: when the table is made, training goes on."""
+    ranks = make(["a", "b"], patience=3.0)
+    ranks[0].waits(1.0, "gather of unit x")
+    poll(ranks[:1], clock, 2.5)
+    ranks[0].seconds, ranks[0].does = 0.0, WORK
+    for _ in range(12):
+        poll(ranks, clock, 0.5)
+    assert ranks[0].others == ranks[1].others == ""
+    assert not caplog.records
