@@ -28,6 +28,8 @@ class Card:
     source: str
     network: float = 50e9  # one 400 Gbit/s interface per GPU
     like: str = "a100"
+    reached: float = 0.8  # of the network's rate
+    latency: float = 10e-6  # seconds of a ring step between hosts
 
 
 def _card(
@@ -86,6 +88,29 @@ def size(count: float) -> str:
         if abs(count) >= 0.1 * scale:
             return f"{count / scale:,.2f} {unit}"
     return f"{count:.0f} B"
+
+
+def _scaled(text: str, scales: dict[str, float], like: str) -> float:
+    """``ArgumentTypeError``: no positive number with one of the units."""
+    lower = text.strip().lower().removesuffix("/s")
+    unit = next((unit for unit in scales if lower.endswith(unit)), None)
+    try:
+        found = float(lower.removesuffix(unit)) * scales[unit] if unit else 0.0
+    except ValueError:
+        found = 0.0
+    if not 0 < found < float("inf"):
+        raise ArgumentTypeError(f"{text!r} is not like {like}")
+    return found
+
+
+def bit_rate_of(text: str) -> float:
+    """A rate such as ``10Gbit`` or ``947Mbit/s`` in bytes per second. ``ArgumentTypeError``."""
+    return _scaled(text, {"gbit": 1e9 / 8, "mbit": 1e6 / 8}, "10Gbit or 947Mbit")
+
+
+def seconds_of(text: str) -> float:
+    """A time such as ``0.2ms`` or ``50us`` in seconds. ``ArgumentTypeError``."""
+    return _scaled(text, {"ms": 1e-3, "us": 1e-6, "s": 1.0}, "0.2ms or 50us")
 
 
 def counted(count: int, what: str) -> str:

@@ -22,7 +22,6 @@ from fsdpc.plan.schedule import schedule
 
 LINK_EFFICIENCY = 0.8
 LATENCY_LINK = 2e-6  # seconds per ring step inside a host
-LATENCY_NETWORK = 10e-6  # and between hosts
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def assumed(card: Card) -> str:
     """What step times rest on."""
     return (
         f"step time: FLOPs as in {rate_of(card).runs}, {LINK_EFFICIENCY:.0%} of link bandwidth, "
-        f"{LATENCY_LINK * 1e6:.0f} and {LATENCY_NETWORK * 1e6:.0f} us per ring step inside and "
+        f"{LATENCY_LINK * 1e6:.0f} and {card.latency * 1e6:.0f} us per ring step inside and "
         "between hosts"
     )
 
@@ -121,8 +120,8 @@ def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride
         return inside + (ranks - 1) * LATENCY_LINK
     # A host takes in what others have, over as many interfaces as it has ranks of this group.
     lanes = min(here, ranks)
-    outside = size * (hosts - 1) / hosts / (lanes * card.network * LINK_EFFICIENCY)
-    latency = (ranks - hosts) * LATENCY_LINK + (hosts - 1) * LATENCY_NETWORK
+    outside = size * (hosts - 1) / hosts / (lanes * card.network * card.reached)
+    latency = (ranks - hosts) * LATENCY_LINK + (hosts - 1) * card.latency
     return max(inside, outside) + latency
 
 

@@ -1,7 +1,8 @@
 """``python -m fsdpc doctor``: is this machine ready, and what to do where it is not.
 
 Each check is a function that returns ``Check`` rows. The round trip of two ranks is real: shared
-memory, a gather and a sum of known values, beside the machine's own copying speed.
+memory, a gather and a sum of known values, beside the machine's own copying speed. Started by
+torchrun on several hosts, rank 0 prints, and the link to another host is measured (``link.py``).
 """
 
 from __future__ import annotations
@@ -61,6 +62,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """0: no errors; 1: an error, or with ``--strict`` a warning."""
+    from fsdpc.plan import link
+
+    if link.launched() and os.environ["RANK"] != "0":
+        link.measure()
+        return 0
     rows = list(checks(not arguments.quick))
     worst = max(LEVELS.index(row.level) for row in rows)
     code = int(worst > (0 if arguments.strict else 1))
@@ -87,7 +93,10 @@ def checks(round_trip: bool = True) -> Iterator[Check]:
         environment,
         gpus,
     ]
-    for part in [*parts, *([two_ranks] if round_trip else [])]:
+    from fsdpc.plan import link
+
+    ranks = [between_ranks] if link.launched() else [two_ranks] if round_trip else []
+    for part in [*parts, *ranks]:
         try:
             yield from part()
         except Exception as error:
@@ -436,6 +445,23 @@ comm.barrier()
 print(*best.values())
 comm.close()
 """
+
+
+def between_ranks() -> Iterator[Check]:
+    """Of all ranks that torchrun started: how units travel, and the link to another host."""
+    from fsdpc.plan import link
+
+    found, travels = link.measure()
+    yield Check("collectives", "ok", travels)
+    if found is not None:
+        rate, delay = f"{found.rate * 8 / 1e9:.3g}Gbit", f"{found.latency * 1e3:.2g}ms"
+        yield Check(
+            "link",
+            "ok",
+            f"to rank {found.other} on {found.host}: {rate}/s each way, both at once, {delay}; "
+            f"torch's all_gather reaches {found.gather:.0%} of that "
+            f"(fsdpc plan --link {rate} --latency {delay})",
+        )
 
 
 def two_ranks() -> Iterator[Check]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
-from fsdpc.plan.cards import CARDS, Card, bytes_of, card
+from fsdpc.plan.cards import CARDS, Card, bit_rate_of, bytes_of, card, seconds_of
 from fsdpc.plan.ledger import Build
 from fsdpc.plan.model import CHOICES, CPU, STRATEGIES, ZERO, Setup, check
 from fsdpc.plan.sources import geometry
@@ -79,6 +79,15 @@ def _add_place(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--cpu", action="store_true", help="ranks on processors of one host")
     where.add_argument("--world", type=int, default=8, help="ranks (default 8)")
     where.add_argument("--ranks-per-host", type=int, default=8, metavar="N")
+    where.add_argument(
+        "--link",
+        type=bit_rate_of,
+        metavar="RATE",
+        help="of a host's interfaces together, as fsdpc doctor measures it: 10Gbit",
+    )
+    where.add_argument(
+        "--latency", type=seconds_of, metavar="TIME", help="between two hosts, one way: 0.2ms"
+    )
 
 
 def _add_training(parser: argparse.ArgumentParser) -> None:
@@ -167,7 +176,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
     given["compute"] = None if options.compute == "storage" else options.compute
     given["disk"] = options.disk << 20
     setup = check(Setup(**given, **(CPU if options.cpu else {})))
-    chosen = card(options.gpu or "h100")
+    chosen = _linked(card(options.gpu or "h100"), options)
     usable = options.memory
     if usable is None and options.gpu:
         usable = chosen.usable
@@ -176,6 +185,17 @@ def wanted(options: argparse.Namespace) -> Wanted:
     if (setup.offload or options.offload_activations) and options.cpu:
         notes.append("offload has no effect on the CPU")
     return Wanted(builds[options.wrap], builds, setup, chosen, usable, tuple(notes))
+
+
+def _linked(card: Card, options: argparse.Namespace) -> Card:
+    """The card on the network that the user names."""
+    if options.cpu and (options.link or options.latency):
+        raise ValueError(
+            "--link and --latency are for times, which rest on a GPU: leave --cpu away"
+        )
+    if options.link:
+        card = replace(card, network=options.link / options.ranks_per_host, reached=1.0)
+    return replace(card, latency=options.latency) if options.latency else card
 
 
 _BY_FORMULA = {

@@ -679,6 +679,22 @@ def test_copies_of_a_hybrid_plan_meet_over_the_network():
     assert half == pytest.approx(1e9 * 3 / 4 / (2 * 0.8 * card.network) + (4 * 2 + 3 * 10) * 1e-6)
 
 
+def test_a_measured_link(capsys):
+    """Its rate is that of a host's interfaces together, and reached."""
+    command = ["plan", "--params", "7b", "--gpu", "h100", "--world", "32", "--json"]
+    steps = {}
+    for link in ("", "100Gbit", "947Mbit/s"):
+        assert main([*command, *(["--link", link, "--latency", "0.2ms"] if link else [])]) == 0
+        steps[link] = json.loads(capsys.readouterr().out)["cost"]["wire"]
+    assert steps["947Mbit/s"] / steps["100Gbit"] == pytest.approx(100 / 0.947, rel=0.05)
+    assert steps["100Gbit"] > steps[""]
+    for wrong in (["--link", "10"], ["--link", "-1Gbit"], ["--latency", "fast"]):
+        with pytest.raises(SystemExit):
+            main([*command, *wrong])
+    assert "is not like 0.2ms or 50us" in capsys.readouterr().err
+    assert main(["plan", "--params", "1b", "--cpu", "--link", "1Gbit"]) == 2
+
+
 def test_a_reader_that_ends_early_is_no_error():
     command = [sys.executable, "-m", "fsdpc", "plan", "--params", "7b", "--gpu", "h100"]
     with subprocess.Popen(
