@@ -51,8 +51,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--hosts",
         type=int,
         default=1,
-        help="on how many hosts the ranks of a test are: network namespaces, which need root "
-        "(tests/dist/on_hosts.py)",
+        help="on how many hosts the ranks of a test are: network namespaces, which need root, or "
+        "hosts in name only (tests/dist/on_hosts.py)",
     )
     parser.addoption(
         "--jitter",

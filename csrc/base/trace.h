@@ -21,6 +21,7 @@ typedef struct fsdpc_trace fsdpc_trace;
     X(SPARE, "spare")       /* slot conflict: private memory was mapped */ \
     X(PACK, "pack")         /* gradients packed into a reduce slot */      \
     X(REDUCE, "reduce")     /* own slice summed into the shard gradient */ \
+    X(SEND, "send")         /* bytes begun to be sent to other hosts */    \
     X(ABSENT, "absent")     /* reduced without this rank's contribution */ \
     X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */   \
     X(BACKWARD_END, "backward_end")

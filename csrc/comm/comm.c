@@ -21,6 +21,9 @@ fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
     if (!atomic_compare_exchange_strong(&comm->state, &sound, FSDPC_COMM_BREAKING)) {
         return;
     }
+    if (comm->local) {
+        fsdpc_comm_abort(comm->local, text);
+    }
     comm->failed_status = status;
     snprintf(comm->failed_text, sizeof comm->failed_text, "%s", text);
     atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
@@ -145,6 +148,9 @@ fsdpc_comm_abort(fsdpc_comm *comm, const char *text)
     if (comm->twin) {
         fsdpc_comm_abort(comm->twin, text);
     }
+    if (comm->local) {
+        fsdpc_comm_abort(comm->local, text);
+    }
     if (comm->ops->abort) {
         comm->ops->abort(comm, reason);
     }
@@ -171,6 +177,9 @@ fsdpc_comm_close(fsdpc_comm *comm)
     if (comm->twin) {
         fsdpc_comm_close(comm->twin);
     }
+    if (comm->local) {
+        fsdpc_comm_close(comm->local);
+    }
     if (comm->ops->close) {
         comm->ops->close(comm);
     }
@@ -181,6 +190,8 @@ fsdpc_comm_free(fsdpc_comm *comm)
 {
     if (comm) {
         fsdpc_comm_free(comm->twin);
+        fsdpc_hosts_free(comm->hosts);
+        fsdpc_comm_free(comm->local);
         comm->ops->free(comm);
     }
 }

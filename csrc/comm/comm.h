@@ -110,6 +110,16 @@ void fsdpc_comm_set_twin(fsdpc_comm *comm, fsdpc_comm *twin);
 fsdpc_comm *fsdpc_comm_for_reductions(fsdpc_comm *comm);
 /* The shared segment of an "shm" communicator, NULL for other kinds. */
 fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
+/* For a communicator that flies (flight.h) and has ranks which share a host: names[r] is equal for ranks of one host,
+ * which share memory from now on. `segment` and `timeout_s` as name and deadline of fsdpc_comm_shm; each host has
+ * another segment. Collective over the ranks of each host. */
+int fsdpc_comm_set_hosts(fsdpc_comm *comm, const int *names, const char *segment, double timeout_s);
+/* NULL without fsdpc_comm_set_hosts. */
+const struct fsdpc_hosts *fsdpc_comm_hosts(const fsdpc_comm *comm);
+/* How many ranks of other hosts send this rank its gradients of a unit. */
+int fsdpc_comm_senders(const fsdpc_comm *comm);
+/* Ranks of each host that share memory inside a group of several hosts; 0: not, or not equally many. */
+int fsdpc_comm_ranks_per_host(const fsdpc_comm *comm);
 
 /* `what` (e.g. "gather of unit layers.3") goes into error texts; borrowed for the call.
  * all_gather: rank r's piece is at buffer + r * piece_bytes before, all pieces are there after.

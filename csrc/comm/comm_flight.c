@@ -6,6 +6,7 @@
 #include "base/mem.h"
 #include "base/status.h"
 #include "comm/comm_impl.h"
+#include "comm/hosts.h"
 
 enum {
     CHUNK_BYTES = 1 << 20,    /* one large message each way would take turns with the other */
@@ -18,7 +19,8 @@ struct fsdpc_flight {
     void *data, *marking; /* transfers of the kind, NULL: none, or landed */
     fsdpc_mark *marks;    /* one per rank */
     bool *skip;           /* ranks with other marks; allocated before anything is posted */
-    bool agreed;          /* known after landing */
+    uint64_t sent_bytes;
+    bool agreed; /* known after landing */
     bool marked, summed;
 };
 
@@ -34,6 +36,7 @@ fsdpc_comm_flies(const fsdpc_comm *comm)
 struct list {
     fsdpc_comm_move *moves;
     int count;
+    uint64_t sent_bytes; /* to other hosts */
 };
 
 static void
@@ -56,27 +59,60 @@ peer_at(const fsdpc_comm *comm, int step, bool send)
     return (comm->rank + (send ? step : comm->world - step)) % comm->world;
 }
 
+/* What a flight moves. */
+struct load {
+    const fsdpc_comm_part *parts;
+    int count;
+    const fsdpc_landing *landing; /* NULL: a gather, which brings the others' pieces in place */
+    fsdpc_route route;
+};
+
 static char *
-landing_of(const fsdpc_comm *comm, const fsdpc_landing *landing, int peer, int part)
+landing_of(const fsdpc_comm *comm, const struct load *load, int peer, int part)
 {
-    const size_t index = (size_t)(peer < comm->rank ? peer : peer - 1);
-    return landing->base + landing->stride * index + landing->offsets[part];
+    const fsdpc_landing *landing = load->landing;
+    const bool by_host = load->route == FSDPC_BY_CARRIERS;
+    const int from = by_host ? comm->hosts->host_of[peer] : peer;
+    const int own = by_host ? comm->hosts->host : comm->rank;
+    return landing->base + landing->stride * (size_t)(from < own ? from : from - 1) +
+           landing->offsets[part];
 }
 
-/* landing NULL: a gather, which sends this rank's piece and gets the others' in place. */
+/* `from` sends to `to`: in a gather its own piece, in a reduction the receiver's. */
+static bool
+sends(const fsdpc_comm *comm, const struct load *load, int from, int to)
+{
+    return load->route == FSDPC_TO_ALL || (load->landing ? fsdpc_hosts_carries(comm, from, to)
+                                                         : fsdpc_hosts_carries(comm, to, from));
+}
+
+static bool
+shares_host(const fsdpc_comm *comm, int rank)
+{
+    return comm->hosts && comm->hosts->host_of[rank] == comm->hosts->host;
+}
+
 static void
-list_moves(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
-           const fsdpc_landing *landing, struct list *list)
+list_moves(const fsdpc_comm *comm, const struct load *load, struct list *list)
 {
     list->count = 0;
-    for (int i = 0; i < count; i++) {
-        const size_t bytes = (size_t)parts[i].piece_numel * fsdpc_dtype_bytes(parts[i].dtype);
-        char *buffer = parts[i].buffer;
+    list->sent_bytes = 0;
+    for (int i = 0; i < load->count; i++) {
+        const fsdpc_comm_part *part = &load->parts[i];
+        const size_t bytes = (size_t)part->piece_numel * fsdpc_dtype_bytes(part->dtype);
+        char *buffer = part->buffer;
         for (int step = 1; step < comm->world; step++) {
             const int from = peer_at(comm, step, false), to = peer_at(comm, step, true);
-            add(list, landing ? landing_of(comm, landing, from, i) : buffer + bytes * (size_t)from,
-                bytes, from, false);
-            add(list, buffer + bytes * (size_t)(landing ? to : comm->rank), bytes, to, true);
+            if (sends(comm, load, from, comm->rank)) {
+                char *into =
+                    load->landing ? landing_of(comm, load, from, i) : buffer + bytes * (size_t)from;
+                add(list, into, bytes, from, false);
+            }
+            if (sends(comm, load, comm->rank, to)) {
+                const size_t piece = (size_t)(load->landing ? to : comm->rank);
+                add(list, buffer + bytes * piece, bytes, to, true);
+                list->sent_bytes += shares_host(comm, to) ? 0 : bytes;
+            }
         }
     }
 }
@@ -115,12 +151,12 @@ post_marks(fsdpc_flight *flight, const char *what)
 }
 
 static int
-post_data(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count,
-          const fsdpc_landing *landing, uint32_t tag, const char *what)
+post_data(fsdpc_flight *flight, const struct load *load, uint32_t tag, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
     struct list list = {0};
-    list_moves(comm, parts, count, landing, &list);
+    list_moves(comm, load, &list);
+    flight->sent_bytes = list.sent_bytes;
     if (list.count == 0) {
         return FSDPC_OK;
     }
@@ -128,7 +164,7 @@ post_data(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count,
     if (!list.moves) {
         return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d transfers", what, list.count);
     }
-    list_moves(comm, parts, count, landing, &list);
+    list_moves(comm, load, &list);
     int status = comm->ops->post(comm, list.moves, list.count, tag, what, &flight->data);
     fsdpc_mem_free(list.moves);
     return status;
@@ -155,22 +191,21 @@ marks_agree(const fsdpc_flight *flight)
 /* --- the flight ---------------------------------------------------------------------------------- */
 
 static int
-take_off(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count,
-         const fsdpc_landing *landing, const fsdpc_mark *mark, const char *what)
+take_off(fsdpc_flight *flight, const struct load *load, const fsdpc_mark *mark, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
     const uint32_t tag = tag_of(comm, mark);
+    fsdpc_comm_say_turn(comm, mark);
     comm->flights++;
     if (mark) {
         FSDPC_TRY(post_marks(flight, what));
     }
-    return post_data(flight, parts, count, landing, tag, what);
+    return post_data(flight, load, tag, what);
 }
 
 /* The same by a blocking collective, only if all ranks mean the same. */
 static int
-go_at_once(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count, bool reduce,
-           const char *what)
+go_at_once(fsdpc_flight *flight, const struct load *load, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
     if (flight->marked) {
@@ -180,9 +215,9 @@ go_at_once(fsdpc_flight *flight, const fsdpc_comm_part *parts, int count, bool r
     if (!flight->agreed) {
         return FSDPC_OK;
     }
-    flight->summed = reduce;
-    return reduce ? fsdpc_comm_reduce_scatter_parts(comm, parts, count, what)
-                  : fsdpc_comm_all_gather_parts(comm, parts, count, what);
+    flight->summed = load->landing != NULL;
+    return flight->summed ? fsdpc_comm_reduce_scatter_parts(comm, load->parts, load->count, what)
+                          : fsdpc_comm_all_gather_parts(comm, load->parts, load->count, what);
 }
 
 /* Every mark is this rank's until another one comes: a process group may be a fake, which moves nothing. */
@@ -209,18 +244,18 @@ make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **
 }
 
 static int
-begin(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, const fsdpc_landing *landing,
-      const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
+begin(fsdpc_comm *comm, const struct load *load, const fsdpc_mark *mark, const char *what,
+      fsdpc_flight **out)
 {
     int status = FSDPC_OK;
     *out = NULL;
-    FSDPC_TRY(fsdpc_comm_check_parts(comm, parts, count, what));
+    FSDPC_TRY(fsdpc_comm_check_parts(comm, load->parts, load->count, what));
     FSDPC_GOTO(make(comm, mark, what, out), fail);
     if (fsdpc_comm_flies(comm)) {
         FSDPC_GOTO(fsdpc_comm_enter(comm, what), fail);
-        status = fsdpc_comm_leave(comm, take_off(*out, parts, count, landing, mark, what));
+        status = fsdpc_comm_leave(comm, take_off(*out, load, mark, what));
     } else {
-        status = go_at_once(*out, parts, count, landing != NULL, what);
+        status = go_at_once(*out, load, what);
     }
 fail:
     if (status != FSDPC_OK) {
@@ -231,18 +266,20 @@ fail:
 }
 
 int
-fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, fsdpc_route route,
                     const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
 {
-    return begin(comm, parts, count, NULL, mark, what, out);
+    const struct load load = {parts, count, NULL, route};
+    return begin(comm, &load, mark, what, out);
 }
 
 int
 fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
-                    const fsdpc_landing *landing, const fsdpc_mark *mark, const char *what,
-                    fsdpc_flight **out)
+                    const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
+                    const char *what, fsdpc_flight **out)
 {
-    return begin(comm, parts, count, landing, mark, what, out);
+    const struct load load = {parts, count, landing, route};
+    return begin(comm, &load, mark, what, out);
 }
 
 /* With ranks of other marks nothing moves. What the others send has to arrive, or the library could not receive
@@ -278,9 +315,10 @@ fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part, const fsdpc_land
                  const fsdpc_mark *mark, const char *what)
 {
     int status = FSDPC_OK;
+    const struct load load = {part, 1, landing, FSDPC_TO_ALL};
     fsdpc_flight *flight;
     FSDPC_GOTO(make(comm, mark, what, &flight), done);
-    FSDPC_GOTO(take_off(flight, part, 1, landing, mark, what), done);
+    FSDPC_GOTO(take_off(flight, &load, mark, what), done);
     FSDPC_GOTO(land(flight, what), done);
     for (int r = 0; r < comm->world && status == FSDPC_OK && !flight->agreed; r++) {
         if (memcmp(&flight->marks[r], mark, sizeof *mark) != 0) {
@@ -320,6 +358,12 @@ bool
 fsdpc_flight_is_summed(const fsdpc_flight *flight)
 {
     return flight->summed;
+}
+
+uint64_t
+fsdpc_flight_sent_bytes(const fsdpc_flight *flight)
+{
+    return flight->sent_bytes;
 }
 
 bool

@@ -60,6 +60,8 @@ struct fsdpc_comm {
     const fsdpc_comm_ops *ops;
     fsdpc_device *device; /* borrowed: devices live as long as the process */
     fsdpc_comm *twin;     /* owned, or NULL */
+    fsdpc_comm *local;    /* fsdpc_comm_set_hosts: of this host's ranks; owned, or NULL */
+    struct fsdpc_hosts *hosts;
     int rank, world;
     int forks;         /* fsdpc_forks() when made */
     int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */
@@ -71,7 +73,9 @@ struct fsdpc_comm {
     char failed_text[FSDPC_COMM_TEXT_BYTES];
 };
 
-/* Keeps the first failure; later calls change nothing. */
+void fsdpc_hosts_free(struct fsdpc_hosts *hosts);
+
+/* Keeps the first failure, and tells the other ranks of this host; later calls change nothing. */
 void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
 
 /* A communicator runs one collective at a time: enter before one (FSDPC_E_STATE if another is in progress),

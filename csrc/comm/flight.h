@@ -18,34 +18,45 @@ typedef struct fsdpc_flight fsdpc_flight;
 
 typedef struct fsdpc_mark {
     int32_t words[2];
+    int32_t without_data; /* 1: no data comes, because this rank knows that another one differs */
 } fsdpc_mark;
 
 /* The first word of marks of a kind's own collectives; callers' marks have larger ones. */
 enum fsdpc_now { FSDPC_NOW_GATHER = INT32_MIN, FSDPC_NOW_SCATTER, FSDPC_NOW_SUM, FSDPC_NOW_END };
 
 /* Where the pieces of other ranks land: rank r's piece of parts[i] at base + stride * (r, or r - 1 above this
- * rank) + offsets[i]. */
+ * rank) + offsets[i]; by carriers the carrier's, and r is its host. */
 typedef struct fsdpc_landing {
     char *base;
     size_t stride;
     const size_t *offsets;
 } fsdpc_landing;
 
-/* Gathers the parts, as fsdpc_comm_all_gather_parts does. count 0: the ranks only compare marks. mark NULL: the
- * ranks compare nothing. The caller leaves the parts' memory alone until the flight has landed. */
+/* Where elements go. */
+typedef enum fsdpc_route {
+    FSDPC_TO_ALL, /* from each rank to each other one */
+    FSDPC_BY_CARRIERS /* between hosts only, to and from carriers (hosts.h); all ranks of the host share the memory */
+} fsdpc_route;
+
+/* Gathers the parts, as fsdpc_comm_all_gather_parts does; by carriers: those of the ranks that this rank carries.
+ * count 0: the ranks only compare marks. mark NULL: the ranks compare nothing. The caller leaves the parts' memory
+ * alone until the flight has landed. */
 int fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
-                        const fsdpc_mark *mark, const char *what, fsdpc_flight **out);
-/* Every rank gets its own pieces of all ranks' parts, in `landing`; fsdpc_flight_is_summed: as the kind sums,
- * in place of its own piece (fsdpc_comm_reduce_scatter_parts). */
-int fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
-                        const fsdpc_landing *landing, const fsdpc_mark *mark, const char *what,
+                        fsdpc_route route, const fsdpc_mark *mark, const char *what,
                         fsdpc_flight **out);
+/* Every rank gets its own pieces of all ranks' parts, in `landing`; by carriers: of its carriers' parts.
+ * fsdpc_flight_is_summed: as the kind sums, in place of its own piece (fsdpc_comm_reduce_scatter_parts). */
+int fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                        const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
+                        const char *what, fsdpc_flight **out);
 /* Waits until the flight's memory is this rank's again. *agreed (optional): all marks were equal, and the data
  * is there; else what ranks with equal marks sent each other is there. */
 int fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed);
 /* One mark per rank, after landing; borrowed. */
 const fsdpc_mark *fsdpc_flight_marks(const fsdpc_flight *flight);
 bool fsdpc_flight_is_summed(const fsdpc_flight *flight);
+/* What this rank sends to ranks of other hosts, without marks; 0 where flights are collectives of the kind. */
+uint64_t fsdpc_flight_sent_bytes(const fsdpc_flight *flight);
 /* NULL is allowed. True if the flight's memory is this rank's. False: the flight has not landed, so other ranks may
  * still send to its memory, which must stay as long as the process. Local. */
 bool fsdpc_flight_free(fsdpc_flight *flight);

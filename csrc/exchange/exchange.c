@@ -3,6 +3,7 @@
 
 #include <string.h>
 
+#include "comm/hosts.h"
 #include "exchange/exchange_impl.h"
 #include "base/forks.h"
 #include "base/mem.h"
@@ -51,8 +52,9 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 static int
 make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 {
-    FSDPC_TRY(x->shm ? fsdpc_arena_new(x->shm, &x->arena)
-                     : fsdpc_arena_new_on(fsdpc_comm_device(x->comm), &x->arena));
+    fsdpc_shm *shm = x->shm ? x->shm : x->host_shm;
+    FSDPC_TRY(shm ? fsdpc_arena_new(shm, &x->arena)
+                  : fsdpc_arena_new_on(fsdpc_comm_device(x->comm), &x->arena));
     for (int s = 0; s < plan->slot_count; s++) {
         int slot;
         FSDPC_TRY(fsdpc_arena_add_slot(x->arena, plan->slot_bytes[s], &slot));
@@ -94,6 +96,7 @@ fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
     x->rank = fsdpc_comm_rank(plan->comm);
     x->world = fsdpc_comm_world(plan->comm);
     x->shm = x->world > 1 ? fsdpc_comm_segment(plan->comm) : NULL;
+    x->host_shm = fsdpc_comm_hosts(plan->comm) ? fsdpc_comm_hosts(plan->comm)->shm : NULL;
     x->poison = plan->poison;
     x->trust_order = plan->trust_order;
     x->trace = plan->trace;
@@ -462,6 +465,12 @@ uint64_t
 fsdpc_exchange_spare_count(const fsdpc_exchange *x)
 {
     return fsdpc_arena_spare_count(x->arena);
+}
+
+uint64_t
+fsdpc_exchange_sent_bytes(const fsdpc_exchange *x)
+{
+    return x->sent_bytes;
 }
 
 fsdpc_comm *

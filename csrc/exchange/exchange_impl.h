@@ -49,7 +49,8 @@ struct fsdpc_unit_use {
 struct fsdpc_exchange {
     const struct fsdpc_exchange_i *ops;
     fsdpc_comm *comm;
-    fsdpc_shm *shm; /* "shared": the segment of its ranks; NULL for the other kinds */
+    fsdpc_shm *shm;      /* "shared": the segment of its ranks; NULL for the other kinds */
+    fsdpc_shm *host_shm; /* "wire": the segment of the ranks that share this host, or NULL */
     int rank, world;
     fsdpc_unit **units;          /* borrowed */
     struct fsdpc_unit_use *uses; /* one per unit */
@@ -70,6 +71,7 @@ struct fsdpc_exchange {
     fsdpc_trace *trace;
     enum fsdpc_phase phase;
     uint32_t step;
+    uint64_t sent_bytes;   /* "wire": to other hosts so far */
     uint64_t copied_bytes; /* by the gather in progress, for the trace */
 
     struct fsdpc_shared *shared;   /* "shared" kind's own state */

@@ -30,8 +30,12 @@ open_reduces(fsdpc_exchange *x, struct fsdpc_wire *wire)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
     for (int i = 0; i < wire->reduce_count; i++) {
-        FSDPC_TRY(fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes,
-                                     &wire->reduces[i].memory));
+        if (wire->host) {
+            wire->reduces[i].memory = fsdpc_wire_host_buffer(x, wire->host->hosts->local_rank, i);
+        } else {
+            FSDPC_TRY(fsdpc_device_alloc(fsdpc_comm_device(x->comm), x->max_reduce_bytes,
+                                         &wire->reduces[i].memory));
+        }
     }
     return FSDPC_OK;
 }
@@ -39,7 +43,6 @@ open_reduces(fsdpc_exchange *x, struct fsdpc_wire *wire)
 static int
 open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 {
-    (void)plan;
     size_t parts = 1, params = 1;
     struct fsdpc_wire *wire = x->wire = fsdpc_mem_calloc(1, sizeof *wire);
     for (int u = 0; u < x->unit_count; u++) {
@@ -59,6 +62,7 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     if (!wire->gathers || !wire->parts || !wire->landing_offsets || !wire->used || !wire->bits) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
+    FSDPC_TRY(fsdpc_wire_host_open(x, plan->slot_count));
     return open_reduces(x, wire);
 }
 
@@ -81,7 +85,7 @@ static void
 free_buffers(fsdpc_exchange *x)
 {
     struct fsdpc_wire *wire = x->wire;
-    for (int i = 0; wire->reduces && i < wire->reduce_count; i++) {
+    for (int i = 0; wire->reduces && !wire->host && i < wire->reduce_count; i++) {
         fsdpc_device_free(fsdpc_comm_device(x->comm), wire->reduces[i].memory, x->max_reduce_bytes);
     }
     fsdpc_mem_free(wire->bits);
@@ -95,9 +99,12 @@ close_wire(fsdpc_exchange *x)
     if (!wire) {
         return;
     }
-    if (give_up_flights(x)) {
+    const bool landed = give_up_flights(x);
+    if (landed) {
         free_buffers(x);
-    } else {
+    }
+    fsdpc_wire_host_close(x, !landed);
+    if (!landed) {
         fsdpc_mem_leave(x->arena);
         fsdpc_mem_leave(wire->bits);
         x->arena = NULL;
@@ -127,21 +134,40 @@ prefetches(const fsdpc_exchange *x)
     return x->world > 1 && fsdpc_comm_flies(x->comm);
 }
 
-static void
-name_gather(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES])
+/* Elements of another rank that a flight brings into a shared slot, or all of them into this rank's. */
+static bool
+brings(const fsdpc_exchange *x, fsdpc_route route, int owner)
 {
-    snprintf(what, FSDPC_WIRE_WHAT_BYTES, "gather of unit %s", fsdpc_unit_name(unit));
+    return route == FSDPC_TO_ALL || fsdpc_hosts_carries(x->comm, x->rank, owner);
+}
+
+/* What this rank brings is NaN until the flight lands. */
+static int
+poison_flight(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
+        char *first = fsdpc_exchange_values(x, unit) + seg->full_offset;
+        for (int r = 0; r < x->world; r++) {
+            if (r != x->rank && brings(x, route, r)) {
+                FSDPC_TRY(fsdpc_device_poison(fsdpc_unit_device(unit), first + bytes * (size_t)r,
+                                              seg->compute, seg->piece_numel));
+            }
+        }
+    }
+    return FSDPC_OK;
 }
 
 static int
-fill(fsdpc_exchange *x, fsdpc_unit *unit)
+fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
 {
     char what[FSDPC_WIRE_WHAT_BYTES];
     fsdpc_mark mark;
-    const int id = fsdpc_unit_use(unit)->id;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     if (x->poison) {
-        FSDPC_TRY(fsdpc_exchange_poison(x, unit)); /* until the flight lands */
+        FSDPC_TRY(poison_flight(x, unit, route));
     }
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
@@ -152,21 +178,23 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit)
     if (x->world == 1) {
         return FSDPC_OK;
     }
-    name_gather(unit, what);
-    return fsdpc_flight_gather(x->comm, x->wire->parts, layout->segment_count,
-                               fsdpc_wire_mark(x, FSDPC_WIRE_GATHER(id), &mark), what,
-                               &x->wire->gathers[id]);
+    fsdpc_wire_name_gather(unit, what);
+    fsdpc_flight **flight = &x->wire->gathers[fsdpc_unit_use(unit)->id];
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, x->wire->parts, layout->segment_count, route,
+                                  fsdpc_wire_mark(x, turn, &mark), what, flight));
+    fsdpc_wire_count(x, unit, *flight);
+    return FSDPC_OK;
 }
 
+/* The parts of the other ranks of this host. */
 static int
-land_gather(fsdpc_exchange *x, int id)
+await_others(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    char what[FSDPC_WIRE_WHAT_BYTES];
-    if (id < 0 || !x->wire->gathers[id]) {
-        return FSDPC_OK;
-    }
-    name_gather(x->units[id], what);
-    return fsdpc_wire_land(x, &x->wire->gathers[id], what, NULL);
+    const int slot = fsdpc_unit_use(unit)->slot;
+    return fsdpc_wire_is_shared(x, unit)
+               ? fsdpc_wire_host_wait(x, FSDPC_WIRE_FILLED, slot, x->wire->host->fills[slot],
+                                      FSDPC_WIRE_ANY, "gather", unit)
+               : FSDPC_OK;
 }
 
 static bool
@@ -180,28 +208,53 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
 static int
 empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
+    struct fsdpc_wire_host *host = x->wire->host;
     const int slot = fsdpc_unit_use(unit)->slot, before = x->slot_unit[slot];
     x->slot_unit[slot] = -1;
-    return land_gather(x, before);
+    FSDPC_TRY(fsdpc_wire_land_gather(x, before));
+    if (!host) {
+        return FSDPC_OK;
+    }
+    fsdpc_wire_say(x, FSDPC_WIRE_CLEARED, slot, ++host->fills[slot]);
+    return fsdpc_wire_host_wait(x, FSDPC_WIRE_CLEARED, slot, host->fills[slot],
+                                FSDPC_WIRE_GATHER(fsdpc_unit_use(unit)->id), "slot for a gather",
+                                unit);
+}
+
+/* Beside another unit in the same slot: in memory of this rank's own. */
+static int
+start_apart(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    const int id = fsdpc_unit_use(unit)->id;
+    FSDPC_TRY(fsdpc_wire_land_gather(x, id));
+    FSDPC_TRY(fsdpc_arena_spare(x->arena, fsdpc_unit_range(unit)));
+    fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
+    return fill(x, unit, x->wire->host ? FSDPC_WIRE_APART(id) : FSDPC_WIRE_GATHER(id),
+                FSDPC_TO_ALL);
+}
+
+static int
+start_in_slot(fsdpc_exchange *x, fsdpc_unit *unit)
+{
+    const struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
+    if (slot_shows(x, unit)) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(empty_slot(x, unit));
+    FSDPC_TRY(fill(x, unit, FSDPC_WIRE_GATHER(use->id),
+                   x->wire->host ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL));
+    x->slot_unit[use->slot] = use->id;
+    x->slot_tag[use->slot] = x->tag;
+    return FSDPC_OK;
 }
 
 static int
 start(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     FSDPC_TRY(fsdpc_arena_unveil(x->arena, fsdpc_unit_range(unit)));
-    if (fsdpc_exchange_slot_is_in_use(x, unit)) {
-        FSDPC_TRY(land_gather(x, use->id));
-        FSDPC_TRY(fsdpc_arena_spare(x->arena, fsdpc_unit_range(unit)));
-        fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
-        FSDPC_TRY(fill(x, unit));
-    } else if (!slot_shows(x, unit)) {
-        FSDPC_TRY(empty_slot(x, unit));
-        FSDPC_TRY(fill(x, unit));
-        x->slot_unit[use->slot] = use->id;
-        x->slot_tag[use->slot] = x->tag;
-    }
-    use->begun = true;
+    FSDPC_TRY(fsdpc_exchange_slot_is_in_use(x, unit) ? start_apart(x, unit)
+                                                     : start_in_slot(x, unit));
+    fsdpc_unit_use(unit)->begun = true;
     return FSDPC_OK;
 }
 
@@ -217,7 +270,8 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
         FSDPC_TRY(start(x, unit));
     }
     if (wait && !use->ready) {
-        int status = land_gather(x, use->id);
+        int status = fsdpc_wire_land_gather(x, use->id);
+        FSDPC_KEEP(status == FSDPC_OK ? await_others(x, unit) : FSDPC_OK);
         if (status != FSDPC_OK) {
             x->slot_unit[use->slot] = -1;
             use->begun = false;
@@ -239,26 +293,16 @@ release(fsdpc_exchange *x, fsdpc_unit *unit)
     return x->poison ? fsdpc_exchange_veil(x, unit) : FSDPC_OK;
 }
 
-/* All ranks have begun the same prefetches when a pass ends. */
-static int
-land_gathers(fsdpc_exchange *x)
-{
-    for (int u = 0; u < x->unit_count; u++) {
-        FSDPC_TRY(land_gather(x, u));
-    }
-    return FSDPC_OK;
-}
-
 static int
 leave(fsdpc_exchange *x)
 {
-    return land_gathers(x);
+    return fsdpc_wire_land_gathers(x);
 }
 
 static int
 end(fsdpc_exchange *x)
 {
-    FSDPC_TRY(land_gathers(x));
+    FSDPC_TRY(fsdpc_wire_land_gathers(x));
     return fsdpc_wire_end(x);
 }
 

@@ -2,7 +2,7 @@
 #ifndef FSDPC_EXCHANGE_WIRE_IMPL_H
 #define FSDPC_EXCHANGE_WIRE_IMPL_H
 
-#include "comm/flight.h"
+#include "comm/hosts.h"
 #include "exchange/exchange_impl.h"
 
 enum { FSDPC_WIRE_WHAT_BYTES = 256 };
@@ -11,35 +11,98 @@ enum { FSDPC_WIRE_WHAT_BYTES = 256 };
 struct fsdpc_wire_reduce {
     void *memory;
     fsdpc_flight *flight;
-    fsdpc_unit *unit; /* NULL with the flight */
+    fsdpc_unit *unit; /* NULL: none */
+    bool packed;      /* and not sent yet */
+    uint64_t uses;
 };
 
 struct fsdpc_wire {
     fsdpc_flight **gathers; /* per unit, NULL: none in flight */
     struct fsdpc_wire_reduce *reduces;
     int reduce_count, next;
-    fsdpc_comm_part *parts;  /* of the unit being sent */
-    size_t *landing_offsets; /* of its parts, and of its segments */
-    uint8_t *used, *bits;    /* of the unit being packed; of all ranks and units at the end */
-    size_t bit_count;        /* of one rank */
-    bool lost;               /* a flight has not landed: its memory is other ranks' for ever */
+    fsdpc_comm_part *parts;       /* of the unit being sent */
+    size_t *landing_offsets;      /* of its parts, and of its segments */
+    uint8_t *used, *bits;         /* of the unit being packed; of all ranks and units at the end */
+    size_t bit_count;             /* per rank */
+    bool lost;                    /* a flight has not landed: its memory is other ranks' for ever */
+    struct fsdpc_wire_host *host; /* NULL: no slots are shared */
 };
+
+/* --- exchange_wire_host.c ------------------------------------------------------------------------ */
+
+/* What a rank tells the others of its host, as counts: of a slot, how often this rank was about to fill the slot, and so
+ * had no more use for what was there, and how often its part has landed; of a reduce buffer, how often this rank has
+ * packed, and how often it had read the others' buffers. */
+enum fsdpc_wire_word { FSDPC_WIRE_CLEARED, FSDPC_WIRE_FILLED, FSDPC_WIRE_PACKED, FSDPC_WIRE_READ };
+
+struct fsdpc_wire_host {
+    const struct fsdpc_hosts *hosts;
+    char *ctl; /* in the host's segment */
+    size_t ctl_bytes, words;
+    uint64_t ctl_offset;
+    int word_at[FSDPC_WIRE_READ + 1];
+    char *buffers; /* [rank of this host][reduce buffer] */
+    size_t buffers_bytes;
+    uint64_t buffers_offset;
+    uint64_t *fills; /* per slot: the same on all ranks, which fill slots in one order */
+};
+
+/* Before the reduce buffers are made. Without ranks that share this host nothing is made. */
+int fsdpc_wire_host_open(fsdpc_exchange *x, int slot_count);
+/* `keep`: other ranks may still send to the memory. */
+void fsdpc_wire_host_close(fsdpc_exchange *x, bool keep);
+/* Reduce buffer `slot` of a rank of this host. */
+char *fsdpc_wire_host_buffer(const fsdpc_exchange *x, int rank, int slot);
+void fsdpc_wire_say(const fsdpc_exchange *x, enum fsdpc_wire_word word, int index, uint64_t value);
+bool fsdpc_wire_has_said(const fsdpc_exchange *x, int rank, enum fsdpc_wire_word word, int index,
+                         uint64_t value);
+/* A count of all that ranks of this host have said, to sleep on. */
+_Atomic uint32_t *fsdpc_wire_changes(const fsdpc_exchange *x);
+void fsdpc_wire_say_change(const fsdpc_exchange *x);
 
 /* --- exchange_wire_marks.c ----------------------------------------------------------------------- */
 
-/* What a rank does next, in its marks: FSDPC_WIRE_GATHER or FSDPC_WIRE_REDUCE of a unit, a communication hook, or
- * the end of a backward. */
-enum { FSDPC_WIRE_HOOK = INT32_MAX, FSDPC_WIRE_END = FSDPC_WIRE_HOOK - 1 };
-#define FSDPC_WIRE_GATHER(id) ((int32_t)(id) * 2)
-#define FSDPC_WIRE_REDUCE(id) ((int32_t)(id) * 2 + 1)
+/* What a rank does next, in its marks: FSDPC_WIRE_GATHER (FSDPC_WIRE_APART: to memory of its own) or FSDPC_WIRE_REDUCE
+ * of a unit, a communication hook, or the end of a backward. */
+enum {
+    FSDPC_WIRE_HOOK = INT32_MAX,
+    FSDPC_WIRE_END = FSDPC_WIRE_HOOK - 1,
+    FSDPC_WIRE_ANY = FSDPC_WIRE_END - 1, /* in no mark */
+    FSDPC_WIRE_TURNS = 3
+};
+#define FSDPC_WIRE_GATHER(id) ((int32_t)(id) * FSDPC_WIRE_TURNS)
+#define FSDPC_WIRE_APART(id) (FSDPC_WIRE_GATHER(id) + 1)
+#define FSDPC_WIRE_REDUCE(id) (FSDPC_WIRE_GATHER(id) + 2)
 
 /* Fills `mark` and returns `mark`; NULL if the user trusts the order, so that ranks compare nothing. */
 const fsdpc_mark *fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark);
+/* Counts what a flight of the unit sends. */
+void fsdpc_wire_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_flight *flight);
 /* Waits for the flight, and frees the flight, also after a failure. *summed (optional) as fsdpc_flight_is_summed.
  * FSDPC_E_MISMATCH: another rank means another one. */
 int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed);
+/* Another rank is known to differ: all ranks are told what this one means instead of its next flight, and this one what
+ * they mean. FSDPC_E_MISMATCH. */
+int fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what);
 int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);
 int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
+
+/* --- exchange_wire_land.c ------------------------------------------------------------------------ */
+
+void fsdpc_wire_name_gather(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES]);
+/* The unit's values are in a slot that the ranks of this host share. */
+bool fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit);
+/* Lands this rank's part of the gather of a unit; none in flight, or -1: a no-op. */
+int fsdpc_wire_land_gather(fsdpc_exchange *x, int id);
+/* The same for all units: others of this host may wait for it. */
+int fsdpc_wire_land_gathers(fsdpc_exchange *x);
+
+/* --- exchange_wire_wait.c ------------------------------------------------------------------------ */
+
+/* Waits until all ranks of this host have said at least `value`. `next`: what this rank's next flight is, or
+ * FSDPC_WIRE_ANY; if a rank of this host is about to begin another one, all ranks are told: FSDPC_E_MISMATCH. */
+int fsdpc_wire_host_wait(fsdpc_exchange *x, enum fsdpc_wire_word word, int index, uint64_t value,
+                         int32_t next, const char *op, const fsdpc_unit *unit);
 
 /* --- exchange_wire_reduce.c ---------------------------------------------------------------------- */
 

@@ -34,11 +34,13 @@ turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[FSD
     if (turn == FSDPC_WIRE_END) {
         return "the end of backward";
     }
-    if (turn / 2 >= x->unit_count) {
+    const int unit = turn / FSDPC_WIRE_TURNS;
+    if (unit >= x->unit_count) {
         return "a unit that this rank's model does not have";
     }
-    snprintf(text, FSDPC_WIRE_WHAT_BYTES, "the %s of unit %s", turn % 2 ? "reduce" : "gather",
-             fsdpc_unit_name(x->units[turn / 2]));
+    snprintf(text, FSDPC_WIRE_WHAT_BYTES, "the %s of unit %s%s",
+             turn == FSDPC_WIRE_REDUCE(unit) ? "reduce" : "gather", fsdpc_unit_name(x->units[unit]),
+             turn == FSDPC_WIRE_APART(unit) ? " (beside another unit in use)" : "");
     return text;
 }
 
@@ -86,8 +88,18 @@ compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int ra
 const fsdpc_mark *
 fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark)
 {
-    *mark = (fsdpc_mark){{next, fsdpc_unit_born(x->units[0])}};
+    *mark = (fsdpc_mark){{next, fsdpc_unit_born(x->units[0])}, 0};
     return x->trust_order ? NULL : mark;
+}
+
+void
+fsdpc_wire_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_flight *flight)
+{
+    const uint64_t bytes = fsdpc_flight_sent_bytes(flight);
+    if (bytes > 0) {
+        x->sent_bytes += bytes;
+        fsdpc_exchange_note(x, FSDPC_TRACE_SEND, unit, bytes);
+    }
 }
 
 int
@@ -103,6 +115,12 @@ fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool
         const struct turn other = {marks[r].words[0], marks[r].words[1]};
         status = compare_turn(x, own, what, r, other);
     }
+    if (status == FSDPC_OK && !agreed) {
+        status = fsdpc_error(FSDPC_E_MISMATCH,
+                             "%s: the ranks run different units, or one of them differs from the "
+                             "other ranks of its host",
+                             what);
+    }
     if (summed) {
         *summed = fsdpc_flight_is_summed(landed);
     }
@@ -112,26 +130,33 @@ fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool
 
 /* Collectives of different turns that meet would end the process or give wrong values. */
 static int
-compare_turns(fsdpc_exchange *x, int32_t next, const char *what)
+compare_turns(fsdpc_exchange *x, int32_t next, bool without_data, const char *what)
 {
     fsdpc_mark mark;
     fsdpc_flight *flight;
     if (x->world == 1 || x->trust_order) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(
-        fsdpc_flight_gather(x->comm, NULL, 0, fsdpc_wire_mark(x, next, &mark), what, &flight));
+    (void)fsdpc_wire_mark(x, next, &mark);
+    mark.without_data = without_data;
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, NULL, 0, FSDPC_TO_ALL, &mark, what, &flight));
     return fsdpc_wire_land(x, &flight, what, NULL);
+}
+
+int
+fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what)
+{
+    return compare_turns(x, next, true, what);
 }
 
 int
 fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param)
 {
-    return compare_turns(x, thaw_turn(unit, param), "unfreezing");
+    return compare_turns(x, thaw_turn(unit, param), false, "unfreezing");
 }
 
 int
 fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what)
 {
-    return compare_turns(x, FSDPC_WIRE_HOOK, what);
+    return compare_turns(x, FSDPC_WIRE_HOOK, false, what);
 }

@@ -20,30 +20,13 @@ landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
     return (char *)to->memory + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
 }
 
-/* This rank's pieces of all ranks' gradients are added to the shard gradient. */
 static int
-land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
-{
-    bool summed;
-    char what[FSDPC_WIRE_WHAT_BYTES];
-    fsdpc_unit *unit = from->unit;
-    from->unit = NULL;
-    if (!unit) {
-        return FSDPC_OK;
-    }
-    name_reduce(unit, what);
-    FSDPC_TRY(fsdpc_wire_land(x, &from->flight, what, &summed));
-    FSDPC_TRY(fsdpc_grad_sum_landed(unit, from->memory, summed ? NULL : landing_room(from, unit)));
-    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
-    return FSDPC_OK;
-}
-
-static int
-post(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_wire_reduce *to)
+post(fsdpc_exchange *x, struct fsdpc_wire_reduce *to)
 {
     int count = 0;
     char what[FSDPC_WIRE_WHAT_BYTES];
     fsdpc_mark mark;
+    const fsdpc_unit *unit = to->unit;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     size_t *offsets = x->wire->landing_offsets, *of_segment = offsets + layout->segment_count;
     const size_t stride = fsdpc_footprint_landing(layout, of_segment);
@@ -56,10 +39,83 @@ post(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_wire_reduce *to)
                                                         seg->piece_numel, seg->reduce};
         }
     }
+    to->packed = false;
     name_reduce(unit, what);
-    return fsdpc_flight_reduce(
-        x->comm, x->wire->parts, count, &landing,
-        fsdpc_wire_mark(x, FSDPC_WIRE_REDUCE(fsdpc_unit_use(unit)->id), &mark), what, &to->flight);
+    FSDPC_TRY(fsdpc_flight_reduce(
+        x->comm, x->wire->parts, count, &landing, x->wire->host ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL,
+        fsdpc_wire_mark(x, FSDPC_WIRE_REDUCE(fsdpc_unit_use(unit)->id), &mark), what, &to->flight));
+    fsdpc_wire_count(x, unit, to->flight);
+    return FSDPC_OK;
+}
+
+/* The pieces of this rank and of those that this rank carries, of all ranks of this host. */
+static int
+sum_host(fsdpc_exchange *x, struct fsdpc_wire_reduce *to, int slot)
+{
+    const fsdpc_hosts *hosts = x->wire->host->hosts;
+    const char *buffers[FSDPC_SHM_MAX_RANKS];
+    for (int rank = 0; rank < hosts->local_world; rank++) {
+        buffers[rank] = fsdpc_wire_host_buffer(x, rank, slot);
+    }
+    for (int r = 0; hosts->local_world > 1 && r < x->world; r++) {
+        if (r == x->rank || fsdpc_hosts_carries(x->comm, x->rank, r)) {
+            FSDPC_TRY(fsdpc_grad_sum_pieces(to->unit, r, buffers, hosts->local_world, to->memory));
+        }
+    }
+    fsdpc_wire_say(x, FSDPC_WIRE_READ, slot, to->uses);
+    return FSDPC_OK;
+}
+
+/* Sends what was packed last, when the other ranks of this host have packed theirs: one reduction later, so that
+ * ranks rarely wait for each other here. */
+static int
+post_packed(fsdpc_exchange *x)
+{
+    struct fsdpc_wire *wire = x->wire;
+    for (int i = 0; wire->host && i < wire->reduce_count; i++) {
+        struct fsdpc_wire_reduce *to = &wire->reduces[i];
+        if (to->packed) {
+            FSDPC_TRY(fsdpc_wire_host_wait(x, FSDPC_WIRE_PACKED, i, to->uses,
+                                           FSDPC_WIRE_REDUCE(fsdpc_unit_use(to->unit)->id),
+                                           "reduce", to->unit));
+            FSDPC_TRY(sum_host(x, to, i));
+            FSDPC_TRY(post(x, to));
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* This rank's pieces of all ranks' gradients are added to the shard gradient. */
+static int
+land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
+{
+    bool summed;
+    char what[FSDPC_WIRE_WHAT_BYTES];
+    const struct fsdpc_wire_host *host = x->wire->host;
+    FSDPC_TRY(from->packed ? post_packed(x) : FSDPC_OK);
+    fsdpc_unit *unit = from->unit;
+    from->unit = NULL;
+    if (!unit) {
+        return FSDPC_OK;
+    }
+    name_reduce(unit, what);
+    FSDPC_TRY(fsdpc_wire_land(x, &from->flight, what, &summed));
+    FSDPC_TRY(fsdpc_grad_sum_landed(unit, from->memory, summed ? NULL : landing_room(from, unit),
+                                    host ? host->hosts->host : x->rank,
+                                    host ? host->hosts->host_count : x->world));
+    fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
+    return FSDPC_OK;
+}
+
+/* Others of this host may still read what this rank has packed into the buffer before. */
+static int
+take_buffer(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_wire_reduce *to, int slot)
+{
+    FSDPC_TRY(post_packed(x));
+    FSDPC_TRY(land_reduce(x, to));
+    return x->wire->host ? fsdpc_wire_host_wait(x, FSDPC_WIRE_READ, slot, to->uses, FSDPC_WIRE_ANY,
+                                                "buffer for a reduce", unit)
+                         : FSDPC_OK;
 }
 
 /* The gradients of one unit; every rank calls it at the same time. */
@@ -67,16 +123,22 @@ static int
 send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
     struct fsdpc_wire *wire = x->wire;
-    struct fsdpc_wire_reduce *to = &wire->reduces[wire->next];
+    const int slot = wire->next;
+    struct fsdpc_wire_reduce *to = &wire->reduces[slot];
     fsdpc_unit_use(unit)->posted++;
-    FSDPC_TRY(land_reduce(x, to));
-    wire->next = (wire->next + 1) % wire->reduce_count;
+    FSDPC_TRY(take_buffer(x, unit, to, slot));
+    wire->next = (slot + 1) % wire->reduce_count;
     memset(wire->used, 0, (size_t)fsdpc_unit_layout(unit)->param_count);
     FSDPC_TRY(fsdpc_grad_pack(unit, grads, to->memory, wire->used));
     fsdpc_unit_add_used(unit, wire->used);
     fsdpc_exchange_note(x, FSDPC_TRACE_PACK, unit, fsdpc_unit_layout(unit)->reduce_bytes);
-    FSDPC_TRY(post(x, unit, to));
     to->unit = unit;
+    if (wire->host) {
+        to->packed = true;
+        fsdpc_wire_say(x, FSDPC_WIRE_PACKED, slot, ++to->uses);
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(post(x, to));
     return fsdpc_comm_flies(x->comm) ? FSDPC_OK : land_reduce(x, to);
 }
 
@@ -100,6 +162,7 @@ fsdpc_wire_make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     const bool packs =
         x->world > 1 && !fsdpc_unit_is_hooked(unit) && fsdpc_unit_layout(unit)->trainable_count > 0;
+    FSDPC_TRY(packs ? post_packed(x) : FSDPC_OK);
     return packs ? land_reduce(x, &x->wire->reduces[x->wire->next]) : FSDPC_OK;
 }
 
@@ -173,9 +236,10 @@ share_bits(fsdpc_exchange *x)
     const fsdpc_comm_part part = {x->wire->bits, (int64_t)x->wire->bit_count, FSDPC_BYTES};
     fsdpc_mark mark;
     fsdpc_flight *flight;
+    FSDPC_TRY(post_packed(x));
     write_bits(x);
-    FSDPC_TRY(fsdpc_flight_gather(x->comm, &part, 1, fsdpc_wire_mark(x, FSDPC_WIRE_END, &mark),
-                                  what, &flight));
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, &part, 1, FSDPC_TO_ALL,
+                                  fsdpc_wire_mark(x, FSDPC_WIRE_END, &mark), what, &flight));
     FSDPC_GOTO(land_reduces(x), fail);
     return fsdpc_wire_land(x, &flight, what, NULL);
 fail:

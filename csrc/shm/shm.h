@@ -52,6 +52,8 @@ int fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fs
 /* Local, never waits for a peer. Marks this rank as left, so that peers that need it get an error
  * instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
 void fsdpc_shm_free(fsdpc_shm *shm);
+/* Messages name rank r as numbers[r], its number in a larger group; borrowed. Local. */
+void fsdpc_shm_set_numbers(fsdpc_shm *shm, const int *numbers);
 /* Only marks this rank as left, at the orderly end of a program that still uses the segment. Local;
  * memory stays valid. */
 void fsdpc_shm_leave(fsdpc_shm *shm);

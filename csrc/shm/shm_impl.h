@@ -77,6 +77,7 @@ typedef struct fsdpc_shm_peer {
 
 struct fsdpc_shm {
     int rank, world;
+    const int *numbers; /* fsdpc_shm_set_numbers */
     double timeout_s;
     pid_t owner;
     int forks; /* fsdpc_forks() when made: a forked child must not act for its parent */
@@ -126,6 +127,8 @@ bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *co
                        size_t bytes);
 /* Records the first failure, and wakes all ranks. */
 void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
+/* What messages call the rank: fsdpc_shm_set_numbers. */
+int fsdpc_shm_number(const fsdpc_shm *shm, int rank);
 /* "gather of unit layers.3" into `text`. */
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
 /* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */

@@ -111,6 +111,18 @@ fsdpc_shm_interrupted(const fsdpc_wait *what)
 }
 
 int
+fsdpc_shm_number(const fsdpc_shm *shm, int rank)
+{
+    return shm->numbers ? shm->numbers[rank] : rank;
+}
+
+void
+fsdpc_shm_set_numbers(fsdpc_shm *shm, const int *numbers)
+{
+    shm->numbers = numbers;
+}
+
+int
 fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
 {
     FSDPC_TRY(fsdpc_shm_usable(shm));
@@ -128,7 +140,7 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
         return fsdpc_error(FSDPC_E_COMM,
                            "%s: this rank (%d) has given up its group before, so nothing can be "
                            "exchanged any more; start the program again; the reason: %s",
-                           op, rank, shm->control->blocks[rank].abort_text);
+                           op, fsdpc_shm_number(shm, rank), shm->control->blocks[rank].abort_text);
     }
     if (failure >> 16 == FSDPC_SHM_ABORTED) {
         char table[FSDPC_ERROR_BYTES] = "";
@@ -136,11 +148,12 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
         fsdpc_shm_verdict(shm, false, causes, &count, table, sizeof table);
         return fsdpc_error(
             FSDPC_E_PEER,
-            "rank %d (pid %d) gave up while this rank (%d) was in %s; its error: %s%s", rank, pid,
-            shm->rank, op, shm->control->blocks[rank].abort_text, table);
+            "rank %d (pid %d) gave up while this rank (%d) was in %s; its error: %s%s",
+            fsdpc_shm_number(shm, rank), pid, fsdpc_shm_number(shm, shm->rank), op,
+            shm->control->blocks[rank].abort_text, table);
     }
     return fsdpc_error(FSDPC_E_PEER, "rank %d (pid %d) died while this rank (%d) waited in %s",
-                       rank, pid, shm->rank, op);
+                       fsdpc_shm_number(shm, rank), pid, fsdpc_shm_number(shm, shm->rank), op);
 }
 
 void

@@ -116,7 +116,12 @@ late_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing, int count
 {
     char op[FSDPC_SHM_WAIT_TEXT];
     fsdpc_shm_describe(what, op, sizeof op);
-    const fsdpc_late late = {shm->rank, shm->timeout_s, op, missing, count, more};
+    int numbers[FSDPC_SHM_MAX_RANKS];
+    for (int i = 0; missing && i < count; i++) {
+        numbers[i] = fsdpc_shm_number(shm, missing[i]);
+    }
+    const fsdpc_late late = {fsdpc_shm_number(shm, shm->rank), shm->timeout_s, op,
+                             missing ? numbers : NULL,         count,          more};
     return fsdpc_late_error(&late);
 }
 
@@ -221,17 +226,17 @@ append_state(const fsdpc_shm *shm, int rank, char *text, size_t bytes)
     int64_t noted_ns = atomic_load_explicit(&slot->note_ns, memory_order_acquire);
     read_note(slot, note, sizeof note);
     double ago_s = (double)(fsdpc_shm_now_ns() - noted_ns) * 1e-9;
-    int pid = (int)atomic_load(&slot->pid);
+    const int pid = (int)atomic_load(&slot->pid), number = fsdpc_shm_number(shm, rank);
     if (atomic_load(&slot->left)) {
-        snprintf(text + used, bytes - used, "; rank %d (pid %d) has left", rank, pid);
+        snprintf(text + used, bytes - used, "; rank %d (pid %d) has left", number, pid);
     } else if (noted_ns == 0) {
-        snprintf(text + used, bytes - used, "; rank %d (pid %d) has not waited yet", rank, pid);
+        snprintf(text + used, bytes - used, "; rank %d (pid %d) has not waited yet", number, pid);
     } else if (atomic_load(&slot->blocked_seq) & 1) {
-        snprintf(text + used, bytes - used, "; rank %d (pid %d) waits in %s since %.1f s", rank,
+        snprintf(text + used, bytes - used, "; rank %d (pid %d) waits in %s since %.1f s", number,
                  pid, note, ago_s);
     } else {
         snprintf(text + used, bytes - used, "; rank %d (pid %d) was last seen in %s, %.1f s ago",
-                 rank, pid, note, ago_s);
+                 number, pid, note, ago_s);
     }
 }
 
@@ -260,5 +265,5 @@ fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what)
     return fsdpc_error(FSDPC_E_PEER,
                        "rank %d has left (its program ended or closed the group) while rank %d "
                        "waits in %s",
-                       rank, shm->rank, op);
+                       fsdpc_shm_number(shm, rank), fsdpc_shm_number(shm, shm->rank), op);
 }

@@ -51,7 +51,7 @@ plan_slots(const fsdpc_tree *tree, const int *members, int count, struct fsdpc_s
         const struct fsdpc_node *node = &tree->nodes[members[m]];
         needs[m] = (struct fsdpc_slot_need){
             .depth = node->depth,
-            .reshard = fsdpc_unit_reshards(node->unit),
+            .shares = fsdpc_unit_reshards(node->unit) && !fsdpc_unit_keeps(node->unit),
             .direct = fsdpc_unit_is_direct(node->unit),
             .bytes = fsdpc_unit_footprint(node->unit)->range_bytes,
         };
@@ -489,6 +489,16 @@ fsdpc_trace *
 fsdpc_tree_trace(const fsdpc_tree *tree)
 {
     return tree->trace;
+}
+
+uint64_t
+fsdpc_tree_sent_bytes(const fsdpc_tree *tree)
+{
+    uint64_t bytes = 0;
+    for (int i = 0; i < tree->exchange_count; i++) {
+        bytes += fsdpc_exchange_sent_bytes(tree->exchanges[i]);
+    }
+    return bytes;
 }
 
 void

@@ -1,7 +1,7 @@
 /* Which slot each unit gets. See tree_plan.h.
  *
  * Units of one nesting level that are released after forward share K slots in turn; a unit that
- * stays gathered has a slot of its own. A slot is as large as its largest unit. Everything follows from
+ * stays gathered, or whose values stay there until backward, has a slot of its own. A slot is as large as its largest unit. Everything follows from
  * the list of units, so that all ranks compute the same plan.
  */
 #include "tree/tree_plan.h"
@@ -41,7 +41,7 @@ assign(const struct fsdpc_slot_need *needs, int count, int per_level, int *share
             plan->slot_of[i] = -1;
             continue;
         }
-        if (!need->reshard) {
+        if (!need->shares) {
             use_slot(plan, i, plan->slot_count++, need->bytes);
             continue;
         }

@@ -11,9 +11,9 @@ enum { FSDPC_DEFAULT_SLOTS = 2 };
 
 /* One unit's gathered values. */
 struct fsdpc_slot_need {
-    int depth;    /* nesting level, >= 0 */
-    bool reshard; /* released after forward */
-    bool direct;  /* needs no slot */
+    int depth;   /* nesting level, >= 0 */
+    bool shares; /* takes slots in turn with others; else its values stay in one of its own */
+    bool direct; /* needs no slot */
     size_t bytes;
 };
 

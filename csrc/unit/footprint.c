@@ -58,10 +58,10 @@ fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets)
 }
 
 static size_t
-landing_bytes(const fsdpc_layout *layout)
+landing_bytes(const fsdpc_layout *layout, int senders)
 {
     return fsdpc_round_up(layout->reduce_bytes, layout->align_bytes) - layout->reduce_bytes +
-           fsdpc_footprint_landing(layout, NULL) * (size_t)(layout->world - 1);
+           fsdpc_footprint_landing(layout, NULL) * (size_t)senders;
 }
 
 fsdpc_footprint
@@ -82,9 +82,10 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
         .partial_bytes = options->replicate ? layout->grad_bytes : 0,
         .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
-        .reduce_bytes =
-            fsdpc_round_up(packed + (options->wire && packed > 0 ? landing_bytes(layout) : 0),
-                           options->page_bytes),
+        .reduce_bytes = fsdpc_round_up(packed + (options->senders > 0 && packed > 0
+                                                     ? landing_bytes(layout, options->senders)
+                                                     : 0),
+                                       options->page_bytes),
     };
 }
 

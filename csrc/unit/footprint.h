@@ -11,7 +11,7 @@ typedef struct fsdpc_footprint_options {
     bool replicate; /* gradients are also summed over replicas */
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
-    bool wire; /* the ranks have no memory in common: other ranks' pieces of gradients land apart */
+    int senders; /* ranks whose gradients land apart, because this rank cannot read their memory */
     size_t range_grain; /* size of a page of host memory, or the device's grain */
     size_t page_bytes;  /* of host memory */
 } fsdpc_footprint_options;

@@ -32,10 +32,16 @@ fsdpc_grad_target(fsdpc_unit *unit)
 }
 
 static size_t
-own_piece(const fsdpc_unit *unit, const fsdpc_segment *seg)
+piece_of(const fsdpc_segment *seg, int owner)
 {
     return seg->reduce_offset +
-           (size_t)seg->piece_numel * (size_t)unit->rank * fsdpc_dtype_bytes(seg->reduce);
+           (size_t)seg->piece_numel * (size_t)owner * fsdpc_dtype_bytes(seg->reduce);
+}
+
+static size_t
+own_piece(const fsdpc_unit *unit, const fsdpc_segment *seg)
+{
+    return piece_of(seg, unit->rank);
 }
 
 static int
@@ -65,26 +71,16 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
     return FSDPC_OK;
 }
 
-/* Pieces of one segment in the order of ranks. */
-static void
-list_landed(const fsdpc_unit *unit, const char *own, const char *landing, size_t stride,
-            const void **pieces)
-{
-    for (int r = 0, at = 0; r < unit->layout->world; r++) {
-        pieces[r] = r == unit->rank ? own : landing + stride * (size_t)at++;
-    }
-}
-
 int
-fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *own, const char *landing)
+fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own, int count)
 {
     int status = FSDPC_OK;
     const fsdpc_layout *layout = unit->layout;
-    const size_t world = (size_t)layout->world, segments = (size_t)layout->segment_count;
+    const size_t segments = (size_t)layout->segment_count;
     if (!landing) {
-        return fsdpc_grad_sum(unit, &own, 1);
+        return fsdpc_grad_sum(unit, &buffer, 1);
     }
-    const void **pieces = fsdpc_mem_calloc(world, sizeof *pieces);
+    const void **pieces = fsdpc_mem_calloc((size_t)count, sizeof *pieces);
     size_t *offsets = fsdpc_mem_calloc(segments, sizeof *offsets);
     if (!pieces || !offsets) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the sums of unit %s", unit->name),
@@ -93,16 +89,69 @@ fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *own, const char *landing)
     const size_t stride = fsdpc_footprint_landing(layout, offsets);
     for (size_t s = 0; s < segments; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
-        if (seg->trainable) {
-            list_landed(unit, (const char *)own + own_piece(unit, seg), landing + offsets[s],
-                        stride, pieces);
-            FSDPC_GOTO(sum_segment(unit, seg, pieces, layout->world), done);
+        if (!seg->trainable) {
+            continue;
         }
+        for (int i = 0, at = 0; i < count; i++) {
+            pieces[i] = i == own ? (const char *)buffer + own_piece(unit, seg)
+                                 : landing + offsets[s] + stride * (size_t)at++;
+        }
+        FSDPC_GOTO(sum_segment(unit, seg, pieces, count), done);
     }
     *fsdpc_grad_target(unit).add = true;
 done:
     fsdpc_mem_free(pieces);
     fsdpc_mem_free(offsets);
+    return status;
+}
+
+/* Elements of one segment's piece, through `total`, which holds `most` of them. */
+static int
+sum_piece(const fsdpc_unit *unit, const fsdpc_segment *seg, size_t at, const char *const *buffers,
+          int count, char *into, void *total, int64_t most)
+{
+    const fsdpc_dtype wide = seg->reduce == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    const size_t item = fsdpc_dtype_bytes(seg->reduce);
+    const void *sources[FSDPC_SHM_MAX_RANKS];
+    for (int64_t begin = 0; begin < seg->piece_numel; begin += most) {
+        const int64_t left = seg->piece_numel - begin, n = left < most ? left : most;
+        const size_t offset = at + (size_t)begin * item;
+        for (int i = 0; i < count; i++) {
+            sources[i] = buffers[i] + offset;
+        }
+        FSDPC_TRY(fsdpc_device_reduce(unit->device, total, wide, sources, count, seg->reduce, n,
+                                      1.0, false));
+        FSDPC_TRY(fsdpc_device_cast(unit->device, into + offset, seg->reduce, total, wide, n, 1.0));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_grad_sum_pieces(const fsdpc_unit *unit, int owner, const char *const *buffers, int count,
+                      char *into)
+{
+    enum { MOST = 1 << 16 };
+    int status = FSDPC_OK;
+    int64_t most = 1;
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const int64_t numel = unit->layout->segments[s].piece_numel;
+        most = numel > most ? numel : most;
+    }
+    most = most < MOST ? most : MOST;
+    double *total = fsdpc_mem_calloc((size_t)most, sizeof *total);
+    if (!total) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the sums of unit %s", unit->name);
+    }
+    for (int s = 0; s < unit->layout->segment_count; s++) {
+        const fsdpc_segment *seg = &unit->layout->segments[s];
+        if (seg->trainable) {
+            FSDPC_GOTO(
+                sum_piece(unit, seg, piece_of(seg, owner), buffers, count, into, total, most),
+                done);
+        }
+    }
+done:
+    fsdpc_mem_free(total);
     return status;
 }
 

@@ -6,9 +6,15 @@
 
 /* Sums this rank's pieces: sources[r] is rank r's reduce buffer, NULL if the rank sent none. */
 int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
-/* The same for pieces that have landed apart: this rank's in its reduce buffer, those of other ranks, in their
- * order, one fsdpc_footprint_landing behind the other. `landing` NULL: `own` holds the ranks' sum. */
-int fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *own, const char *landing);
+/* The same for `count` pieces that have landed apart: the own-th is in this rank's reduce buffer `buffer`, the
+ * others, in their order, are one fsdpc_footprint_landing behind the other. `landing` NULL: `buffer` holds the sum. */
+int fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own,
+                          int count);
+
+/* The pieces of `owner` in the reduce buffers of several ranks, summed in F32 (F64 for F64) in the order of `buffers`
+ * and rounded once, become the owner's piece in `into`, which may be one of them. */
+int fsdpc_grad_sum_pieces(const fsdpc_unit *unit, int owner, const char *const *buffers, int count,
+                          char *into);
 
 /* Makes the pack plans of a step. Optional: every call below makes them when they are missing. */
 int fsdpc_grad_open(fsdpc_unit *unit);

@@ -165,6 +165,10 @@ fsdpc_comm *fsdpc_unit_replicate(const fsdpc_unit *unit); /* NULL without replic
 bool fsdpc_unit_reshards(const fsdpc_unit *unit);
 /* Only while no tree has the unit. */
 void fsdpc_unit_set_reshards(fsdpc_unit *unit, bool reshard);
+/* The unit has a gather slot of its own, which holds the values until backward also if the unit is released after
+ * forward: where ranks share slots, one copy for all of them. Set as above, the same on all ranks. */
+bool fsdpc_unit_keeps(const fsdpc_unit *unit);
+void fsdpc_unit_set_keeps(fsdpc_unit *unit, bool keeps);
 /* As in the options; set between backwards, the same on all ranks. */
 double fsdpc_unit_divide(const fsdpc_unit *unit);
 void fsdpc_unit_set_divide(fsdpc_unit *unit, double divide);

@@ -39,6 +39,18 @@ fsdpc_unit_set_reshards(fsdpc_unit *unit, bool reshard)
     unit->reshard = reshard;
 }
 
+bool
+fsdpc_unit_keeps(const fsdpc_unit *unit)
+{
+    return unit->keeps;
+}
+
+void
+fsdpc_unit_set_keeps(fsdpc_unit *unit, bool keeps)
+{
+    unit->keeps = keeps;
+}
+
 double
 fsdpc_unit_divide(const fsdpc_unit *unit)
 {

@@ -31,7 +31,7 @@ struct fsdpc_unit {
     int rank, world;
     int born;      /* fsdpc_comm_agreements(shard) when made */
     double divide; /* [Note: divided once] in grad.c */
-    bool reshard;
+    bool reshard, keeps;
 
     /* The device of operations on master, grad and grad_out outside of the step's streams: `device`, or
      * the CPU for an offloaded unit. */

@@ -54,12 +54,13 @@ fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
     return dtype;
 }
 
-/* Its pieces travel between ranks of other hosts. */
-static bool
-travels(const fsdpc_unit *unit)
+static int
+senders_of(const fsdpc_unit *unit)
 {
-    return unit->layout->world > 1 && !fsdpc_device_get_caps(unit->device)->asynchronous &&
-           !fsdpc_comm_get_caps(unit->shard)->one_memory;
+    const bool travels = unit->layout->world > 1 &&
+                         !fsdpc_device_get_caps(unit->device)->asynchronous &&
+                         !fsdpc_comm_get_caps(unit->shard)->one_memory;
+    return travels ? fsdpc_comm_senders(unit->shard) : 0;
 }
 
 void
@@ -69,7 +70,7 @@ fsdpc_unit_plan(fsdpc_unit *unit)
     fsdpc_footprint_options options = {
         .replicate = unit->replicate != NULL,
         .offload = unit->offload,
-        .wire = travels(unit),
+        .senders = senders_of(unit),
         .range_grain = fsdpc_device_get_caps(unit->device)->host_memory
                            ? page
                            : fsdpc_device_grain(unit->device),

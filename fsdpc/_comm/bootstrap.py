@@ -2,7 +2,8 @@
 
 A group whose ranks all run on this host (same boot, PID and network namespace) uses shared memory
 ("shm"); any other group calls back into ``torch.distributed`` ("c10d"), by sends and receives in
-the background where its backend has them; a group of one rank needs neither ("self"). GPUs use NCCL
+the background where its backend has them, and then shares memory inside each host; a group of one
+rank needs neither ("self"). GPUs use NCCL
 ("nccl", see ``_nccl``), whatever the group's backend is.
 Communicators are kept as long as torch keeps the group.
 
@@ -19,6 +20,8 @@ Environment, read on every rank when a group is first used; all ranks need the s
                        timeout if that is less.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (default 1).
+``FSDPC_HOST``         the host's name, where another one than the system's is meant: ranks with
+                       different names count as ranks of different hosts, which share no memory.
 ``FSDPC_STALL``        seconds without progress after which each rank logs a table of all ranks
                        (0: no warnings; default 30).
 ``FSDPC_TRUST_ORDER``  1: over a wire, skip the small message beside each collective that detects
@@ -281,6 +284,11 @@ def _connect(
         flies = wanted != "c10d"
         collectives = Collectives(pg, channel, flies=flies, timeout=timeout, locations=locations)
         comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
+        if collectives.flies and stranger is not None and len(set(hosts)) < len(hosts):
+            _raise_first([each.obstacle for each in everyone], pg.rank(), error)
+            first = hosts.index(hosts[pg.rank()])
+            numbers = [hosts.index(host) for host in hosts]
+            comm.set_hosts(numbers, f"fsdpc-{everyone[first].name}-host", timeout)
         if stranger is None:
             collectives.stalls = _follow(comm, pg.rank(), name, pids)
         elif channel is not None:
@@ -421,7 +429,7 @@ def this_host() -> str:
         spaces = [f"{name}:{os.stat(f'/proc/self/ns/{name}').st_ino}" for name in ("pid", "net")]
     except OSError:  # no Linux procfs: no other process counts as being on this host
         return f"{socket.gethostname()} process {os.getpid()} {uuid.uuid4().hex}"
-    return " ".join([socket.gethostname(), boot, *spaces])
+    return " ".join([os.environ.get("FSDPC_HOST") or socket.gethostname(), boot, *spaces])
 
 
 # --- the end of the process ----------------------------------------------------------------------
@@ -454,6 +462,7 @@ def _leave() -> None:
     for comm in _own_comms():
         comm.close()
     _nccl.leave()
+    _verdict.end()
 
 
 def _abort(error: BaseException) -> None:
@@ -462,8 +471,9 @@ def _abort(error: BaseException) -> None:
     text = _last_words(error)
     write_error_file(error)
     _nccl.publish(text)
-    own = [] if follows(error) or _prepared_pid != os.getpid() else list(wires)
-    for wire in own:  # a rank that fails because of another one is no cause
+    # A rank that fails because of another one is no cause, but may be the first to see a death.
+    cause = not follows(error) or " died while " in text
+    for wire in list(wires) if cause and _prepared_pid == os.getpid() else []:
         wire.publish(text)
     for comm in _own_comms():
         comm.abort(text)
@@ -496,3 +506,4 @@ def _end_of_child() -> None:
         _leave()
     else:
         _abort(error)
+        _verdict.end()

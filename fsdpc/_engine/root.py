@@ -234,6 +234,7 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
     a GPU slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``) are mapped from the driver and
     not in torch's statistics; the other keys (shards and shard gradients unless offloaded,
     gradients of ``no_sync``) are in torch's cache and in ``torch.cuda.memory_allocated()``.
+    ``sent_bytes`` is what this rank has sent to other hosts for its units, without NCCL.
     ``TypeError``: ``model`` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):

@@ -7,7 +7,6 @@ the units of a tree share them.
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from contextlib import suppress
@@ -254,9 +253,8 @@ def groups_by_host() -> GroupChoice:
     """Sharding groups of the ranks of one host, replication groups across hosts. Collective over
     all ranks.
 
-    Ranks are on one host if they can share memory. ``FSDPC_HOST`` overrides that with a name, e.g.
-    to make two groups on one host. ``ValueError``, on every rank: hosts have different numbers of
-    ranks.
+    Ranks are on one host if they can share memory and have the same ``FSDPC_HOST``.
+    ``ValueError``, on every rank: hosts have different numbers of ranks.
     """
     by_name = _ranks_by_host()
     hosts = list(by_name.values())
@@ -288,7 +286,7 @@ _askings = count()
 
 def _names_of_hosts() -> list[str]:
     """Exchanged through the group's store: NCCL would need every rank's current GPU set by now."""
-    group, mine = _default_group(), os.environ.get("FSDPC_HOST") or this_host()
+    group, mine = _default_group(), this_host()
     store, seconds = store_of(group), read_timeout()
     if store is None:
         return [mine] * group.size()

@@ -221,6 +221,34 @@ engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int un
     return travels ? item_stored(seg->reduce, sum) : sum;
 }
 
+/* Where ranks of a flying wire are: each on a host of its own, even and odd ones on two, or in pairs. */
+enum { ENGINE_APART, ENGINE_BY_TURNS, ENGINE_IN_PAIRS };
+__attribute__((unused)) static int engine_hosts;
+
+static int
+engine_host(int rank)
+{
+    return engine_hosts == ENGINE_BY_TURNS ? rank % 2 : engine_hosts ? rank / 2 : rank;
+}
+
+/* One value per host, which sums its ranks' and rounds once. */
+static int
+engine_sum_hosts(const fsdpc_segment *seg, int world, double *sent)
+{
+    int hosts = 0;
+    double sums[RANKS_MAX] = {0};
+    for (int r = 0; r < world; r++) {
+        const int host = engine_host(r);
+        sums[host] =
+            seg->reduce == FSDPC_F64 ? sums[host] + sent[r] : (float)sums[host] + (float)sent[r];
+        hosts = host >= hosts ? host + 1 : hosts;
+    }
+    for (int h = 0; h < hosts; h++) {
+        sent[h] = item_stored(seg->reduce, sums[h]);
+    }
+    return hosts;
+}
+
 /* What `step` leaves in the gradient when rank r took part in rounds[r] rounds: ranks in order. */
 static double
 engine_expected(const fsdpc_unit *unit, const int *rounds, int number, int param, int64_t k,
@@ -231,11 +259,16 @@ engine_expected(const fsdpc_unit *unit, const int *rounds, int number, int param
     for (int sending = 0; sending < 2; sending++) {
         double wide = 0;
         float narrow = 0;
+        double sent[RANKS_MAX];
+        int count = unit->world;
         for (int r = 0; r < unit->world; r++) {
-            double sent = engine_sent(seg, unit->world > 1, r, rounds[r], number, param, k, step,
-                                      sending == 0);
-            wide += sent;
-            narrow += (float)sent;
+            sent[r] = engine_sent(seg, unit->world > 1, r, rounds[r], number, param, k, step,
+                                  sending == 0);
+        }
+        count = engine_hosts ? engine_sum_hosts(seg, count, sent) : count;
+        for (int i = 0; i < count; i++) {
+            wide += sent[i];
+            narrow += (float)sent[i];
         }
         double sum = seg->accumulate == FSDPC_F64 ? wide : narrow;
         sum = wire ? item_stored(seg->reduce, sum) : sum;
@@ -312,7 +345,17 @@ engine_join(int rank, ranks_run *run, bool wire)
     }
     REQUIRE_OK(fsdpc_comm_shm(engine_device, rank, run->world, run->name, run->timeout_s, &comm));
     const char *name = engine_flies ? run->name : NULL;
-    return wire ? carrier_over(engine_device, rank, run->world, comm, name) : comm;
+    comm = wire ? carrier_over(engine_device, rank, run->world, comm, name) : comm;
+    if (wire && engine_hosts) {
+        int hosts[RANKS_MAX];
+        char host[96];
+        for (int r = 0; r < run->world; r++) {
+            hosts[r] = engine_host(r);
+        }
+        snprintf(host, sizeof host, "%s-%d", run->name, hosts[rank]);
+        REQUIRE_OK(fsdpc_comm_set_hosts(comm, hosts, host, run->timeout_s));
+    }
+    return comm;
 }
 
 /* One rank of a group that is not there: for what a rank does alone. */

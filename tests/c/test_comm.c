@@ -2,7 +2,7 @@
 #include <math.h>
 
 #include "carrier.h"
-#include "comm/flight.h"
+#include "comm/hosts.h"
 #include "items.h"
 #include "ranks.h"
 
@@ -561,16 +561,17 @@ run_flights(int rank, ranks_run *run)
     const fsdpc_landing landing = {(char *)landed, FLIGHT_PIECE * sizeof(float), &offset};
     CHECK_INT(fsdpc_comm_flies(comm), run->option);
     for (int k = 0; k < 2; k++) {
-        const fsdpc_mark mark = {{k, 7}};
+        const fsdpc_mark mark = {{k, 7}, 0};
         gathered[k] = calloc((size_t)whole, sizeof(float));
         fill(gathered[k] + (int64_t)FLIGHT_PIECE * rank, FSDPC_F32, FLIGHT_PIECE, rank + k);
         const fsdpc_comm_part part = {gathered[k], FLIGHT_PIECE, FSDPC_F32};
-        REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, &mark, "gather", &flights[k]));
+        REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &mark, "gather", &flights[k]));
     }
     fill(packed, FSDPC_F32, whole, rank);
     const fsdpc_comm_part part = {packed, FLIGHT_PIECE, FSDPC_F32};
-    const fsdpc_mark mark = {{9, 7}};
-    REQUIRE_OK(fsdpc_flight_reduce(comm, &part, 1, &landing, &mark, "reduce", &flights[2]));
+    const fsdpc_mark mark = {{9, 7}, 0};
+    REQUIRE_OK(
+        fsdpc_flight_reduce(comm, &part, 1, &landing, FSDPC_TO_ALL, &mark, "reduce", &flights[2]));
     const bool summed = fsdpc_flight_is_summed(flights[2]);
     CHECK_INT(summed, !run->option);
     for (int k = 0; k < 3; k++) {
@@ -652,9 +653,9 @@ run_other_marks(int rank, ranks_run *run)
     fsdpc_comm *comm = join_flying(rank, run);
     const int last = run->world - 1;
     const fsdpc_comm_part part = {values, sizeof values[0], FSDPC_BYTES};
-    const fsdpc_mark mark = {{rank == last, 3}}, same = {{5, 3}};
+    const fsdpc_mark mark = {{rank == last, 3}, 0}, same = {{5, 3}, 0};
     values[rank] = rank + 1;
-    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, &mark, "gather", &flight));
+    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &mark, "gather", &flight));
     REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
     CHECK(!agreed);
     for (int r = 0; r < run->world; r++) {
@@ -663,13 +664,42 @@ run_other_marks(int rank, ranks_run *run)
         CHECK_INT(values[r], r == rank || came ? r + 1 : 0);
     }
     fsdpc_flight_free(flight);
-    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, &same, "gather", &flight));
+    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &same, "gather", &flight));
     REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
     CHECK(agreed);
     for (int r = 0; r < run->world; r++) {
         CHECK_INT(values[r], r + 1);
     }
     fsdpc_flight_free(flight);
+    REQUIRE_OK(fsdpc_comm_barrier(comm, "the end"));
+    fsdpc_comm_free(comm);
+}
+
+/* Two of three ranks share a host: who sends to whom, and what is refused. */
+static void
+run_hosts(int rank, ranks_run *run)
+{
+    const int names[] = {7, 4, 7}, apart[] = {1, 2, 3};
+    char segment[96];
+    fsdpc_comm *comm = join_flying(rank, run);
+    snprintf(segment, sizeof segment, "%s-%d", run->name, names[rank]);
+    CHECK_INT(fsdpc_comm_senders(comm), 2);
+    if (!run->option) {
+        CHECK_ERROR(fsdpc_comm_set_hosts(comm, names, segment, 1), FSDPC_E_STATE, "sends");
+    } else {
+        if (rank == 0) { /* the other rank of the host does not come */
+            CHECK_ERROR(fsdpc_comm_set_hosts(comm, names, "test-nobody", 0.2), FSDPC_E_TIMEOUT, "");
+            CHECK(!fsdpc_comm_hosts(comm));
+        }
+        REQUIRE_OK(fsdpc_comm_set_hosts(comm, names, segment, run->timeout_s));
+        CHECK_ERROR(fsdpc_comm_set_hosts(comm, apart, segment, 1), FSDPC_E_STATE, "once");
+        CHECK_INT(fsdpc_comm_senders(comm), 1);
+        CHECK_INT(fsdpc_comm_ranks_per_host(comm), 0);
+        CHECK_INT(fsdpc_comm_hosts(comm)->shm != NULL, rank != 1);
+        CHECK(fsdpc_hosts_carries(comm, 1, 0) && fsdpc_hosts_carries(comm, 1, 2));
+        CHECK(fsdpc_hosts_carries(comm, 0, 1) && !fsdpc_hosts_carries(comm, 2, 1));
+        CHECK(!fsdpc_hosts_carries(comm, 0, 2) && !fsdpc_hosts_carries(comm, 0, 0));
+    }
     REQUIRE_OK(fsdpc_comm_barrier(comm, "the end"));
     fsdpc_comm_free(comm);
 }
@@ -684,7 +714,7 @@ flights_fail(void)
         fsdpc_flight *flight;
         char bytes[2] = {0};
         const fsdpc_comm_part part = {bytes, 1, FSDPC_BYTES};
-        const fsdpc_mark mark = {{1, 1}};
+        const fsdpc_mark mark = {{1, 1}, 0};
         fsdpc_comm_callbacks calls = carrier_callbacks(&self);
         self.flies = calloc(1, sizeof *self.flies);
         snprintf(self.flies->name, sizeof self.flies->name, "test-flights-%d", (int)getpid());
@@ -699,7 +729,7 @@ flights_fail(void)
         REQUIRE_OK(flying_post(peer, &marks, 1, (1 << 30) - 1, "marks", &sent));
         flying_drop(peer, sent);
         REQUIRE_OK(fsdpc_comm_c10d(device, 0, 2, &calls, &comm));
-        int status = fsdpc_flight_gather(comm, &part, 1, &mark, "gather", &flight);
+        int status = fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &mark, "gather", &flight);
         if (status == FSDPC_OK) {
             status = at == 4 ? fsdpc_error(FSDPC_E_COMM, "the wire broke")
                              : fsdpc_flight_land(flight, "landing", NULL);
@@ -737,6 +767,7 @@ main(void)
         ranks_do(run_flights, .world = 2, .option = flies);
         ranks_do(run_flights, .world = 3, .option = flies);
         ranks_do(run_other_marks, .world = 3, .option = flies);
+        ranks_do(run_hosts, .world = 3, .option = flies);
     }
     ranks_do(run_now, .world = 2, .option = true);
     ranks_do(run_now, .world = 3, .option = true);

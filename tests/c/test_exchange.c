@@ -717,7 +717,7 @@ chosen_schedules_work(void)
 static void
 ranks_at_different_units_are_told(void)
 {
-    setup = (struct setup){.slots = 2, .reduce_slots = 1, .wire = true};
+    setup = (struct setup){.slots = 3, .reduce_slots = 1, .wire = true};
     for (int reduces = 0; reduces < 2; reduces++) {
         ranks_do(run_mismatch, .world = 2, .option = reduces, .timeout_s = TIMEOUT_S);
     }
@@ -736,6 +736,12 @@ main(void)
         ranks_at_different_units_are_told();
         the_wire_is_exact_too(3, 3);
     }
+    for (int hosts = ENGINE_BY_TURNS; hosts <= ENGINE_IN_PAIRS; hosts++) {
+        engine_hosts = hosts;
+        ranks_at_different_units_are_told();
+        the_wire_is_exact_too(2, 4);
+    }
+    engine_hosts = ENGINE_APART;
     death_ends_all_others(2, 4);
     death_ends_all_others(4, 4);
     /* Threads last: forking after them is not safe. */

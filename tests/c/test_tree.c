@@ -586,6 +586,12 @@ main(void)
         steps_are_exact_whatever_is_prefetched(2, true);
         steps_are_exact_whatever_is_prefetched(3, true);
     }
+    for (engine_hosts = ENGINE_BY_TURNS; engine_hosts <= ENGINE_IN_PAIRS; engine_hosts++) {
+        a_unit_may_be_complete_twice(3, true);
+        units_are_passed(true);
+        steps_are_exact_whatever_is_prefetched(3, true);
+    }
+    engine_hosts = ENGINE_APART;
     replicas_are_summed();
     return test_result();
 }

@@ -396,11 +396,12 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
     module = import_test_module(request["module"], request["file"])
     function = getattr(module, request["function"])
     function = getattr(function, "rank_function", function)
+    store = None
     if "FSDPC_TEST_PLACES" in os.environ:
         import on_hosts
 
         store = on_hosts.store_of(rank, world)
-    else:
+    if store is None:
         store = dist.FileStore(os.path.join(folder, "store"), world)
     on_gpu = request["on_device"] and os.environ.get("FSDPC_TEST_GPU") == "cuda"
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"

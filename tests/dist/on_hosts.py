@@ -22,6 +22,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import namespaces
 
 PLACES = "FSDPC_TEST_PLACES"  # of each rank: the name of its host
+COUNTED = "counted-as-"
 PORT = 29531
 missing = namespaces.missing
 _home = -1  # in a rank: the namespace that it came from
@@ -52,15 +53,33 @@ def environment(hosts: namespaces.Hosts, ranks: Sequence[int]) -> dict[str, str]
 
 
 def environment_for(hosts: int, world: int) -> dict[str, str]:
-    """The same for shared hosts, over which the ranks are spread."""
-    return environment(made(hosts), spread(world, hosts))
+    """The same for shared hosts, over which the ranks are spread; where there can be no hosts,
+    ranks count as being on some.
+    """
+    ranks = spread(world, hosts)
+    if missing():
+        return counted_as("".join(chr(97 + host) * count for host, count in enumerate(ranks)))
+    return environment(made(hosts), ranks)
 
 
-def store_of(rank: int, world: int) -> dist.Store:
-    """In a rank: goes to its host, and returns the store of its group."""
+def counted_as(hosts: str) -> dict[str, str]:
+    """What ranks need to count as ranks of different hosts without being there: ``"abb"`` puts rank
+    0 on one host, and ranks 1 and 2 on another one.
+    """
+    return {PLACES: " ".join(f"{COUNTED}{host}" for host in hosts)}
+
+
+def store_of(rank: int, world: int) -> dist.Store | None:
+    """In a rank: goes to its host, and returns the store of its group. None: the ranks only count
+    as ranks of other hosts.
+    """
     global _home
+    place = os.environ[PLACES].split()[rank]
+    if place.startswith(COUNTED):
+        os.environ["FSDPC_HOST"] = place
+        return None
     _home = os.open("/proc/self/ns/net", os.O_RDONLY)
-    namespaces.enter(os.environ[PLACES].split()[rank])
+    namespaces.enter(place)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     address, wait = os.environ["MASTER_ADDR"], datetime.timedelta(seconds=60)
     return dist.TCPStore(address, PORT, world, is_master=rank == 0, timeout=wait)

@@ -300,14 +300,14 @@ class Reference:
         self.pending = [None] * len(self.pending)
 
     def add_ranks(self, local: Tensor, wire: torch.dtype) -> Tensor:
-        """Mean over ranks: sums in rank order, group by group, multiplied once at the end."""
+        """Mean over ranks: sums in rank order, group by group and in it host by host, multiplied
+        once at the end.
+        """
         everyone = [torch.empty_like(local) for _ in range(self.world)]
         dist.all_gather(everyone, local)
         total = None
         for group in self.groups:
-            partial = everyone[group[0]].clone()
-            for rank in group[1:]:
-                partial += everyone[rank]
+            partial = in_order([in_order([everyone[r] for r in host]) for host in by_host(group)])
             total = partial if total is None else total + partial
         return total * (1.0 / self.world)
 
@@ -322,6 +322,22 @@ class Reference:
 
     def none_gradients(self) -> set[str]:
         return {name for name, p in self.master.named_parameters() if p.numel() and p.grad is None}
+
+
+def in_order(tensors: list[Tensor]) -> Tensor:
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total += tensor
+    return total
+
+
+def by_host(group: list[int]) -> list[list[int]]:
+    """The ranks of each host of a group (`pytest --hosts`), hosts by their first ranks."""
+    places = os.environ.get("FSDPC_TEST_PLACES", "").split()
+    hosts: dict[str, list[int]] = {}
+    for rank in group:
+        hosts.setdefault(places[rank] if places else "", []).append(rank)
+    return list(hosts.values())
 
 
 def accumulate_of(wire: torch.dtype) -> torch.dtype:

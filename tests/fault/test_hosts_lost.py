@@ -12,7 +12,7 @@ from harness import die, run_ranks
 from torch.distributed.fsdp import ShardingStrategy
 from toys import loss_of, tokens, toy, wrap_blocks
 
-pytestmark = pytest.mark.skipif(bool(on_hosts.missing()), reason=on_hosts.missing())
+namespaces = pytest.mark.skipif(bool(on_hosts.missing()), reason=on_hosts.missing())
 
 TIMEOUT_S = 4.0
 CUT_AT = 2  # this step
@@ -44,7 +44,8 @@ def raising(rank, world, victim):
     train(rank, world, fail)
 
 
-@pytest.mark.parametrize("world, victim", [(2, 0), (2, 1), (3, 1)])
+@namespaces
+@pytest.mark.parametrize("world, victim", [(2, 0), (2, 1)])
 def test_a_killed_rank_is_named_at_once(world, victim):
     """Also one in whose process the group's store is."""
     env = on_hosts.environment_for(2, world)
@@ -57,6 +58,50 @@ def test_a_killed_rank_is_named_at_once(world, victim):
             assert outcome.finished_at - begun < 3.0, outcome.finished_at - begun
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_is_named_on_its_host_and_on_others(victim):
+    """Rank 0 on one host, 1 and 2 on another."""
+    outcomes = run_ranks(killed, 3, env=on_hosts.counted_as("abb"), faults=True, victim=victim)
+    begun = outcomes[victim].signalled_at
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert "PeerError" in outcome.error_types, outcome
+            assert f"rank {victim} (p" in outcome.error, outcome.error
+            assert outcome.finished_at - begun < 3.0, outcome.finished_at - begun
+
+
+def late(rank, world, victim):
+    train(rank, world, lambda rank: time.sleep(2 * TIMEOUT_S) if rank == victim else None)
+
+
+@pytest.mark.parametrize("victim", [2])
+def test_a_late_rank_is_named_on_its_host_and_on_others(victim):
+    env = {**on_hosts.counted_as("abb"), "FSDPC_TIMEOUT": "2"}
+    outcomes = run_ranks(late, 3, env=env, faults=True, victim=victim)
+    for outcome in outcomes:
+        assert not outcome.returned, outcome
+        if outcome.rank != victim:
+            assert f"rank {victim}" in outcome.error, outcome.error
+
+
+def elsewhere(rank, world, victim):
+    """The victim leaves out a block, from step CUT_AT on."""
+    model = wrap_blocks("fsdpc", toy(blocks=4), use_orig_params=True)
+    for step in range(CUT_AT + 2):
+        if step == CUT_AT and rank == victim:
+            model.module.blocks[1].forward = lambda x: x
+        loss_of(model, tokens(rank, step)).backward()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_ranks_at_different_units_of_hosts_that_share_memory(victim):
+    env = {**on_hosts.counted_as("abb"), "FSDPC_TIMEOUT": "60"}
+    outcomes = run_ranks(elsewhere, 3, env=env, faults=True, victim=victim, timeout=30)
+    for outcome in outcomes:
+        assert "MismatchError" in outcome.error_types, outcome
+
+
+@namespaces
 def test_the_reason_of_a_rank_that_raises_arrives():
     outcomes = run_ranks(raising, 2, env=on_hosts.environment_for(2, 2), faults=True, victim=1)
     assert "rank 1 gave up: ValueError: no such word" in outcomes[0].error, outcomes[0]
@@ -80,6 +125,7 @@ def cut_off(rank, world, seconds):
         print(f"took {time.monotonic() - begun:.1f} s")
 
 
+@namespaces
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_cut_link_ends_every_rank_at_its_deadline(world):
     """On both sides, with the group's store and without it, with the names of ranks beyond."""
@@ -92,16 +138,34 @@ def test_a_cut_link_ends_every_rank_at_its_deadline(world):
     assert max(ends) - min(ends) < 4.0, ends
 
 
+@namespaces
 def test_training_goes_on_after_a_short_cut():
     env = {**on_hosts.environment_for(2, 2), "FSDPC_TIMEOUT": "30"}
     outcomes = run_ranks(cut_off, 2, env=env, faults=True, seconds=2.0)
     assert outcomes[0].returned and outcomes[0].value == outcomes[1].value, outcomes
 
 
+def asked(rank, world):
+    """What fsdpc doctor measures."""
+    from fsdpc.plan import link
+
+    link.BYTES = 4 << 20
+    return link.measure()
+
+
+def test_a_link_is_measured():
+    outcomes = run_ranks(asked, 3, env=on_hosts.counted_as("abb"))
+    (found, travels), silent = outcomes[0], outcomes[2]
+    assert (found.other, found.host) == (1, "counted-as-b") and silent[0] is None
+    assert found.rate > 1e6 and 0 < found.latency < 1 and found.gather > 0, found
+    assert travels.endswith("sends and receives in the background, shared memory inside each host")
+
+
 def hybrid(rank, world):
     wrap_blocks("fsdpc", toy(), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
+@namespaces
 def test_hybrid_on_uneven_hosts_is_the_same_error_on_every_rank():
     env = {**on_hosts.environment_for(2, 3), **SHORT}
     for outcome in run_ranks(hybrid, 3, env=env, faults=True):

@@ -438,12 +438,17 @@ class Caller(Companions):
 
     def call_comm_other(self) -> None:
         name = self.rng.choice(
-            ["barrier", "agree", "abort", "fail", "close", "staged", "late_text"]
+            ["barrier", "agree", "abort", "fail", "close", "staged", "late_text", "set_hosts"]
         )
         args = {
             "barrier": [],
             "close": [],
             "staged": [0],
+            "set_hosts": [
+                self.rng.choice([[0, 1], [0, 1], [0, 0], [0], [2**40, 1], "ab", None]),
+                self.name(),
+                SHORT_S,
+            ],
             "late_text": [0, 1.5, "w", self.listed([1, self.rng.choice([2, -1, 2**40])])],
         }.get(name, ["t"])
         if name in ("abort", "fail", "close") and self.rng.random() < 0.7:
@@ -471,7 +476,7 @@ class Caller(Companions):
         names = {
             "flat": ["name", "sync", "shown", "on_unattached", "after_backward", "on_changed"]
             + ["on_kept", "on_moved", "comm_hook", "observed", "members_left"]
-            + ["reshards", "divide"],
+            + ["reshards", "keeps", "divide"],
             "tree": ["before_end", "before_pass", "on_thaw", "observer", "step_unit", "phase"],
         }[kind]
         name, owner = self.rng.choice(names), self.some(kind)

@@ -36,6 +36,7 @@ class Config:
     jitter: bool  # ranks are late at random places
     mix: bool  # units differ in their strategy
     flies: bool = False  # over a wire by sends and receives, with "c10d"
+    hosts: str = ""  # with flies: which host each rank counts as being on; "": each on its own
     in_place: bool = False  # by fully_shard
     second: bool = False  # another sharded model lives beside this one
     meta: str = ""  # "" or how a model on the meta device gets its values
@@ -138,8 +139,11 @@ def config_of(seed: str, without: frozenset[str], world: int = 0) -> Config:
     if in_place or "fsdp1" in without:
         strategy = "FULL_SHARD" if kept.strategy == "NO_SHARD" else kept.strategy
         kept = dataclasses.replace(kept, in_place=True, use_orig=True, strategy=strategy)
-    flies = random.Random(seed + ":flies").random() < 0.7
-    kept = dataclasses.replace(kept, flies=flies and kept.collectives == "c10d")
+    wire = random.Random(seed + ":flies")
+    flies = wire.random() < 0.7 and kept.collectives == "c10d"
+    hosts = "a" + "".join(wire.choice("ab") for _ in range(1, world))
+    hosts = hosts if flies and "b" in hosts and wire.random() < 0.7 else ""
+    kept = dataclasses.replace(kept, flies=flies, hosts=hosts)
     return dataclasses.replace(kept, **habits_of(random.Random(seed + ":config4"), kept, without))
 
 

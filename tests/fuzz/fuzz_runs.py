@@ -22,6 +22,7 @@ from typing import Any
 import cases
 import harness
 import jitter
+import on_hosts
 import programs
 import sides
 import torch
@@ -232,8 +233,9 @@ def run_numbers(
 
 
 def environment(config: cases.Config, timeout: float | None) -> dict[str, str]:
-    over_a_wire = "wire" if config.flies else "c10d"
+    over_a_wire = "auto" if config.hosts else "wire" if config.flies else "c10d"
     return {
+        **(on_hosts.counted_as(config.hosts) if config.hosts else {}),
         "FSDPC_COLLECTIVES": "auto" if config.collectives == "shm" else over_a_wire,
         "FSDPC_POISON": os.environ.get("FSDPC_POISON", "1"),
         "FSDPC_TIMEOUT": str(timeout or PEER_TIMEOUT_S),
@@ -347,10 +349,11 @@ def batches(
     seed: int, numbers: list[int], cut: Cut, world: int, size: int
 ) -> Iterator[tuple[cases.Config, list[int]]]:
     """Cases of the same number of ranks and the same collectives, up to `size` at a time."""
-    waiting: dict[tuple[int, str], list[int]] = {}
+    waiting: dict[tuple[Any, ...], list[int]] = {}
     for n in numbers:
         config = cases.config_of(f"{seed}:{n}", cut.without, world)
-        members = waiting.setdefault((config.world, config.collectives), [])
+        kind = (config.world, config.collectives, config.flies, config.hosts)
+        members = waiting.setdefault(kind, [])
         members.append(n)
         if len(members) == size:
             yield config, members[:]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import itertools
 
+import on_hosts
 import pytest
 import torch
 from combinations import subset
@@ -49,24 +50,35 @@ OPTIMIZERS = {
 STRIDE = 11  # shares no factor with the number of combinations
 
 
-def combinations(world, precision):
+def combinations(world, precision, one_of=1):
     strategies = FLAT + (HYBRID if world == 4 else [])
     product = itertools.product(strategies, PREFETCH, [False, True], ACCUMULATION, [True, False])
     everything = world == 2 and precision == PRECISIONS[0]
     start = 0 if everything else (world + 3 * PRECISIONS.index(precision)) % STRIDE
     numbers = {values: number for number, values in enumerate(product)}
-    for values in subset(list(numbers)[start :: 1 if everything else STRIDE]):
+    for values in subset(list(numbers)[start :: 1 if everything else STRIDE * one_of]):
         yield numbers[values], values, list(OPTIMIZERS)[numbers[values] // 2 % 2]
 
 
 @ranks(1, 2, 3, 4, timeout=150)
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda p: p.name)
 def test_every_combination(rank, world, engine, precision):
+    check_combinations(rank, world, engine, precision)
+
+
+@ranks(3, 4, timeout=150, env=on_hosts.counted_as("abba"))
+@pytest.mark.parametrize("precision", PRECISIONS[:3:2], ids=lambda p: p.name)
+def test_hosts_of_several_ranks(rank, world, precision):
+    """1 + 2 ranks, and 2 + 2 whose order is not that of the hosts."""
+    check_combinations(rank, world, "fsdpc", precision, one_of=2)
+
+
+def check_combinations(rank, world, engine, precision, one_of=1):
     hybrid_mesh = None
     if world == 4:
         hybrid_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     failures = []
-    for number, values, optimizer in combinations(world, precision):
+    for number, values, optimizer in combinations(world, precision, one_of):
         strategy, prefetch, forward_prefetch, accumulation, use_orig_params = values
         name = (
             f"{strategy.name} {precision.name} prefetch={prefetch and prefetch.name} "

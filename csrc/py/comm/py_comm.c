@@ -11,6 +11,7 @@
 #include <structmember.h>
 
 #include "base/deadline.h"
+#include "comm/flight.h"
 
 /* --- methods --------------------------------------------------------------------------------- */
 
@@ -104,6 +105,11 @@ static PyMethodDef comm_methods[] = {
            "what), all_reduce(array, numel, dtype, op, what), broadcast(array, root, what) and\n"
            "barrier(what). array is a 1-D NumPy array of bytes over the memory, valid for the\n"
            "call. What they raise becomes the cause of CommError."),
+    METHOD(set_hosts, 0, "($self, hosts, name, timeout)",
+           "For a communicator whose callbacks send in the background: hosts[r] is a number that\n"
+           "ranks of one host have in common. They share memory from now on, and each byte of a\n"
+           "unit travels once per host. name and timeout as for shm; each host has another name.\n"
+           "Collective over the ranks of each host. Raises as shm does, and RuntimeError."),
     METHOD(nccl, METH_CLASS,
            "($type, rank, world, id, reduce_id, device, name='', timeout=" TEXT_OF(
                FSDPC_DEFAULT_TIMEOUT_S) ", exchange=None, *, register=False)",
@@ -164,6 +170,9 @@ GET(rank, PyLong_FromLong(fsdpc_comm_rank(self->comm)))
 GET(world, PyLong_FromLong(fsdpc_comm_world(self->comm)))
 GET(kind, PyUnicode_FromString(fsdpc_comm_kind(self->comm)))
 GET(one_memory, PyBool_FromLong(CAPS(self)->one_memory))
+GET(flies, PyBool_FromLong(fsdpc_comm_flies(self->comm)))
+GET(senders, PyLong_FromLong(fsdpc_comm_senders(self->comm)))
+GET(ranks_per_host, PyLong_FromLong(fsdpc_comm_ranks_per_host(self->comm)))
 GET(names_absentees, PyBool_FromLong(CAPS(self)->names_absentees))
 GET(rounds_sums, PyBool_FromLong(CAPS(self)->rounds_sums))
 /* Of the communicator of reductions: the attribute describes how gradients are summed. */
@@ -185,6 +194,13 @@ static PyGetSetDef comm_getset[] = {
     {"device", (getter)get_device, NULL,
      "Number of the GPU whose memory the collectives take; None: the CPU.", NULL},
     {"one_memory", (getter)get_one_memory, NULL, "True if the ranks share memory.", NULL},
+    {"flies", (getter)get_flies, NULL,
+     "True if units travel by sends and receives in the background.", NULL},
+    {"senders", (getter)get_senders, NULL,
+     "Ranks whose gradients of a unit travel to this rank over a wire; for kind 'c10d'.", NULL},
+    {"ranks_per_host", (getter)get_ranks_per_host, NULL,
+     "Ranks of each host that share memory in a group of several hosts; 0: not equally many.",
+     NULL},
     {"names_absentees", (getter)get_names_absentees, NULL,
      "True if agree() and barrier() name the ranks that did not come by the deadline.", NULL},
     {"rounds_sums", (getter)get_rounds_sums, NULL,

@@ -1,4 +1,5 @@
-/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks. */
+/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks; set_hosts(). */
+#include "base/mem.h"
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
 
@@ -90,4 +91,56 @@ fsdpc_py_comm_c10d(PyObject *type, PyObject *const *values, Py_ssize_t count, Py
         callbacks.release(callbacks.context);
     }
     return made(type, status, comm, object);
+}
+
+/* One number per rank; NULL with an exception. The caller frees them. */
+static int *
+read_hosts(PyObject *list, int world)
+{
+    PyObject *items = PySequence_Fast(list, "set_hosts: hosts must be a sequence of numbers");
+    int *hosts = items != NULL ? fsdpc_mem_calloc((size_t)world, sizeof *hosts) : NULL;
+    if (items != NULL && hosts == NULL) {
+        PyErr_NoMemory();
+    } else if (items != NULL && PySequence_Fast_GET_SIZE(items) != world) {
+        PyErr_Format(PyExc_ValueError, "set_hosts: %zd hosts for %d ranks",
+                     PySequence_Fast_GET_SIZE(items), world);
+    }
+    for (int r = 0; r < world && !PyErr_Occurred(); r++) {
+        hosts[r] = (int)PyLong_AsLong(PySequence_Fast_GET_ITEM(items, r));
+    }
+    Py_XDECREF(items);
+    if (PyErr_Occurred()) {
+        fsdpc_mem_free(hosts);
+        return NULL;
+    }
+    return hosts;
+}
+
+PyObject *
+fsdpc_py_comm_set_hosts(PyObject *self, PyObject *const *values, Py_ssize_t count,
+                        PyObject *keywords)
+{
+    PyObject *list = NULL;
+    const char *name = NULL;
+    double timeout = 0.0;
+    fsdpc_comm *comm;
+    const fsdpc_py_arg table[] = {
+        {"hosts", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
+        {"name", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &name},
+        {"timeout", FSDPC_PY_DOUBLE, FSDPC_PY_REQUIRED, &timeout},
+    };
+    if (fsdpc_py_args("set_hosts", table, 3, values, count, keywords) < 0 ||
+        fsdpc_py_comm_get(self, &comm) < 0) {
+        return NULL;
+    }
+    int *hosts = read_hosts(list, fsdpc_comm_world(comm));
+    if (hosts == NULL) {
+        return NULL;
+    }
+    const int status = FSDPC_PY_UNLOCKED(fsdpc_comm_set_hosts(comm, hosts, name, timeout));
+    fsdpc_mem_free(hosts);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
+    Py_RETURN_NONE;
 }

@@ -19,6 +19,7 @@ GET(observed, PyBool_FromLong(self->observed))
 GET(shown, PyBool_FromLong(self->shown))
 GET(in_pass, PyBool_FromLong(self->in_pass))
 GET(reshards, PyBool_FromLong(fsdpc_unit_reshards(self->unit)))
+GET(keeps, PyBool_FromLong(fsdpc_unit_keeps(self->unit)))
 GET(divide, PyFloat_FromDouble(fsdpc_unit_divide(self->unit)))
 GET(unsharded, PyBool_FromLong(self->unsharded))
 GET(members_left, PyLong_FromLong(self->members_left))
@@ -77,21 +78,38 @@ set_shown(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     return truth < 0 ? -1 : 0;
 }
 
+/* A flag on which a tree's slots depend, or -1 with an exception. */
 static int
-set_reshards(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
+read_slot_flag(const fsdpc_py_flat *self, PyObject *value, int otherwise, const char *name)
 {
-    const int truth = truth_of(value, 1);
-    if (truth < 0) {
-        return -1;
-    }
-    if (self->tree) {
+    const int truth = truth_of(value, otherwise);
+    if (truth >= 0 && self->tree) {
         PyErr_Format(fsdpc_py_current()->state_error,
-                     "reshards: unit %s belongs to a tree, whose slots depend on the flag",
+                     "%s: unit %s belongs to a tree, whose slots depend on the flag", name,
                      fsdpc_unit_name(self->unit));
         return -1;
     }
-    fsdpc_unit_set_reshards(self->unit, truth > 0);
-    return 0;
+    return truth;
+}
+
+static int
+set_reshards(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    const int truth = read_slot_flag(self, value, 1, "reshards");
+    if (truth >= 0) {
+        fsdpc_unit_set_reshards(self->unit, truth > 0);
+    }
+    return truth < 0 ? -1 : 0;
+}
+
+static int
+set_keeps(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
+{
+    const int truth = read_slot_flag(self, value, 0, "keeps");
+    if (truth >= 0) {
+        fsdpc_unit_set_keeps(self->unit, truth > 0);
+    }
+    return truth < 0 ? -1 : 0;
 }
 
 static int
@@ -141,6 +159,8 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
     {"attached", (getter)get_attached, NULL, "True when a tree drives the unit.", NULL},
     {"reshards", (getter)get_reshards, (setter)set_reshards,
      "Released after forward and gathered again for backward. Set without a tree only.", NULL},
+    {"keeps", (getter)get_keeps, (setter)set_keeps,
+     "The values stay in a slot of the unit's own until backward. Set without a tree only.", NULL},
     {"divide", (getter)get_divide, (setter)set_divide,
      "Gradients are divided by this number, once.", NULL},
     {"unsharded", (getter)get_unsharded, NULL, "True after unshard().", NULL},

@@ -38,7 +38,7 @@ footprint(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, 
         {"page_bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &options.page_bytes},
         {"replicate", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.replicate},
         {"offload", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.offload},
-        {"wire", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.wire},
+        {"senders", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &options.senders},
     };
     if (fsdpc_py_args("footprint", table, 8, args, nargs, names) < 0) {
         return NULL;
@@ -65,7 +65,7 @@ footprint(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, 
 static int
 parse_need(PyObject *item, struct fsdpc_slot_need *out)
 {
-    int reshard, direct;
+    int shares, direct;
     Py_ssize_t bytes;
     if (!PyTuple_Check(item)) {
         PyErr_Format(PyExc_TypeError, "plan_slots: a unit must be a tuple, not %.100s",
@@ -73,9 +73,9 @@ parse_need(PyObject *item, struct fsdpc_slot_need *out)
         return -1;
     }
     if (!PyArg_ParseTuple(item,
-                          "ippn;plan_slots: a unit must be (depth: int, reshard: bool, direct: "
+                          "ippn;plan_slots: a unit must be (depth: int, shares: bool, direct: "
                           "bool, bytes: int)",
-                          &out->depth, &reshard, &direct, &bytes)) {
+                          &out->depth, &shares, &direct, &bytes)) {
         return -1;
     }
     if (out->depth < 0 || out->depth > 1000 || bytes < 0) {
@@ -84,7 +84,7 @@ parse_need(PyObject *item, struct fsdpc_slot_need *out)
                      out->depth, bytes);
         return -1;
     }
-    out->reshard = reshard != 0;
+    out->shares = shares != 0;
     out->direct = direct != 0;
     out->bytes = (size_t)bytes;
     return 0;
@@ -204,13 +204,13 @@ PyMethodDef fsdpc_py_plan_methods[] = {
     FSDPC_PY_FUNCTION(
         footprint, FSDPC_PY_KEYWORDS,
         "(specs, world, align_bytes, range_grain, page_bytes, replicate=False, offload=False, "
-        "wire=False)",
+        "senders=0)",
         "Bytes that a unit allocates on each rank. specs: as for layout(). range_grain: page of "
         "host memory, or the device's grain. ValueError, TypeError."),
     FSDPC_PY_FUNCTION(
         plan_slots, FSDPC_PY_KEYWORDS, "(needs, per_level=0)",
         "Which slot each unit gets: ([slot or -1 of each unit], [bytes of each slot]). needs: "
-        "(depth, reshard, direct, bytes) of the units with one group of ranks, in module order. "
+        "(depth, shares, direct, bytes) of the units with one group of ranks, in module order. "
         "per_level: slots of a nesting level, 0 for the default."),
     FSDPC_PY_FUNCTION(plan_reduce_slots, FSDPC_PY_KEYWORDS,
                       "(world, any_offload, largest, wanted=0)",

@@ -1,0 +1,113 @@
+/* How a communicator learns which ranks share a host: numbers, carriers, the hosts' segments. See hosts.h. */
+#include "base/mem.h"
+#include "base/status.h"
+#include "comm/comm_impl.h"
+#include "comm/hosts.h"
+
+/* Hosts get numbers in the order of their first ranks, and this host's ranks their positions. */
+static void
+number_hosts(const fsdpc_comm *comm, const int *names, fsdpc_hosts *hosts)
+{
+    for (int r = 0; r < comm->world; r++) {
+        int first = 0;
+        while (names[first] != names[r]) {
+            first++;
+        }
+        hosts->host_of[r] = first == r ? hosts->host_count++ : hosts->host_of[first];
+    }
+    hosts->host = hosts->host_of[comm->rank];
+    for (int r = 0; r < comm->world; r++) {
+        if (hosts->host_of[r] == hosts->host) {
+            hosts->local_rank = r == comm->rank ? hosts->local_world : hosts->local_rank;
+            hosts->ranks[hosts->local_world++] = r;
+        }
+    }
+}
+
+/* The n-th rank of a host is carried by the n-th rank of each other host, and so on in turn. */
+static void
+choose_carriers(const fsdpc_comm *comm, fsdpc_hosts *hosts, int *members)
+{
+    for (int host = 0; host < hosts->host_count; host++) {
+        int count = 0;
+        for (int r = 0; r < comm->world; r++) {
+            if (hosts->host_of[r] == host) {
+                members[count++] = r;
+            }
+        }
+        for (int r = 0; r < comm->world; r++) {
+            int position = 0;
+            for (int other = 0; other < r; other++) {
+                position += hosts->host_of[other] == hosts->host_of[r];
+            }
+            hosts->carriers[(size_t)host * (size_t)comm->world + (size_t)r] =
+                members[position % count];
+        }
+    }
+}
+
+static int
+map_turns(fsdpc_hosts *hosts)
+{
+    uint64_t offset;
+    void *mapped;
+    const size_t bytes = fsdpc_round_up(sizeof(struct fsdpc_turns) * (size_t)hosts->local_world,
+                                        fsdpc_shm_page_bytes());
+    FSDPC_TRY(fsdpc_shm_alloc(hosts->shm, bytes, true, &offset));
+    FSDPC_TRY(fsdpc_shm_map(hosts->shm, offset, bytes, NULL, &mapped));
+    hosts->turns = mapped;
+    return FSDPC_OK;
+}
+
+static int
+share_host(fsdpc_comm *comm, const char *segment, double timeout_s, fsdpc_hosts *hosts)
+{
+    FSDPC_TRY(fsdpc_comm_shm(comm->device, hosts->local_rank, hosts->local_world, segment,
+                             timeout_s, &comm->local));
+    hosts->shm = fsdpc_comm_segment(comm->local);
+    fsdpc_shm_set_numbers(hosts->shm, hosts->ranks);
+    return map_turns(hosts);
+}
+
+static int
+make_hosts(fsdpc_comm *comm, const int *names, const char *segment, double timeout_s,
+           fsdpc_hosts *hosts)
+{
+    int status = FSDPC_OK;
+    const size_t world = (size_t)comm->world;
+    int *members = fsdpc_mem_calloc(world, sizeof *members);
+    hosts->host_of = fsdpc_mem_calloc(world, sizeof *hosts->host_of);
+    hosts->ranks = fsdpc_mem_calloc(world, sizeof *hosts->ranks);
+    hosts->carriers = fsdpc_mem_calloc(world * world, sizeof *hosts->carriers);
+    if (!members || !hosts->host_of || !hosts->ranks || !hosts->carriers) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the hosts of %d ranks", comm->world),
+                   done);
+    }
+    number_hosts(comm, names, hosts);
+    choose_carriers(comm, hosts, members);
+    FSDPC_GOTO(hosts->local_world > 1 ? share_host(comm, segment, timeout_s, hosts) : FSDPC_OK,
+               done);
+done:
+    fsdpc_mem_free(members);
+    return status;
+}
+
+int
+fsdpc_comm_set_hosts(fsdpc_comm *comm, const int *names, const char *segment, double timeout_s)
+{
+    if (comm->hosts || !fsdpc_comm_flies(comm)) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "hosts are for a communicator that sends in the background, once");
+    }
+    fsdpc_hosts *hosts = comm->hosts = fsdpc_mem_calloc(1, sizeof *hosts);
+    const int status =
+        hosts ? make_hosts(comm, names, segment, timeout_s, hosts)
+              : fsdpc_error(FSDPC_E_NOMEM, "no memory for the hosts of %d ranks", comm->world);
+    if (status != FSDPC_OK) {
+        fsdpc_hosts_free(hosts);
+        fsdpc_comm_free(comm->local);
+        comm->hosts = NULL;
+        comm->local = NULL;
+    }
+    return status;
+}

@@ -1,0 +1,45 @@
+/* Which ranks of a communicator share a host, and who carries whose elements between hosts.
+ *
+ * On every other host each rank has one carrier, which alone gets and sends that rank's elements there, so that each
+ * byte travels once per host. Ranks of one host share memory. The positions of ranks on their hosts say who carries
+ * whom, so hosts may have different numbers of ranks.
+ *
+ *   host 0   rank 0 <-----> rank 2   host 1     rank 2 carries 0 and rank 3 carries 1 on host 1;
+ *            rank 1 <-----> rank 3              rank 0 carries 2 and rank 1 carries 3 on host 0
+ */
+#ifndef FSDPC_HOSTS_H
+#define FSDPC_HOSTS_H
+
+#include <stdatomic.h>
+
+#include "comm/flight.h"
+
+enum {
+    FSDPC_HOSTS_TURNS = 64
+}; /* more than a rank can begin before the others of its host have begun the first */
+
+/* Written by one rank, read by the others of its host. */
+struct fsdpc_turns {
+    _Atomic uint64_t said; /* one above the last flight of which this rank has said the mark */
+    _Atomic uint64_t marks[FSDPC_HOSTS_TURNS];
+    char pad[64 - sizeof(uint64_t)];
+};
+
+typedef struct fsdpc_hosts {
+    fsdpc_shm *shm;              /* of this host's ranks; borrowed */
+    int host_count, host;        /* hosts are numbered by their first ranks */
+    int local_world, local_rank; /* ranks of this host, and this rank's position among them */
+    int *host_of;                /* per rank */
+    int *ranks;                  /* of this host, ascending */
+    int *carriers;               /* per host, per rank */
+    struct fsdpc_turns *turns;   /* per rank of this host, in shared memory */
+} fsdpc_hosts;
+
+/* True if `carrier` is the rank that carries `owner`'s elements on another host than the owner's. */
+bool fsdpc_hosts_carries(const fsdpc_comm *comm, int carrier, int owner);
+/* What this rank's next flight is, for the other ranks of its host. Without shared memory a no-op. */
+void fsdpc_comm_say_turn(const fsdpc_comm *comm, const fsdpc_mark *mark);
+/* True if a rank of this host has said another mark for the flight that comes next here. */
+bool fsdpc_hosts_disagree(const fsdpc_comm *comm, const fsdpc_mark *mark);
+
+#endif
