@@ -137,9 +137,9 @@ def _data_mesh(mesh: DeviceMesh) -> DataMesh:
 
 
 def reshards(value: Any, world: int) -> bool:
-    """Whether a unit is released after forward. An int names the number of ranks that keep it: 1 is
-    False, every other divisor of ``world`` is True here (the values are equal; torch keeps a copy
-    for each group of so many ranks). torch's ``ValueError`` for other values.
+    """Whether a unit is released after forward. An int names the number of ranks that keep one copy
+    among them: 1 is False, every other divisor of ``world`` is True here (see ``keeps``). torch's
+    ``ValueError`` for other values.
     """
     if value is None or isinstance(value, bool):
         return value is not False
@@ -160,6 +160,14 @@ def reshards(value: Any, world: int) -> bool:
             stacklevel=4,
         )
     return value != 1
+
+
+def keeps(value: Any, comm: Any) -> bool:
+    """Whether the ranks of each host keep one copy of a unit that is released after forward, in the
+    memory that they share, so that backward gets it from there: for an int that is the number of
+    ranks of each of several hosts. Elsewhere an int saves no wire, and nothing is kept.
+    """
+    return type(value) is int and value > 1 and value == comm.ranks_per_host
 
 
 def placed(

@@ -165,6 +165,7 @@ class FSDPModule:
             )
         for state in self._states(recurse):
             state.reshard, state.automatic = reshard_after_forward, False
+            state.keeps = False
             release(state)
 
     def set_reshard_after_backward(
@@ -339,6 +340,7 @@ def fully_shard(
             modules,
             mesh,
             reshard=_args.reshards(reshard_after_forward, mesh.shard_world),
+            keeps=_args.keeps(reshard_after_forward, mesh.groups.shard),
             automatic=reshard_after_forward is None,
             precision=mp_policy,
             offload=offload_policy,

@@ -32,6 +32,7 @@ from fsdpc._torch import global_backward_hooks, tree_leaves
 class State:
     """The host of one unit (``fsdpc._engine.host.UnitHost``). ``modules``: the call's modules.
 
+    ``keeps``: the ranks of each host keep a copy when the unit is released (``args.keeps``).
     ``automatic``: ``reshard_after_forward`` was None, so that the root keeps its parameters.
     ``_others``: the states of further meshes on which the call has parameters; what is called on
     this state, their ``leader``, includes them. They come behind it in the tree, as nested ones.
@@ -43,6 +44,7 @@ class State:
         data_mesh: DataMesh,
         *,
         reshard: bool,
+        keeps: bool,
         automatic: bool,
         precision: MixedPrecisionPolicy,
         offload: OffloadPolicy,
@@ -54,7 +56,7 @@ class State:
         self._leader = None if leader is None else weakref.ref(leader)
         self.modules = modules
         self.data_mesh = data_mesh
-        self.reshard, self.automatic = reshard, automatic
+        self.reshard, self.keeps, self.automatic = reshard, keeps, automatic
         self.precision = precision
         self.offload = offload
         self.ignored = list(ignored)
@@ -376,6 +378,8 @@ def _prepare(state: State, name: str) -> None:
     reshard = state.reshard and not (state.automatic and state.leader._is_root)
     if unit.flat.reshards != reshard:
         unit.flat.reshards = reshard
+    if unit.flat.keeps != state.keeps:
+        unit.flat.keeps = state.keeps
 
 
 def _names_in_root(state: State, names: list[str]) -> list[str]:

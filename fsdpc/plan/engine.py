@@ -62,9 +62,9 @@ def _footprint(
     page: int,
     replicate: bool,
     offload: bool,
-    wire: bool,
+    senders: int,
 ) -> dict[str, Any]:
-    return _C.footprint(specs, world, align, grain, page, replicate, offload, wire)
+    return _C.footprint(specs, world, align, grain, page, replicate, offload, senders)
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
         setup.page_bytes,
         setup.replicas > 1,
         _offloaded(unit, setup),
-        setup.transport == "wire" and setup.shards > 1,
+        (setup.senders or setup.shards - 1) if setup.transport == "wire" else 0,
     )
 
 
@@ -101,7 +101,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         needs = [
             (
                 units[i].depth,
-                reshards(units[i], setup),
+                reshards(units[i], setup) and not units[i].keeps,
                 prints[i]["direct"],
                 prints[i]["range_bytes"],
             )

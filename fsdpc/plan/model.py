@@ -40,8 +40,9 @@ class Unit:
     """One FSDP unit. Equal units share one ``params`` tuple, so that each layout is computed once.
 
     ``depth``: nesting depth among units, 0 for the root. ``group``: units of different groups of
-    ranks have slots of their own. ``inside``: the unit steps in backward. The options that are None
-    follow the plan's.
+    ranks have slots of their own. ``keeps``: a released unit's values stay until backward, in a
+    slot of its own. ``inside``: the unit steps in backward. The options that are None follow the
+    plan's.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Unit:
     reduce: str | None = None
     group: str = ""
     inside: bool | None = None
+    keeps: bool = False
 
     @property
     def numel(self) -> int:
@@ -125,7 +127,8 @@ class Setup:
     """Everything about a run that is not the model.
 
     ``world`` ranks; ``shard`` of them share one copy of the values (0: all, as FULL_SHARD does).
-    ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``.
+    ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``, over which
+    each rank gets gradients from ``senders`` others (0: from all; one on each other host).
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
     ``host``: part of the states of parameters on GPUs that is in host memory, and
@@ -166,6 +169,7 @@ class Setup:
     gather_slots: int = 0
     reduce_slots: int = 0
     transport: str = "stream"
+    senders: int = 0
     align_bytes: int = 128
     range_grain: int = 2 << 20
     page_bytes: int = 4096

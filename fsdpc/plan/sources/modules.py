@@ -183,6 +183,7 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
                 depth,
                 params,
                 reshard=unit.flat.reshards,
+                keeps=unit.flat.keeps,
                 offload=unit.offload,
                 inside=unit.stepper is not None,
                 compute=compute or OWN,

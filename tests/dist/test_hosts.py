@@ -1,0 +1,75 @@
+"""Groups of several hosts whose ranks share memory inside each host (hosts in name only)."""
+
+from __future__ import annotations
+
+import on_hosts
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
+from toys import Reference, loss_of, shard_blocks, tokens, toy
+
+import fsdpc
+
+STEPS = 3
+
+
+def sent_per_step(model: torch.nn.Module, before: int) -> float:
+    """Bytes between the two hosts in one direction, over the bytes of all padded parameters."""
+    mine = torch.tensor([fsdpc.memory_stats(model)["sent_bytes"] - before], dtype=torch.float64)
+    dist.all_reduce(mine)
+    pieces = sum(unit.flat.shard.nbytes for unit in model._get_fsdp_state()._tree.units)
+    return mine.item() / 2 / (pieces * dist.get_world_size())
+
+
+@ranks(4, env=on_hosts.counted_as("aabb"))
+@pytest.mark.parametrize("reshard, most", [(True, 1.5), (2, 1.0), (4, 1.5), (False, 1.0)])
+def test_bytes_between_hosts_and_a_second_shard(rank, world, reshard, most):
+    """Every byte once per host; with k ranks of each host the backward's gathers stay there."""
+    model = toy(blocks=8, width=64, vocabulary=64)
+    reference = Reference(model)
+    shard_blocks(model, reshard_after_forward=reshard)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, reference.master)]
+    for step in range(STEPS):
+        before = fsdpc.memory_stats(model).get("sent_bytes", 0)
+        loss = loss_of(model, tokens(rank, step))
+        weight = model.blocks[0].up.weight
+        assert isinstance(weight, torch.distributed.tensor.DTensor) == bool(reshard)
+        loss.backward()
+        sent = sent_per_step(model, before)
+        least = 0.95 if most == 1.0 else 1.1
+        assert least < sent < most + 1e-9, sent
+        reference.backward(tokens(rank, step))
+        for (name, p), q in zip(
+            model.named_parameters(), reference.master.parameters(), strict=True
+        ):
+            assert torch.equal(p.grad.full_tensor(), q.grad), (step, name)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, p), q in zip(model.named_parameters(), reference.master.parameters(), strict=True):
+        assert torch.equal(p.full_tensor(), q), name
+    kept = [unit.flat.keeps for unit in model._get_fsdp_state()._tree.units]
+    assert any(kept) == (reshard == 2 and type(reshard) is int), kept
+    report = fsdpc.memory_report(model)
+    assert "gather slots" in str(report)
+
+
+@ranks(4, env=on_hosts.counted_as("abba"))
+def test_one_set_of_slots_per_host(rank, world):
+    """Ranks of a host map the same memory; planned bytes equal allocated ones."""
+    model = shard_blocks(toy(blocks=3))
+    loss_of(model, tokens(rank, 0)).backward()
+    stats, report = fsdpc.memory_stats(model), fsdpc.memory_report(model)
+    reduce = next(line for line in report.lines if line.role == "reduce slots")
+    assert report.equal and reduce.planned == stats["reduce_bytes"], str(report)
+    found: list[list[str]] = [[]] * world
+    dist.all_gather_object(found, segments())
+    assert found[0] == found[3] and found[1] == found[2] and found[0] != found[1], found
+
+
+def segments() -> list[str]:
+    """The inodes of shared segments that this process maps."""
+    with open("/proc/self/maps", encoding="ascii") as file:
+        fields = [line.split() for line in file]
+    return sorted({f[4] for f in fields if f[5:6] == ["/memfd:fsdpc"]})
