@@ -2,6 +2,7 @@
 
 python benchmarks/bench_hosts.py                          # print; needs root, see namespaces.py
 python benchmarks/bench_hosts.py --json                   # and write results/hosts.json
+python benchmarks/bench_hosts.py --add --hosts 2,2        # replace or add these cases there
 python benchmarks/bench_hosts.py --hosts 1,1 2,2 --rates 1gbit 10gbit --models 10m 40m
 
 Hosts are network namespaces of this machine. All engines run in the same processes and take turns
@@ -22,13 +23,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import common
 import namespaces
 import torch
 import torch.distributed as dist
-from engines import GPTConfig, Training, Workload, adamw, build, plain_model, random_batch
+from engines import (
+    GPTConfig,
+    Training,
+    Workload,
+    adamw,
+    build,
+    fsdpc,
+    plain_model,
+    random_batch,
+    sharded_in_place,
+)
 from torch import nn
 
 MODELS = {
@@ -36,6 +48,7 @@ MODELS = {
     "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
 }
 BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2"]
+INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]  # besides, with several ranks on each host
 PROBE_NUMEL = 16 << 20
 
 
@@ -43,6 +56,24 @@ def ddp(work: Workload) -> Training:
     """torch's DistributedDataParallel."""
     model = nn.parallel.DistributedDataParallel(plain_model(work))
     return Training(model, adamw(model, work))
+
+
+def kept(work: Workload) -> Training:
+    """fsdpc.fully_shard with a second shard inside each host."""
+    import fsdpc
+
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    return sharded_in_place(work, partial(fsdpc.fully_shard, reshard_after_forward=ranks))
+
+
+def hybrid(work: Workload) -> Training:
+    """fsdpc, sharded inside each host."""
+    from fsdpc import ShardingStrategy
+
+    return fsdpc(work, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+
+
+BUILDERS = {"ddp": ddp, "fsdpc2-kept": kept, "fsdpc-hybrid": hybrid}
 
 
 class Idle(nn.Module):
@@ -57,18 +88,18 @@ class Idle(nn.Module):
 
 
 def share_of_line(rate: float) -> float:
-    """Of the link, while a gather runs; every rank of one-rank hosts sends its half."""
-    import fsdpc
+    """Of the link, while a gather runs: a host sends its ranks' pieces to each other host."""
+    from fsdpc import FullyShardedDataParallel
 
-    model = fsdpc.FullyShardedDataParallel(Idle())
-    world, found = dist.get_world_size(), []
+    model = FullyShardedDataParallel(Idle())
+    hosts, found = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"]), []
     with torch.no_grad():
         for _ in range(5):
             dist.barrier()
             begun = time.perf_counter()
             model(torch.zeros(1))
             seconds = time.perf_counter() - begun
-            found.append(4 * PROBE_NUMEL / world * (world - 1) / seconds / rate)
+            found.append(4 * PROBE_NUMEL / hosts * (hosts - 1) / seconds / rate)
     return statistics.median(found)
 
 
@@ -96,7 +127,9 @@ def run_rank(model: str, engines: Sequence[str], rounds: int, rate: float) -> di
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     work = MODELS[model]
-    trainings = {name: ddp(work) if name == "ddp" else build(name, work) for name in engines}
+    trainings = {
+        name: BUILDERS[name](work) if name in BUILDERS else build(name, work) for name in engines
+    }
     nbytes = 4 * sum(p.numel() for p in plain_model(work).parameters())
     for training in trainings.values():
         for number in range(2):
@@ -131,7 +164,9 @@ def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespa
         processes = []
         for env in hosts.environment(ranks):
             command = ["ip", "netns", "exec", env["FSDPC_TEST_HOST"], sys.executable, __file__]
-            wanted = [model, str(bytes_per_second(rate)), str(args.rounds), *args.engines]
+            inside = INSIDE if min(ranks) > 1 and len(set(ranks)) == 1 else []
+            engines = args.engines or [*BESIDE, *inside]
+            wanted = [model, str(bytes_per_second(rate)), str(args.rounds), *engines]
             out = subprocess.PIPE if env["RANK"] == "0" else subprocess.DEVNULL
             command += ["--rank", *wanted]
             processes.append(subprocess.Popen(command, env={**os.environ, **env}, stdout=out))
@@ -155,7 +190,7 @@ def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> 
     print(f"\n{model}, {'+'.join(map(str, ranks))}, {rate}: floor {limit:.3f} s{line}")
     rows = []
     for name, row in found.items():
-        if isinstance(row, dict):
+        if isinstance(row, dict) and "step_s" in row:
             step = row["step_s"]
             rows.append(
                 [
@@ -169,16 +204,22 @@ def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> 
     common.print_table(["engine", "step, s", "/ local", "/ floor", "sent, x"], rows)
 
 
+def names_of(case: dict[str, Any]) -> tuple[Any, ...]:
+    """What makes a case another one."""
+    return case["model"], case["ranks"], case["rate"]
+
+
 def main() -> None:
     """Run all cases."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", nargs="+", default=["1,1"], help="ranks of each host: 1,1 2,2")
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"])
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["40m"])
-    parser.add_argument("--engines", nargs="+", choices=BESIDE, default=BESIDE)
+    parser.add_argument("--engines", nargs="+", choices=[*BESIDE, *INSIDE])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one case")
     parser.add_argument("--json", action="store_true", help="write results/hosts.json")
+    parser.add_argument("--add", action="store_true", help="add to results/hosts.json")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
@@ -187,16 +228,20 @@ def main() -> None:
         os._exit(0)  # engines of other libraries leave threads behind
     if namespaces.missing():
         raise SystemExit(namespaces.missing())
-    result: dict[str, Any] = {"run": common.describe_run(args.json), "cases": []}
+    run = common.describe_run(args.json or args.add)
+    result: dict[str, Any] = {"cases": []}
+    if args.add:
+        result = json.loads((common.RESULTS / "hosts.json").read_text())
     for model in args.models:
         for text in args.hosts:
             for rate in args.rates:
                 ranks = [int(count) for count in text.split(",")]
                 found = run_case(model, ranks, rate, args)
                 show(found, model, ranks, rate)
-                case = {"model": model, "ranks": ranks, "rate": rate, **found}
-                result["cases"].append(case)
-    if args.json:
+                case = {"model": model, "ranks": ranks, "rate": rate, "run": run, **found}
+                same = [c for c in result["cases"] if names_of(c) == names_of(case)]
+                result["cases"] = [c for c in result["cases"] if c not in same] + [case]
+    if args.json or args.add:
         common.write_json("hosts.json", result)
 
 

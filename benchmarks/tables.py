@@ -286,7 +286,7 @@ def hosts_tables(result: dict) -> str:
     for case in result["cases"]:
         place = f"{case['model']}, {'+'.join(map(str, case['ranks']))}, {case['rate']}"
         for name, row in case.items():
-            if isinstance(row, dict):
+            if isinstance(row, dict) and "step_s" in row:
                 step, times = row["step_s"], row["to_local"]["median"]
                 beside = case["fsdp2"]["step_s"]["median"]
                 spread = f"{step['median']:.3f} ({step['q1']:.3f}..{step['q3']:.3f})"
@@ -297,7 +297,8 @@ def hosts_tables(result: dict) -> str:
         rows.append([place, "a gather's share of the line", "-", "-", "-", f"{case['line']:.0%}"])
     head = ["hosts", "engine", "step, s", "x local", "x fsdp2", "sent, x parameters"]
     title = "### Steps of ranks on several hosts"
-    return "\n\n".join([title, run_line(result["run"]), markdown(head, rows)])
+    runs = list(dict.fromkeys(run_line(case["run"]) for case in result["cases"]))
+    return "\n\n".join([title, "  \n".join(runs), markdown(head, rows)])
 
 
 TABLES: dict[str, Callable[[dict], str]] = {
