@@ -83,8 +83,8 @@ def _travels(comm: object, hosts: int) -> str:
 
 def _between(pair: dist.ProcessGroup, other: int, host: str) -> Link:
     peer = 1 - pair.rank()
-    out, into = torch.zeros(BYTES, dtype=torch.uint8), torch.zeros(BYTES, dtype=torch.uint8)
-    whole = torch.zeros(2 * BYTES, dtype=torch.uint8)
+    out, into = (torch.zeros(BYTES, dtype=torch.uint8, device="cpu") for _ in range(2))
+    whole = torch.zeros(2 * BYTES, dtype=torch.uint8, device="cpu")
 
     def both_ways() -> None:
         works = []
@@ -112,7 +112,7 @@ def _best(pair: dist.ProcessGroup, call: Callable[[], None]) -> float:
 
 def _latency(pair: dist.ProcessGroup, peer: int) -> float:
     """Seconds one way: half of there and back."""
-    found, word = [], torch.zeros(1)
+    found, word = [], torch.zeros(1, device="cpu")
     for _ in range(PINGS):
         begun = time.perf_counter()
         for send in (pair.rank() == 0, pair.rank() != 0):
