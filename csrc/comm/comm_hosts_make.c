@@ -24,24 +24,24 @@ number_hosts(const fsdpc_comm *comm, const int *names, fsdpc_hosts *hosts)
     }
 }
 
-/* The n-th rank of a host is carried by the n-th rank of each other host, and so on in turn. */
+/* The n-th rank of a host is carried by the n-th rank of each other host, and so on in turn. `scratch`: three zeros per
+ * rank. */
 static void
-choose_carriers(const fsdpc_comm *comm, fsdpc_hosts *hosts, int *members)
+choose_carriers(const fsdpc_comm *comm, fsdpc_hosts *hosts, int *scratch)
 {
+    int *members = scratch, *position = members + comm->world, *seen = position + comm->world;
+    for (int r = 0; r < comm->world; r++) {
+        position[r] = seen[hosts->host_of[r]]++;
+    }
     for (int host = 0; host < hosts->host_count; host++) {
-        int count = 0;
+        int *carriers = hosts->carriers + (size_t)host * (size_t)comm->world, count = 0;
         for (int r = 0; r < comm->world; r++) {
             if (hosts->host_of[r] == host) {
                 members[count++] = r;
             }
         }
         for (int r = 0; r < comm->world; r++) {
-            int position = 0;
-            for (int other = 0; other < r; other++) {
-                position += hosts->host_of[other] == hosts->host_of[r];
-            }
-            hosts->carriers[(size_t)host * (size_t)comm->world + (size_t)r] =
-                members[position % count];
+            carriers[r] = members[position[r] % count];
         }
     }
 }
@@ -75,20 +75,20 @@ make_hosts(fsdpc_comm *comm, const int *names, const char *segment, double timeo
 {
     int status = FSDPC_OK;
     const size_t world = (size_t)comm->world;
-    int *members = fsdpc_mem_calloc(world, sizeof *members);
+    int *scratch = fsdpc_mem_calloc(world, 3 * sizeof *scratch);
     hosts->host_of = fsdpc_mem_calloc(world, sizeof *hosts->host_of);
     hosts->ranks = fsdpc_mem_calloc(world, sizeof *hosts->ranks);
     hosts->carriers = fsdpc_mem_calloc(world * world, sizeof *hosts->carriers);
-    if (!members || !hosts->host_of || !hosts->ranks || !hosts->carriers) {
+    if (!scratch || !hosts->host_of || !hosts->ranks || !hosts->carriers) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the hosts of %d ranks", comm->world),
                    done);
     }
     number_hosts(comm, names, hosts);
-    choose_carriers(comm, hosts, members);
+    choose_carriers(comm, hosts, scratch);
     FSDPC_GOTO(hosts->local_world > 1 ? share_host(comm, segment, timeout_s, hosts) : FSDPC_OK,
                done);
 done:
-    fsdpc_mem_free(members);
+    fsdpc_mem_free(scratch);
     return status;
 }
 

@@ -285,10 +285,7 @@ def _connect(
         collectives = Collectives(pg, channel, flies=flies, timeout=timeout, locations=locations)
         comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
         if collectives.flies and stranger is not None and len(set(hosts)) < len(hosts):
-            _raise_first([each.obstacle for each in everyone], pg.rank(), error)
-            first = hosts.index(hosts[pg.rank()])
-            numbers = [hosts.index(host) for host in hosts]
-            comm.set_hosts(numbers, f"fsdpc-{everyone[first].name}-host", timeout)
+            _share_hosts(comm, everyone, hosts, timeout)
         if stranger is None:
             collectives.stalls = _follow(comm, pg.rank(), name, pids)
         elif channel is not None:
@@ -298,6 +295,19 @@ def _connect(
     comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
     _follow(comm, pg.rank(), name, pids)
     return comm
+
+
+def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeout: float) -> None:
+    """Memory for the ranks of each host; if that is impossible somewhere, no host has any."""
+    for rank, each in enumerate(everyone):
+        if each.obstacle and hosts.count(each.host) > 1:
+            logging.getLogger("fsdpc").warning(
+                f"ranks of one host send each other what they could share: rank {rank} cannot "
+                f"share memory: {each.obstacle}"
+            )
+            return
+    numbers = [hosts.index(host) for host in hosts]
+    comm.set_hosts(numbers, f"fsdpc-{everyone[numbers[comm.rank]].name}-host", timeout)
 
 
 def _follow(comm: _C.Comm, rank: int, name: str, pids: list[int]) -> _verdict.Group | None:

@@ -73,3 +73,23 @@ def segments() -> list[str]:
     with open("/proc/self/maps", encoding="ascii") as file:
         fields = [line.split() for line in file]
     return sorted({f[4] for f in fields if f[5:6] == ["/memfd:fsdpc"]})
+
+
+def refused(*arguments):
+    raise OSError("no memory files here")
+
+
+@ranks(3, env=on_hosts.counted_as("abb"))
+def test_a_host_whose_ranks_cannot_share_memory(rank, world):
+    """Nobody's do, and all ranks train by sends and receives."""
+    from fsdpc._comm import bootstrap
+
+    if rank == 2:
+        bootstrap._try_segment = refused
+    model = shard_blocks(toy())
+    reference = Reference(toy())
+    loss_of(model, tokens(rank, 0)).backward()
+    reference.backward(tokens(rank, 0))
+    assert bootstrap.comm_for_group(dist.group.WORLD).ranks_per_host == 0
+    for p, q in zip(model.parameters(), reference.master.parameters(), strict=True):
+        torch.testing.assert_close(p.grad.full_tensor(), q.grad)
