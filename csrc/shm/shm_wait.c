@@ -111,17 +111,14 @@ sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, uint32_t broad
     }
 }
 
+/* `missing` as messages call them. */
 static int
 late_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing, int count, const char *more)
 {
     char op[FSDPC_SHM_WAIT_TEXT];
     fsdpc_shm_describe(what, op, sizeof op);
-    int numbers[FSDPC_SHM_MAX_RANKS];
-    for (int i = 0; missing && i < count; i++) {
-        numbers[i] = fsdpc_shm_number(shm, missing[i]);
-    }
-    const fsdpc_late late = {fsdpc_shm_number(shm, shm->rank), shm->timeout_s, op,
-                             missing ? numbers : NULL,         count,          more};
+    const fsdpc_late late = {
+        fsdpc_shm_number(shm, shm->rank), shm->timeout_s, op, missing, count, more};
     return fsdpc_late_error(&late);
 }
 
@@ -246,15 +243,18 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
 {
     enum { STATES = 8 };
     char more[FSDPC_ERROR_BYTES] = "";
-    int causes[FSDPC_SHM_MAX_RANKS], count = missing ? missing_count : 0;
-    memcpy(causes, missing ? missing : causes, (size_t)count * sizeof *causes);
+    int causes[FSDPC_SHM_MAX_RANKS], numbers[FSDPC_SHM_MAX_RANKS];
+    int count = missing ? missing_count : 0;
+    for (int i = 0; i < count; i++) {
+        causes[i] = numbers[i] = fsdpc_shm_number(shm, missing[i]);
+    }
     if (fsdpc_shm_verdict(shm, true, causes, &count, more, sizeof more)) {
         return late_error(shm, what, causes, count, more);
     }
     for (int i = 0; missing && i < missing_count && i < STATES; i++) {
         append_state(shm, missing[i], more, 1024);
     }
-    return late_error(shm, what, missing, missing_count, more);
+    return late_error(shm, what, missing ? numbers : NULL, missing_count, more);
 }
 
 int

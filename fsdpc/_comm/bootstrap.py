@@ -284,12 +284,14 @@ def _connect(
         flies = wanted != "c10d"
         collectives = Collectives(pg, channel, flies=flies, timeout=timeout, locations=locations)
         comm = _C.Comm.c10d(pg.rank(), pg.size(), collectives)
-        if collectives.flies and stranger is not None and len(set(hosts)) < len(hosts):
-            _share_hosts(comm, everyone, hosts, timeout)
+        shares = collectives.flies and stranger is not None and len(set(hosts)) < len(hosts)
+        segment = _share_hosts(comm, everyone, hosts, timeout) if shares else ""
         if stranger is None:
             collectives.stalls = _follow(comm, pg.rank(), name, pids)
         elif channel is not None:
             collectives.stalls = follow_hosts(channel, locations)
+            if segment:
+                _verdict.follow_segment(segment, collectives.stalls)
         return comm
     _raise_first([each.obstacle for each in everyone], pg.rank(), error)
     comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
@@ -297,17 +299,21 @@ def _connect(
     return comm
 
 
-def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeout: float) -> None:
-    """Memory for the ranks of each host; if that is impossible somewhere, no host has any."""
+def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeout: float) -> str:
+    """Memory for the ranks of each host, by the name of this one's; if that is impossible
+    somewhere, no host has any.
+    """
     for rank, each in enumerate(everyone):
         if each.obstacle and hosts.count(each.host) > 1:
             logging.getLogger("fsdpc").warning(
                 f"ranks of one host send each other what they could share: rank {rank} cannot "
                 f"share memory: {each.obstacle}"
             )
-            return
+            return ""
     numbers = [hosts.index(host) for host in hosts]
-    comm.set_hosts(numbers, f"fsdpc-{everyone[numbers[comm.rank]].name}-host", timeout)
+    segment = f"fsdpc-{everyone[numbers[comm.rank]].name}-host"
+    comm.set_hosts(numbers, segment, timeout)
+    return segment
 
 
 def _follow(comm: _C.Comm, rank: int, name: str, pids: list[int]) -> _verdict.Group | None:

@@ -299,9 +299,11 @@ class Hosts:
         return time.monotonic() - self._polls_since < _SILENCE_S
 
     def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
-        """The last table of this wait; else one that is made now, at most some seconds later. Where
-        the store does not answer, a table of this host.
+        """The last table of this wait; else, if this rank gives up, one that is made now, at most
+        some seconds later. Where the store does not answer, a table of this host.
         """
+        if not gives_up:
+            return self._stall.verdict
         if self._stall.verdict is None and self.answers:
             self._stall.urge(self._wait)
         return self._stall.verdict or self._of_this_host(late)

@@ -189,6 +189,8 @@ def statuses(members: Mapping[int, Process]) -> list[Row]:
 
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _pollers: weakref.WeakSet[Any] = weakref.WeakSet()
+# By the name of the segment that ranks of one host share: what has the tables of all hosts.
+_segments: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _woken = threading.Event()
 _thread_pid: int | None = None
@@ -211,7 +213,7 @@ class _Reports:
             group.news()
 
     def verdict(self, name: str, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
-        group = _groups.get(name)
+        group = _groups.get(name) or _segments.get(name)
         return None if group is None else group.verdict(gives_up, late)
 
 
@@ -233,6 +235,12 @@ def follow_remote(poller: Any, pause: float) -> None:
     """Call ``poller.poll()`` each ``pause`` seconds and after ``wake``, for as long as it lives."""
     _pollers.add(poller)
     _start_thread(pause)
+
+
+def follow_segment(name: str, hosts: Any) -> None:
+    """Errors of waits over this host's segment have ``hosts.verdict``, for as long as it lives."""
+    _segments[name] = hosts
+    _C.set_stalls(read_stall(), _Reports())
 
 
 def wake() -> None:
