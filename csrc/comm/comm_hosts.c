@@ -81,17 +81,24 @@ fsdpc_comm_say_turn(const fsdpc_comm *comm, const fsdpc_mark *mark)
     }
 }
 
-/* A rank that is FSDPC_HOSTS_TURNS flights ahead has overwritten the mark. */
+/* The mark is written before, and read after, the count that says it is there. A rank that is FSDPC_HOSTS_TURNS flights
+ * ahead may have overwritten the mark. */
+static bool
+says_other(const struct fsdpc_turns *turns, uint64_t flight, const fsdpc_mark *mark)
+{
+    if (atomic_load(&turns->said) <= flight) {
+        return false;
+    }
+    const bool other = atomic_load(&turns->marks[flight % FSDPC_HOSTS_TURNS]) != word_of(mark);
+    return other && atomic_load(&turns->said) < flight + FSDPC_HOSTS_TURNS;
+}
+
 bool
 fsdpc_hosts_disagree(const fsdpc_comm *comm, const fsdpc_mark *mark)
 {
     const fsdpc_hosts *hosts = comm->hosts;
     for (int r = 0; mark && hosts && hosts->turns && r < hosts->local_world; r++) {
-        const struct fsdpc_turns *other = &hosts->turns[r];
-        const uint64_t theirs = atomic_load(&other->marks[comm->flights % FSDPC_HOSTS_TURNS]);
-        const uint64_t said = atomic_load(&other->said);
-        if (said > comm->flights && said < comm->flights + FSDPC_HOSTS_TURNS &&
-            theirs != word_of(mark)) {
+        if (says_other(&hosts->turns[r], comm->flights, mark)) {
             return true;
         }
     }
