@@ -9,6 +9,8 @@ UNMARKED = "ranks that run different units without mark_data_dependent: refused 
 SKIPPED: dict[str, str] = {
     "dist/test_comm.py": "shared memory of a host, tested as such",
     "dist/test_harness.py": "the harness itself",
+    "dist/test_hosts.py": "groups of several hosts on CPU ranks",
+    "parity/test_product.py::test_hosts_of_several_ranks": "groups of several hosts on CPU ranks",
     "dist/test_memory.py": "figures of shared memory, and the simulator's own growth",
     "dist/test_state_memory.py": "figures of the process, where the simulated GPU keeps its memory",
     "dist/test_eval_uneven.py": UNEVEN,
