@@ -90,9 +90,10 @@ class Idle(nn.Module):
 def share_of_line(rate: float) -> float:
     """Of the link, while a gather runs: a host sends its ranks' pieces to each other host."""
     from fsdpc import FullyShardedDataParallel
+    from fsdpc._comm.bootstrap import comm_for_group
 
     model = FullyShardedDataParallel(Idle())
-    hosts, found = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"]), []
+    hosts, found = comm_for_group(dist.group.WORLD).senders + 1, []
     with torch.no_grad():
         for _ in range(5):
             dist.barrier()
@@ -239,8 +240,8 @@ def main() -> None:
                 found = run_case(model, ranks, rate, args)
                 show(found, model, ranks, rate)
                 case = {"model": model, "ranks": ranks, "rate": rate, "run": run, **found}
-                same = [c for c in result["cases"] if names_of(c) == names_of(case)]
-                result["cases"] = [c for c in result["cases"] if c not in same] + [case]
+                others = [c for c in result["cases"] if names_of(c) != names_of(case)]
+                result["cases"] = [*others, case]
     if args.json or args.add:
         common.write_json("hosts.json", result)
 

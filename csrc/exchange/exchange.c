@@ -52,7 +52,8 @@ copy_units(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 static int
 make_slots(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
 {
-    fsdpc_shm *shm = x->shm ? x->shm : x->host_shm;
+    const fsdpc_hosts *hosts = fsdpc_comm_hosts(x->comm);
+    fsdpc_shm *shm = hosts ? hosts->shm : x->shm;
     FSDPC_TRY(shm ? fsdpc_arena_new(shm, &x->arena)
                   : fsdpc_arena_new_on(fsdpc_comm_device(x->comm), &x->arena));
     for (int s = 0; s < plan->slot_count; s++) {
@@ -96,7 +97,6 @@ fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out)
     x->rank = fsdpc_comm_rank(plan->comm);
     x->world = fsdpc_comm_world(plan->comm);
     x->shm = x->world > 1 ? fsdpc_comm_segment(plan->comm) : NULL;
-    x->host_shm = fsdpc_comm_hosts(plan->comm) ? fsdpc_comm_hosts(plan->comm)->shm : NULL;
     x->poison = plan->poison;
     x->trust_order = plan->trust_order;
     x->trace = plan->trace;

@@ -7,7 +7,7 @@
  *         ranks, straight out of their master shards, so that no rank waits for another one to reach
  *         the same unit: ranks may gather different units in different order. Gradients are packed
  *         into this rank's reduce slot, and every rank sums its own slice of all of them.
- * wire    Each rank has its own slots, and flights (comm/flight.h) carry the values, in the
+ * wire    Each rank (of several hosts: each host) has its own slots, and flights (comm/flight.h) carry the values, in the
  *         background where the communicator can do that (exchange_wire.c). All ranks must gather and reduce units in the same order.
  * stream  The same on a device with streams (exchange_stream.c): calls return when the work is
  *         queued, and the caller's stream waits for the events it depends on.

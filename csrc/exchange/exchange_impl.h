@@ -49,8 +49,7 @@ struct fsdpc_unit_use {
 struct fsdpc_exchange {
     const struct fsdpc_exchange_i *ops;
     fsdpc_comm *comm;
-    fsdpc_shm *shm;      /* "shared": the segment of its ranks; NULL for the other kinds */
-    fsdpc_shm *host_shm; /* "wire": the segment of the ranks that share this host, or NULL */
+    fsdpc_shm *shm; /* "shared": the segment of its ranks; NULL for the other kinds */
     int rank, world;
     fsdpc_unit **units;          /* borrowed */
     struct fsdpc_unit_use *uses; /* one per unit */

@@ -1,4 +1,5 @@
-/* Gathering and reducing over a communicator that carries bytes: each rank has its own slots.
+/* Gathering and reducing over a communicator that carries bytes: each rank has its own slots, or shares them with the
+ * other ranks of its host (exchange_wire_host.c).
  *
  * A gather casts this rank's pieces into their place in the slot, and a flight (comm/flight.h) brings the
  * others' there. A prefetch only begins the flight, which lands when the values are needed. A reduction packs

@@ -17,7 +17,7 @@ struct header {
     char pad[64 - 8];
 };
 
-/* A rank that is alone on its host has memory of its own. */
+/* Shared by the ranks of this host; a rank that is alone there gets private memory. */
 static int
 map_memory(fsdpc_exchange *x, size_t *bytes, uint64_t *offset, char **out)
 {

@@ -56,7 +56,7 @@ char *fsdpc_wire_host_buffer(const fsdpc_exchange *x, int rank, int slot);
 void fsdpc_wire_say(const fsdpc_exchange *x, enum fsdpc_wire_word word, int index, uint64_t value);
 bool fsdpc_wire_has_said(const fsdpc_exchange *x, int rank, enum fsdpc_wire_word word, int index,
                          uint64_t value);
-/* A count of all that ranks of this host have said, to sleep on. */
+/* The word that waits sleep on: it changes whenever a rank of this host says something. */
 _Atomic uint32_t *fsdpc_wire_changes(const fsdpc_exchange *x);
 void fsdpc_wire_say_change(const fsdpc_exchange *x);
 
@@ -92,9 +92,9 @@ int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
 void fsdpc_wire_name_gather(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES]);
 /* The unit's values are in a slot that the ranks of this host share. */
 bool fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* Lands this rank's part of the gather of a unit; none in flight, or -1: a no-op. */
+/* Waits until this rank's part of the unit's gather has landed. A no-op if none is in flight, or if `id` is -1. */
 int fsdpc_wire_land_gather(fsdpc_exchange *x, int id);
-/* The same for all units: others of this host may wait for it. */
+/* The same for all units: other ranks of this host may wait for these parts. */
 int fsdpc_wire_land_gathers(fsdpc_exchange *x);
 
 /* --- exchange_wire_wait.c ------------------------------------------------------------------------ */

@@ -26,7 +26,7 @@ list_missing(const fsdpc_exchange *x, const struct wanted *wanted, int missing[F
     return count;
 }
 
-/* One sleep, until something changes; FSDPC_OK if it may go on. */
+/* Sleeps until a rank of this host says something, or a moment. FSDPC_OK: the caller looks again. */
 static int
 sleep_once(const fsdpc_exchange *x, const struct wanted *wanted, uint32_t changes,
            int64_t deadline_ns, const fsdpc_wait *what)
@@ -65,8 +65,8 @@ say_next(const fsdpc_exchange *x, int32_t next)
     }
 }
 
-/* A little after that of a wait for another host, in which a rank of this host may be: its error names the cause, and
- * ends this wait. */
+/* A rank of this host may wait for another host meanwhile: the error of that wait names the cause, and comes a little
+ * before this deadline. */
 static int64_t
 deadline_after_others(const fsdpc_exchange *x)
 {

@@ -189,7 +189,7 @@ def statuses(members: Mapping[int, Process]) -> list[Row]:
 
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()
 _pollers: weakref.WeakSet[Any] = weakref.WeakSet()
-# By the name of the segment that ranks of one host share: what has the tables of all hosts.
+# By the name of a host's segment: the object whose tables of all hosts go into errors of its waits.
 _segments: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 _woken = threading.Event()

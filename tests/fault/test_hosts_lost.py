@@ -44,30 +44,30 @@ def raising(rank, world, victim):
     train(rank, world, fail)
 
 
+def check_named_at_once(outcomes, victim, kind):
+    """By all other ranks; ``kind``: what its number is called, or how that begins."""
+    begun = outcomes[victim].signalled_at
+    for outcome in outcomes:
+        if outcome.rank != victim:
+            assert "PeerError" in outcome.error_types, outcome
+            assert f"rank {victim} ({kind}" in outcome.error, outcome.error
+            assert outcome.finished_at - begun < 3.0, outcome.finished_at - begun
+
+
 @namespaces
 @pytest.mark.parametrize("world, victim", [(2, 0), (2, 1)])
 def test_a_killed_rank_is_named_at_once(world, victim):
     """Also one in whose process the group's store is."""
     env = on_hosts.environment_for(2, world)
     outcomes = run_ranks(killed, world, env=env, faults=True, victim=victim)
-    begun = outcomes[victim].signalled_at
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            assert "PeerError" in outcome.error_types, outcome
-            assert f"rank {victim} (process" in outcome.error, outcome.error
-            assert outcome.finished_at - begun < 3.0, outcome.finished_at - begun
+    check_named_at_once(outcomes, victim, "process")
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_named_on_its_host_and_on_others(victim):
     """Rank 0 on one host, 1 and 2 on another."""
     outcomes = run_ranks(killed, 3, env=on_hosts.counted_as("abb"), faults=True, victim=victim)
-    begun = outcomes[victim].signalled_at
-    for outcome in outcomes:
-        if outcome.rank != victim:
-            assert "PeerError" in outcome.error_types, outcome
-            assert f"rank {victim} (p" in outcome.error, outcome.error
-            assert outcome.finished_at - begun < 3.0, outcome.finished_at - begun
+    check_named_at_once(outcomes, victim, "p")
 
 
 def late(rank, world, victim):
