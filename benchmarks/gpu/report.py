@@ -155,6 +155,57 @@ def memory_table(memory: dict[str, dict[str, Any]]) -> Table:
     return f"memory at {tokens:,} tokens a step", head, rows
 
 
+def memory_report(results: dict[str, Any]) -> dict[str, Any]:
+    """Spreads of memory.py's steps and saves, steps also as multiples of the first choice's."""
+    choices, saves, failed = {}, {}, {}
+    both = {**results["choices"], **results["saves"]}
+    failed = {name: one["error"] for name, one in both.items() if "error" in one}
+    first = next((one for one in results["choices"].values() if "error" not in one), None)
+    for name, one in results["choices"].items():
+        if name not in failed and first is not None:
+            base = common.spread(first["step_ms"])["median"]
+            choices[name] = {
+                "step_ms": common.spread(one["step_ms"]),
+                "of_first": common.spread([ms / base for ms in one["step_ms"]]),
+                "peak": one["peak"],
+                "losses": one["losses"],
+            }
+    for name, one in results["saves"].items():
+        if name not in failed:
+            saves[name] = {key: common.spread(one[key]) for key in ("call", "blocked")}
+            saves[name]["bytes"] = one["bytes"]
+    return {**results, "choices": choices, "saves": saves, "failures": failed}
+
+
+def choice_tables(result: dict[str, Any]) -> Iterator[Table]:
+    """Tables of memory.py: choices that free memory, and saves."""
+    rows = [
+        [
+            name,
+            figure(one["step_ms"], 1),
+            figure(one["of_first"], 2),
+            f"{one['peak'] / GB:.2f}",
+            f"{one['losses'][-1]:.3f}",
+        ]
+        for name, one in result["choices"].items()
+    ]
+    head = ["choice", "step, ms", "x the first", "peak, GB", "last loss"]
+    yield f"{result['tokens']:,} tokens a step", head, rows
+    rows = [
+        [
+            name,
+            f"{one['bytes'] / GB:.2f}",
+            figure(one["call"], 2),
+            f"{one['bytes'] / GB / one['call']['median']:.2f}",
+            figure(one["blocked"], 2),
+        ]
+        for name, one in result["saves"].items()
+    ]
+    if rows:
+        head = ["save", "GB", "the call, s", "GB/s", "in the background: blocks, s"]
+        yield "checkpoints of weights and AdamW's states", head, rows
+
+
 def kernel_tables(result: dict[str, Any]) -> Iterator[Table]:
     """One table of kernels.py: shares of the copy by size."""
     sizes = result["sizes_mib"]
