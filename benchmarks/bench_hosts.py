@@ -153,21 +153,15 @@ def run_rank(model: str, engines: Sequence[str], rounds: int, rate: float) -> di
     return result
 
 
-def bytes_per_second(rate: str) -> float:
-    """Of tc's word for a rate."""
-    number = float(rate.removesuffix("gbit").removesuffix("mbit"))
-    return number * (1e9 if rate.endswith("gbit") else 1e6) / 8
-
-
 def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespace) -> dict:
     """One set of hosts. ``SystemExit`` if a rank fails."""
-    with namespaces.hosts(len(ranks), rate) as hosts:
+    with namespaces.hosts(len(ranks), rate, args.delay_ms / 1e3) as hosts:
         processes = []
         for env in hosts.environment(ranks):
             command = ["ip", "netns", "exec", env["FSDPC_TEST_HOST"], sys.executable, __file__]
             inside = INSIDE if min(ranks) > 1 and len(set(ranks)) == 1 else []
             engines = args.engines or [*BESIDE, *inside]
-            wanted = [model, str(bytes_per_second(rate)), str(args.rounds), *engines]
+            wanted = [model, str(namespaces.bytes_per_second(rate)), str(args.rounds), *engines]
             out = subprocess.PIPE if env["RANK"] == "0" else subprocess.DEVNULL
             command += ["--rank", *wanted]
             processes.append(subprocess.Popen(command, env={**os.environ, **env}, stdout=out))
@@ -185,7 +179,7 @@ def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespa
 def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> None:
     """A table of one case."""
     floor = 3 * (len(ranks) - 1) / len(ranks)
-    wire = floor * found["bytes"] / bytes_per_second(rate)
+    wire = floor * found["bytes"] / namespaces.bytes_per_second(rate)
     limit = max(found["local"]["step_s"]["median"], wire)
     line = f", a gather takes {found['line']:.0%} of the line" if found["line"] else ""
     print(f"\n{model}, {'+'.join(map(str, ranks))}, {rate}: floor {limit:.3f} s{line}")
@@ -207,7 +201,7 @@ def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> 
 
 def names_of(case: dict[str, Any]) -> tuple[Any, ...]:
     """What makes a case another one."""
-    return case["model"], case["ranks"], case["rate"]
+    return case["model"], case["ranks"], case["rate"], case.get("delay_ms", 0.0)
 
 
 def main() -> None:
@@ -215,6 +209,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hosts", nargs="+", default=["1,1"], help="ranks of each host: 1,1 2,2")
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"])
+    parser.add_argument("--delay-ms", type=float, default=0.0, help="of each direction")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["40m"])
     parser.add_argument("--engines", nargs="+", choices=[*BESIDE, *INSIDE])
     parser.add_argument("--rounds", type=int, default=5)
@@ -240,6 +235,8 @@ def main() -> None:
                 found = run_case(model, ranks, rate, args)
                 show(found, model, ranks, rate)
                 case = {"model": model, "ranks": ranks, "rate": rate, "run": run, **found}
+                if args.delay_ms:
+                    case["delay_ms"] = args.delay_ms
                 others = [c for c in result["cases"] if names_of(c) != names_of(case)]
                 result["cases"] = [*others, case]
     if args.json or args.add:

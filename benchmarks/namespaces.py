@@ -1,7 +1,8 @@
 """Hosts made of network namespaces of this machine, joined by a bridge: for benchmarks and tests.
 
-Each host has an interface ``eth0`` of its own, whose rate in both directions is shaped with tc.
-Needs root, and the programs ip and tc (``missing`` says what is not there).
+Each host has an interface ``eth0`` of its own, whose rate in both directions is shaped with tc, and
+whose link may delay and lose what the host sends (slow_link.py). Needs root, and the programs ip
+and tc (``missing`` says what is not there).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+
+import slow_link
 
 CLONE_NEWNET = 0x40000000
 _made = 0
@@ -41,14 +44,21 @@ class Hosts:
     """``count`` hosts with the addresses 10.77.0.1, 10.77.0.2 and so on.
 
     ``rate``: of each host's link, in tc's words ("1gbit"); None: as fast as the machine copies.
+    ``delay`` (seconds) and ``loss`` (a share) are those of the frames that each host sends.
     """
 
-    def __init__(self, count: int, rate: str | None = None) -> None:
+    def __init__(
+        self, count: int, rate: str | None = None, delay: float = 0.0, loss: float = 0.0
+    ) -> None:
         global _made
         _made += 1
         self.prefix = f"f{os.getpid()}x{_made}"[-9:]
         self.count = count
         self.rate = rate
+        self.delay = delay
+        self.loss = loss
+        self.links: list[tuple[int, int]] = []  # descriptors of slow ones
+        self.carrier: subprocess.Popen | None = None
         self.addresses = [f"10.77.0.{1 + host}" for host in range(count)]
         self.names = [f"{self.prefix}n{host}" for host in range(count)]
 
@@ -62,8 +72,7 @@ class Hosts:
         for host, name in enumerate(self.names):
             port = self._port(host)
             _run("ip", "netns", "add", name)
-            peer = ("peer", "name", "eth0", "netns", name)
-            _run("ip", "link", "add", port, "type", "veth", *peer)
+            self._link(port, name)
             _run("ip", "link", "set", port, "master", f"{self.prefix}b", "up")
             _run("ip", "-n", name, "address", "add", f"{self.addresses[host]}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
@@ -72,9 +81,28 @@ class Hosts:
                 shape = ("root", "tbf", "rate", self.rate, "burst", "1mb", "latency", "50ms")
                 _run("tc", "-n", name, "qdisc", "add", "dev", "eth0", *shape)
                 _run("tc", "qdisc", "add", "dev", port, *shape)
+        if self.links:
+            self.carrier = slow_link.start(self.links, self.delay, self.loss)
+
+    def _link(self, port: str, name: str) -> None:
+        """Makes both ends of a host's link."""
+        if not self.delay and not self.loss:
+            peer = ("peer", "name", "eth0", "netns", name)
+            _run("ip", "link", "add", port, "type", "veth", *peer)
+            return
+        inside = f"{port}i"
+        self.links.append(
+            (slow_link.tap(inside, not self.loss), slow_link.tap(port, not self.loss))
+        )
+        _run("ip", "link", "set", inside, "netns", name, "name", "eth0")
 
     def remove(self) -> None:
         """Processes that are still there keep their namespace until they end."""
+        if self.carrier:
+            self.carrier.kill()
+            self.carrier.wait()
+        for end in (end for link in self.links for end in link):
+            os.close(end)
         for host, name in enumerate(self.names):
             subprocess.run(["ip", "link", "del", self._port(host)], capture_output=True)
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
@@ -115,14 +143,22 @@ class Hosts:
 
 
 @contextmanager
-def hosts(count: int, rate: str | None = None) -> Iterator[Hosts]:
+def hosts(
+    count: int, rate: str | None = None, delay: float = 0.0, loss: float = 0.0
+) -> Iterator[Hosts]:
     """Hosts that are removed at the end."""
-    made = Hosts(count, rate)
+    made = Hosts(count, rate, delay, loss)
     try:
         made.make()
         yield made
     finally:
         made.remove()
+
+
+def bytes_per_second(rate: str) -> float:
+    """Of tc's word for a rate."""
+    number = float(rate.removesuffix("gbit").removesuffix("mbit"))
+    return number * (1e9 if rate.endswith("gbit") else 1e6) / 8
 
 
 def port_of(name: str) -> str:

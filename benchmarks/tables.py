@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from gpu import report
+from namespaces import bytes_per_second
 
 HERE = Path(__file__).resolve().parent
 BEGIN, END = "<!-- tables: begin -->", "<!-- tables: end -->"
@@ -133,13 +134,14 @@ def kernel_cell(by_table: dict | None) -> str:
 
 
 def gpu_tables(result: dict) -> str:
-    """The tables of gpu/step.py, gpu/kernels.py, gpu/optim.py and gpu/profile.py."""
+    """The tables of the programs in gpu/."""
     run = result["run"]
     where = f"*{run['device']}, driver {run['driver']}, CUDA {run['cuda']}, NCCL {run['nccl']}*"
     title, tables = {
         "gpu_step": ("Training step on a GPU", report.step_tables),
         "gpu_kernels": ("CUDA kernels", report.kernel_tables),
         "gpu_optim": ("Optimizer steps on a GPU", report.optim_tables),
+        "gpu_memory": ("What frees memory on a GPU", report.choice_tables),
         "gpu_profile": ("Streams of a training step on a GPU", report.profile_tables),
     }[result["benchmark"]]
     blocks = [f"### {title}", f"{where}; {run_line(result)}"]
@@ -212,9 +214,10 @@ def optim_tables(result: dict) -> str:
             markdown(head, rows),
         ]
     if steps := result.get("steps"):
-        keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch")
-        rows = [[name, *(figure(case[key], 2) for key in keys)] for name, case in steps.items()]
+        keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch", "average_of_without")
+        rows = [[name, *(figure(case.get(key), 2) for key in keys)] for name, case in steps.items()]
         head = ["model", "torch's fused AdamW, ms", "fsdpc.optim.AdamW, ms", "time / torch's"]
+        head.append("with an average / without")
         blocks += [
             "### Training steps by their optimizer",
             f"fsdpc, 2 ranks, one thread per rank. {run_line(result)}",
@@ -285,20 +288,48 @@ def hosts_tables(result: dict) -> str:
     rows = []
     for case in result["cases"]:
         place = f"{case['model']}, {'+'.join(map(str, case['ranks']))}, {case['rate']}"
-        for name, row in case.items():
-            if isinstance(row, dict) and "step_s" in row:
-                step, times = row["step_s"], row["to_local"]["median"]
-                beside = case["fsdp2"]["step_s"]["median"]
-                spread = f"{step['median']:.3f} ({step['q1']:.3f}..{step['q3']:.3f})"
-                share = f"{step['median'] / beside:.2f}"
-                rows.append(
-                    [place, name, spread, f"{times:.2f}", share, f"{row['sent']['median']:.2f}"]
-                )
-        rows.append([place, "a gather's share of the line", "-", "-", "-", f"{case['line']:.0%}"])
-    head = ["hosts", "engine", "step, s", "x local", "x fsdp2", "sent, x parameters"]
+        if case.get("delay_ms"):
+            place += f", {case['delay_ms']:g} ms"
+        rows += [[place, *row] for row in host_rows(case)]
+        rows.append([place, "a gather's share of the line", *6 * ["-"], f"{case['line']:.0%}"])
+    head = [
+        "hosts",
+        "engine",
+        "step, s",
+        "x local",
+        "x fsdp2",
+        "x floor",
+        "wire busy",
+        "exposed, s",
+    ]
     title = "### Steps of ranks on several hosts"
     runs = list(dict.fromkeys(run_line(case["run"]) for case in result["cases"]))
-    return "\n\n".join([title, "  \n".join(runs), markdown(head, rows)])
+    return "\n\n".join([title, "  \n".join(runs), markdown([*head, "sent, x parameters"], rows)])
+
+
+def host_rows(case: dict) -> list[list[str]]:
+    """Of each engine. Floor: the larger of the unsharded step and the least bytes at the line's rate;
+    busy: the share of the step in which a host sends at that rate; exposed: above the unsharded step.
+    """
+    seconds = case["bytes"] / bytes_per_second(case["rate"])
+    local, beside = (case[name]["step_s"]["median"] for name in ("local", "fsdp2"))
+    floor = max(local, 3 * (len(case["ranks"]) - 1) / len(case["ranks"]) * seconds)
+    rows = []
+    for name, row in case.items():
+        if isinstance(row, dict) and "step_s" in row:
+            step, sent = row["step_s"]["median"], row["sent"]["median"]
+            found = [row["to_local"]["median"], step / beside, step / floor]
+            rows.append(
+                [
+                    name,
+                    f"{step:.3f} ({row['step_s']['q1']:.3f}..{row['step_s']['q3']:.3f})",
+                    *(f"{value:.2f}" for value in found),
+                    f"{sent * seconds / step:.0%}",
+                    f"{step - local:.3f}",
+                    f"{sent:.2f}",
+                ]
+            )
+    return rows
 
 
 TABLES: dict[str, Callable[[dict], str]] = {

@@ -36,9 +36,9 @@ def spread(world: int, hosts: int) -> list[int]:
 
 
 @cache
-def made(count: int) -> namespaces.Hosts:
+def made(count: int, delay: float = 0.0, loss: float = 0.0) -> namespaces.Hosts:
     """Hosts that all tests of this process share."""
-    return _kept.enter_context(namespaces.hosts(count))
+    return _kept.enter_context(namespaces.hosts(count, delay=delay, loss=loss))
 
 
 def remove() -> None:
@@ -52,14 +52,16 @@ def environment(hosts: namespaces.Hosts, ranks: Sequence[int]) -> dict[str, str]
     return {PLACES: " ".join(places), "MASTER_ADDR": hosts.addresses[0]}
 
 
-def environment_for(hosts: int, world: int) -> dict[str, str]:
+def environment_for(
+    hosts: int, world: int, delay: float = 0.0, loss: float = 0.0
+) -> dict[str, str]:
     """The same for shared hosts, over which the ranks are spread; where there can be no hosts,
-    ranks count as being on some.
+    ranks count as being on some. ``delay`` and ``loss`` as for ``namespaces.Hosts``.
     """
     ranks = spread(world, hosts)
     if missing():
         return counted_as("".join(chr(97 + host) * count for host, count in enumerate(ranks)))
-    return environment(made(hosts), ranks)
+    return environment(made(hosts, delay, loss), ranks)
 
 
 def counted_as(hosts: str) -> dict[str, str]:

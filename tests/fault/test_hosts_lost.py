@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 
 import on_hosts
 import pytest
 import torch
-from harness import die, run_ranks
+from harness import die, run_ranks, signal_rank
 from torch.distributed.fsdp import ShardingStrategy
 from toys import loss_of, tokens, toy, wrap_blocks
 
@@ -143,6 +145,41 @@ def test_training_goes_on_after_a_short_cut():
     env = {**on_hosts.environment_for(2, 2), "FSDPC_TIMEOUT": "30"}
     outcomes = run_ranks(cut_off, 2, env=env, faults=True, seconds=2.0)
     assert outcomes[0].returned and outcomes[0].value == outcomes[1].value, outcomes
+
+
+def few_steps(rank, world):
+    return train(rank, world, steps=3)
+
+
+@namespaces
+@pytest.mark.parametrize("link", [{"delay": 0.05}, {"loss": 0.05}], ids=["delay", "loss"])
+def test_a_slow_or_lossy_link_is_no_error(link):
+    """50 ms there and 50 ms back, or 5 % of all frames lost: the values of a good link."""
+    slow = run_ranks(few_steps, 3, env=on_hosts.environment_for(2, 3, **link))
+    assert slow == run_ranks(few_steps, 3, env=on_hosts.counted_as("abb"))
+
+
+def stopped(rank, world):
+    """The last host's ranks stop, and go on when the others have given up."""
+
+    def stop(rank):
+        if rank >= 1:
+            signal_rank(rank, signal.SIGCONT, after=TIMEOUT_S + 4)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+    train(rank, world, stop)
+
+
+@namespaces
+def test_a_stopped_host_is_named_and_learns_it():
+    """One rank here, two on the host that stops: those raise, too, when they go on."""
+    env = {**on_hosts.environment_for(2, 3), **SHORT}
+    first, *others = run_ranks(stopped, 3, env=env, faults=True)
+    assert "CommTimeout" in first.error_types, first
+    assert any(f"for rank {rank}" in first.error for rank in (1, 2)), first
+    assert first.error.count("no answer") == 2, first
+    for outcome in others:
+        assert not outcome.returned and not outcome.expired, outcome
 
 
 def asked(rank, world):

@@ -1,0 +1,96 @@
+"""Slow links between the hosts of namespaces.py, for kernels that can neither delay nor lose.
+
+A link is a pair of TAP devices, one on the host and one at the bridge, between which a process of
+this file carries frames. Without losses it carries whole TCP segments of up to 64 KB, as network
+cards take them, so that it is fast; with losses each frame of the network is lost on its own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
+IFF_TAP, IFF_NO_PI, IFF_VNET_HDR = 0x0002, 0x1000, 0x4000
+CHECKSUMS, SEGMENTS = 1, 2
+LARGEST = 10 + 18 + (1 << 16)
+
+
+def tap(name: str, whole_segments: bool) -> int:
+    """Makes a TAP device; returns its descriptor. The device lasts as long as that is open."""
+    descriptor = os.open("/dev/net/tun", os.O_RDWR)
+    flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
+    fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH14x", name.encode(), flags))
+    fcntl.ioctl(descriptor, TUNSETOFFLOAD, CHECKSUMS | SEGMENTS if whole_segments else 0)
+    return descriptor
+
+
+def start(pairs: Sequence[tuple[int, int]], delay: float, loss: float) -> subprocess.Popen:
+    """Carries frames of each (host's, bridge's) pair of descriptors until it is killed.
+
+    ``delay``: seconds, and ``loss``: the share of frames, of what the host sends.
+    """
+    ends = [end for pair in pairs for end in pair]
+    command = [sys.executable, __file__, str(delay), str(loss), *map(str, ends)]
+    return subprocess.Popen(command, pass_fds=ends)
+
+
+def carry(source: int, target: int, delay: float, loss: float) -> None:
+    """Threads that carry frames in one direction."""
+    late: deque[tuple[float, bytes]] = deque()
+    more = threading.Condition()
+    chance = random.Random(source)
+
+    def read() -> None:
+        while True:
+            frame = os.read(source, LARGEST)
+            if loss and chance.random() < loss:
+                continue
+            if not delay:
+                send(frame)
+                continue
+            with more:
+                late.append((time.monotonic() + delay, frame))
+                more.notify()
+
+    def send(frame: bytes) -> None:
+        try:
+            os.write(target, frame)
+        except OSError:
+            pass  # the device is down: the link is cut
+
+    def deliver() -> None:
+        while True:
+            with more:
+                while not late:
+                    more.wait()
+                due, frame = late.popleft()
+            time.sleep(max(due - time.monotonic(), 0))
+            send(frame)
+
+    for job in (read, deliver):
+        threading.Thread(target=job, daemon=True).start()
+
+
+def main() -> None:
+    """Carries until it is killed, or its parent has ended."""
+    import common
+
+    common.end_with_parent()
+    delay, loss, *ends = sys.argv[1:]
+    for inside, outside in zip(map(int, ends[::2]), map(int, ends[1::2]), strict=True):
+        carry(inside, outside, float(delay), float(loss))
+        carry(outside, inside, 0.0, 0.0)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()
