@@ -20,7 +20,8 @@ one large parameter (20 bytes per element).
 scale), the global norm, clipping and the parameters' copy in bfloat16 for mixed precision.
 
 The last table is whole training steps of bench_step.py's models on two ranks of fsdpc, whose
-optimizer is torch's fused AdamW or fsdpc's (--steps "" leaves them out).
+optimizer is torch's fused AdamW or fsdpc's, the latter also with an exponential average (--steps ""
+leaves them out).
 """
 
 from __future__ import annotations
@@ -45,11 +46,20 @@ Call = Callable[[], Any]
 
 F32, BF16 = torch.float32, torch.bfloat16
 PLAIN, CLIP, SCALER = range(3)  # what happens beside the step
+
+
+def averaged(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """With an exponential average of its parameters."""
+    optim.Average(optimizer)
+    return optimizer
+
+
 # Name, bytes per parameter, dtype, what makes the optimizer, what happens beside the step.
 STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], int]] = {
     "AdamW": (28, F32, lambda p: optim.AdamW(p), PLAIN),
     "torch AdamW fused": (28, F32, lambda p: torch.optim.AdamW(p, fused=True), PLAIN),
     "torch AdamW foreach": (28, F32, lambda p: torch.optim.AdamW(p, foreach=True), PLAIN),
+    "AdamW, average": (40, F32, lambda p: averaged(optim.AdamW(p)), PLAIN),
     "AdamW, clip": (32, F32, lambda p: optim.AdamW(p), CLIP),
     "torch AdamW fused, clip": (32, F32, lambda p: torch.optim.AdamW(p, fused=True), CLIP),
     "AdamW, scaler, clip, cast": (34, F32, lambda p: optim.AdamW(p), SCALER),
@@ -91,6 +101,7 @@ STEPS |= {
 # Whose time each one is compared with, if that takes part.
 RIVALS = {
     "AdamW": "torch AdamW fused",
+    "AdamW, average": "AdamW",
     "AdamW, clip": "torch AdamW fused, clip",
     "AdamW, scaler, clip, cast": "torch AdamW fused, scaler, clip, cast",
     "SGD momentum": "torch SGD fused",
@@ -245,14 +256,21 @@ def show(title: str, results: dict[str, Any]) -> None:
 
 def whole_steps(model: str, rounds: int) -> dict[str, Any]:
     """Seconds of a training step by the optimizer, and their quotient, of the slower rank."""
-    names = ["fsdpc-torch-fused", "fsdpc-optim"]
+    names = ["fsdpc-torch-fused", "fsdpc-optim", "fsdpc-optim-average"]
     found = bench_step.run_ranks(bench_step.time_job, 2, model, names, rounds)
-    seconds = found["seconds"]
-    pairs = zip(seconds[names[1]], seconds[names[0]], strict=True)
-    losses = [found["losses"][name] for name in names]
+    seconds = [found["seconds"][name] for name in names]
+    losses = [found["losses"][name] for name in names[:2]]
+
+    def ratio(mine: list[float], theirs: list[float]) -> dict[str, float]:
+        return common.spread([a / b for a, b in zip(mine, theirs, strict=True)])
+
     return {
-        **{name: common.spread([1e3 * value for value in seconds[name]]) for name in names},
-        "of_torch": common.spread([mine / theirs for mine, theirs in pairs]),
+        **{
+            name: common.spread([1e3 * value for value in values])
+            for name, values in zip(names, seconds, strict=True)
+        },
+        "of_torch": ratio(seconds[1], seconds[0]),
+        "average_of_without": ratio(seconds[2], seconds[1]),
         "loss_difference": max(abs(a - b) for a, b in zip(*losses, strict=True)),
     }
 
@@ -260,13 +278,13 @@ def whole_steps(model: str, rounds: int) -> dict[str, Any]:
 def show_steps(results: dict[str, Any]) -> None:
     """Print the table of whole steps."""
     print("\ntraining steps, 2 ranks")
-    head = ["model", "torch fused, ms", "fsdpc.optim, ms", "time / torch's", "losses differ by"]
-    keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch")
+    head = ["model", "torch fused, ms", "fsdpc.optim, ms", "time / torch's", "with average /"]
+    keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch", "average_of_without")
     rows = [
         [model, *(f"{entry[key]['median']:.3f}" for key in keys), f"{entry['loss_difference']:.1e}"]
         for model, entry in results.items()
     ]
-    common.print_table(head, rows)
+    common.print_table([*head, "losses differ by"], rows)
 
 
 def main() -> None:

@@ -174,7 +174,9 @@ def stepped_by(work: Workload, make: str) -> Training:
 
     training = fsdpc(work)
     kinds = {"torch": functools.partial(torch.optim.AdamW, fused=True), "fsdpc": optim.AdamW}
-    training.optimizer = kinds[make](training.model.parameters(), lr=1e-3)
+    training.optimizer = kinds[make.removesuffix(" average")](training.model.parameters(), lr=1e-3)
+    if make.endswith(" average"):
+        optim.Average(training.optimizer)
     return training
 
 
@@ -226,6 +228,7 @@ ENGINES: dict[str, Callable[[Workload], Training]] = {
     "fsdpc": fsdpc,
     "fsdpc2": fsdpc2,
     "fsdpc-torch-fused": functools.partial(stepped_by, make="torch"),
+    "fsdpc-optim-average": functools.partial(stepped_by, make="fsdpc average"),
     "fsdpc-optim": functools.partial(stepped_by, make="fsdpc"),
     "fsdpc-events": functools.partial(profiled, tensors=False),
     "fsdpc-tensors": profiled,

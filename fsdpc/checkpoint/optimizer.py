@@ -69,7 +69,10 @@ class StateRow:
 
 
 def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
-    """``TypeError``: no optimizer or scheduler, or several. ``method``: of the scheduler."""
+    """``TypeError``: no optimizer or scheduler, or several. ``method``: of the scheduler.
+
+    ``RuntimeError``: the model shows the averages that the optimizer keeps.
+    """
     name = type(optimizer).__name__
     inner = getattr(optimizer, "optimizers", None)
     several = "save each in a folder of its own, or put the parameters into groups of one optimizer"
@@ -84,6 +87,9 @@ def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
             f"scheduler must have {method}(), and {type(scheduler).__name__} has not: pass one "
             "scheduler, and the states of others in extra="
         )
+    average = getattr(optimizer, "_fsdpc_average", None)  # fsdpc.optim.Average
+    if average is not None:
+        average.refuse_shown("saving or loading the optimizer")
 
 
 def state_name(parameter: str, key: str) -> str:

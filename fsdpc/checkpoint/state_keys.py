@@ -11,6 +11,7 @@ from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.optimizer import IMPLEMENTATION, options_of, params_of
 from fsdpc.optim._base import FusedOptimizer
 from fsdpc.optim._chunks import MASTER
+from fsdpc.optim.average import STATE as AVERAGE
 
 
 def check_keys(
@@ -28,14 +29,15 @@ def check_keys(
         return  # make_state compares their forms
     groups = params_of(optimizer, model)
     saved = options_of(groups, saved_groups, chosen)
+    averages = getattr(optimizer, "_fsdpc_average", None) is not None
     for group, members, options in zip(optimizer.param_groups, groups, saved, strict=True):
         usual = _usual({**group, **options}, optimizer)
         for member in members:
             wanted = usual
             if wanted is None:
-                wanted = set(dict.get(optimizer.state, member.param, {})) or None
+                wanted = set(dict.get(optimizer.state, member.param, {})) - {AVERAGE} or None
             for name in member.names:
-                found = set(kinds.get(name, {}))
+                found = set(kinds.get(name, {})) - ({AVERAGE} if averages else set())
                 if found and wanted is not None:
                     _compare(name, found, wanted, type(optimizer).__name__)
 
@@ -45,6 +47,8 @@ def _compare(name: str, found: set[str], wanted: set[str], optimizer: str) -> No
     if missing or unexpected:
         texts = [f"lacks {', '.join(missing)}"] if missing else []
         texts += [f"has {', '.join(unexpected)}, which is not used"] if unexpected else []
+        if AVERAGE in unexpected:
+            texts.append("fsdpc.optim.Average(optimizer) must be made before its averages load")
         raise ValueError(
             f"the state of {name!r} in the checkpoint does not fit {optimizer}: it "
             f"{' and '.join(texts)}; load into an optimizer of the class that was saved, or "

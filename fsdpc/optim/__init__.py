@@ -12,6 +12,7 @@ from fsdpc.optim.adam import Adam, AdamW
 from fsdpc.optim.adam_mini import AdamMini
 from fsdpc.optim.adamw_8bit import AdamW8bit
 from fsdpc.optim.adamw_bf16 import AdamWBF16
+from fsdpc.optim.average import Average
 from fsdpc.optim.lion import Lion
 from fsdpc.optim.sgd import SGD
 
@@ -22,6 +23,7 @@ __all__ = [
     "AdamW",
     "AdamW8bit",
     "AdamWBF16",
+    "Average",
     "Disk",
     "DiskError",
     "Host",

@@ -111,7 +111,10 @@ def optimizers(model: nn.Module) -> float:
     early = optim.in_backward(model, lambda named: optim.AdamW(named, lr=1e-3))
     early.step()
     early.write_copies(None)
-    norm = optim.SGD(model.parameters()).step_and_clip(1.0)
+    average = optim.Average(every[0], optim.Average.warm_up(0.99), every=2, after=10)
+    with average.applied(model):
+        mean = average.of(next(model.parameters())).mean()
+    norm = optim.SGD(model.parameters()).step_and_clip(1.0) + mean
     return float(norm)
 
 

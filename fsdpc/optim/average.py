@@ -1,0 +1,264 @@
+"""Averages of parameters over the steps of an optimizer, kept where the parameters' shards are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdpc._companions.lane import before_write
+from fsdpc._engine.interop import around
+from fsdpc.optim._places import local_of, locals_of
+
+STATE = "average"  # of each parameter, beside the optimizer's own states
+COUNT = "averaged"  # of each group: how many values its averages have taken
+Decay = float | Callable[[int], float]
+
+
+class Average:
+    """An average of an optimizer's parameters over its steps: exponential (EMA), or uniform (SWA).
+
+    Every ``optimizer.step()`` ends with ``average = lerp(average, parameter, 1 - decay)`` on this
+    rank's shards: local, without communication, to the bits of the same average of the unsharded
+    model. The first step taken copies the parameter, as ``torch.optim.swa_utils.AveragedModel``
+    does. Averages are float32 (float64 for float64) and part of the optimizer's state, under the
+    name ``average``: state dicts, ``FSDP.optim_state_dict`` and ``fsdpc.checkpoint`` save, load and
+    reshard them as they do any state. They cost 4 bytes per parameter of a shard.
+
+    Args:
+        optimizer: any ``torch.optim.Optimizer``, of ``fsdpc.optim`` or torch, over parameters of
+            ``FullyShardedDataParallel``, of ``fully_shard``, or plain ones. Make the average on
+            every rank, before a state dict with averages is loaded.
+        decay: the weight of the average so far, 0 to 1; or a function of the number of values
+            taken so far (1 at the second one), for a warm-up: ``Average.warm_up(0.999)``. None:
+            the uniform average. A group's own ``average_decay`` comes first.
+        every: steps between two values taken.
+        after: steps before the first one.
+
+    ``ValueError``: numbers out of range. ``NotImplementedError``: the optimizer has an average.
+
+    Sources: Polyak and Juditsky 1992; arXiv 1803.05407 (SWA); ``torch.optim.swa_utils``.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        decay: Decay | None = 0.999,
+        *,
+        every: int = 1,
+        after: int = 0,
+    ) -> None:
+        _check_decay(decay)
+        if every < 1 or after < 0:
+            raise ValueError(f"Average: every={every} must be at least 1, after={after} at least 0")
+        if getattr(optimizer, "_fsdpc_average", None) is not None:
+            raise NotImplementedError(
+                f"this {type(optimizer).__name__} has an average: groups with their own "
+                "average_decay can have others"
+            )
+        self.optimizer = optimizer
+        self.decay = decay
+        self.every = every
+        self.after = after
+        self._in_model: dict[Tensor, Tensor] = {}  # parameters that show averages: their values
+        self._loading: Mapping[str, Any] | None = None
+        optimizer._fsdpc_average = self  # type: ignore[attr-defined]
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._take)
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    @staticmethod
+    def warm_up(decay: float, ramp: float = 10.0) -> Callable[[int], float]:
+        """``min(decay, (1 + n) / (ramp + n))`` after n values, as TensorFlow's
+        ``ExponentialMovingAverage`` with ``num_updates`` has it. Local.
+        """
+        _check_decay(decay)
+        return lambda taken: min(decay, (1 + taken) / (ramp + taken))
+
+    def of(self, param: Tensor) -> Tensor:
+        """The average of a parameter's shard, of its shape: a DTensor for a DTensor. Local.
+
+        ``KeyError``: no value of this parameter has been taken yet.
+        """
+        if param not in self.optimizer.state or STATE not in self.optimizer.state[param]:
+            raise KeyError(
+                f"a parameter of shape {tuple(param.shape)} has no average: no step of the "
+                "optimizer that trains it has been taken yet"
+            )
+        return self.optimizer.state[param][STATE]
+
+    @contextmanager
+    def applied(self, model: nn.Module) -> Iterator[None]:
+        """Within the block the parameters of ``model`` have their averages, behind it their values
+        again, to the bit.
+
+        For evaluation, and for exports: ``fsdpc.checkpoint.save(path, model)`` inside writes the
+        averages as plain files. Values and averages of float32 parameters swap their places, a
+        parameter at a time; a narrow parameter's values are kept beside. Parameters without an
+        average, and buffers, stay. Every rank must do it, between the same steps. Local.
+
+        ``RuntimeError``: inside a block for the same parameters; and inside the block for the
+        optimizer's ``step``, ``state_dict`` and ``load_state_dict``.
+        """
+        own = set(model.parameters())
+        chosen = [param for param in self._averaged() if param in own]
+        if any(param in self._in_model for param in chosen):
+            raise RuntimeError("Average.applied: the model has its averages already")
+        before_write()
+        shown: list[Tensor] = []
+        try:
+            for param in chosen:
+                self._show(param)
+                shown.append(param)
+            yield
+        finally:
+            before_write()
+            for param in reversed(shown):
+                self._hide(param)
+
+    # --- taking values ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _take(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        found = getattr(optimizer, "found_inf", None)
+        on_gpu = isinstance(found, Tensor) and not found.is_cpu
+        if found is not None and not on_gpu and float(found) != 0:
+            return  # the step was skipped
+        skipped = found if on_gpu else None
+        for group in optimizer.param_groups:
+            steps = group.get("average_steps", 0)
+            group["average_steps"] = steps + 1
+            if steps < self.after or (steps - self.after) % self.every:
+                continue
+            self._take_group(group, [p for p in group["params"] if self._is_stepped(p)], skipped)
+
+    def _is_stepped(self, param: Tensor) -> bool:
+        return param.requires_grad or param in self.optimizer.state
+
+    def _take_group(
+        self, group: dict[str, Any], params: Sequence[Tensor], skipped: Tensor | None
+    ) -> None:
+        taken = group.get(COUNT, 0)
+        state = self.optimizer.state
+        new = [param for param in params if STATE not in state[param]]
+        old = [param for param in params if STATE in state[param]] if new else params
+        if old:
+            averages = locals_of([state[param][STATE] for param in old])
+            values = [
+                value if value.dtype == average.dtype else value.to(average.dtype)
+                for value, average in zip(locals_of(list(old)), averages, strict=True)
+            ]
+            _lerp(averages, values, 1.0 - self._decay_of(group, taken), skipped)
+        for param in new:
+            state[param][STATE] = _copy(param)
+        group[COUNT] = taken + 1
+
+    def _decay_of(self, group: dict[str, Any], taken: int) -> float:
+        decay = group.get("average_decay", self.decay)
+        if decay is None:
+            return taken / (taken + 1)
+        return float(decay(taken)) if callable(decay) else float(decay)
+
+    def _averaged(self) -> list[Tensor]:
+        state = self.optimizer.state
+        every = (p for group in self.optimizer.param_groups for p in group["params"])
+        return [param for param in every if param in state and STATE in state[param]]
+
+    # --- showing averages ------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _show(self, param: Tensor) -> None:
+        value, average = locals_of([param, self.of(param)])
+        self._in_model[param] = value.clone()
+        value.copy_(average)
+        if value.dtype == average.dtype:
+            average.copy_(self._in_model[param])
+            self._in_model[param] = average  # where the values are now
+        self._written(param, value)
+
+    @torch.no_grad()
+    def _hide(self, param: Tensor) -> None:
+        value, average = locals_of([param, self.of(param)])
+        kept = self._in_model.pop(param)
+        if kept is average:
+            shown = value.clone()
+            value.copy_(average)
+            average.copy_(shown)
+        else:
+            value.copy_(kept)
+        self._written(param, value)
+
+    def _written(self, param: Tensor, value: Tensor) -> None:
+        if value is not param:
+            increment_version([param])
+        copies = getattr(self.optimizer, "_copies", None)
+        if copies and param in copies:
+            copies[param].copy_(value)
+
+    def refuse_shown(self, what: str) -> None:
+        """``RuntimeError`` inside ``applied``: ``what`` would take averages for values. Local."""
+        if self._in_model:
+            raise RuntimeError(
+                f"{what} inside Average.applied(): {len(self._in_model)} parameters have their "
+                "averages there instead of their values. Leave the block first"
+            )
+
+    def _before_step(self, *_: Any) -> None:
+        self.refuse_shown("optimizer.step()")
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self.refuse_shown("optimizer.state_dict()")
+
+    # --- loading ---------------------------------------------------------------------------------
+
+    def _before_load(self, _: Any, state_dict: Mapping[str, Any]) -> None:
+        self.refuse_shown("optimizer.load_state_dict()")
+        self._loading = state_dict
+
+    def _after_load(self, optimizer: Any) -> None:
+        """torch casts states to their parameters' dtypes: averages keep theirs."""
+        given, self._loading = self._loading, None
+        assert given is not None
+        ids = [number for group in given["param_groups"] for number in group["params"]]
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, param in zip(ids, params, strict=True):
+            saved = given["state"].get(number, {}).get(STATE)
+            if saved is not None:
+                optimizer.state[param][STATE] = _copy(saved, like=param)
+
+
+def _check_decay(decay: Decay | None) -> None:
+    if decay is not None and not callable(decay) and not 0.0 <= decay <= 1.0:
+        raise ValueError(f"Invalid decay value: {decay}")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _copy(value: Tensor, like: Tensor | None = None) -> Tensor:
+    """A wide copy, where ``like`` is."""
+    like = value if like is None else like
+    own, target = local_of(value.detach()), local_of(like)
+    made = own.to(target.device, _wide(like.dtype), copy=True).contiguous()
+    return around(made, like._spec) if isinstance(like, DTensor) else made
+
+
+def _lerp(
+    averages: list[Tensor], values: list[Tensor], weight: float, skipped: Tensor | None
+) -> None:
+    """``skipped``: on a GPU, 1 if the step was skipped: then nothing moves."""
+    if skipped is None:
+        torch._foreach_lerp_(averages, values, weight)
+        return
+    for average, value in zip(averages, values, strict=True):
+        moved = weight * (1.0 - skipped.to(average.device, average.dtype))
+        average.lerp_(value, moved.reshape(()))

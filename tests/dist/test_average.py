@@ -1,0 +1,284 @@
+"""fsdpc.optim.Average: the averages of an unsharded model's values, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from harness import ranks, run_ranks
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from toys import by_door, full_parameters, loss_of, tokens, toy
+
+import fsdpc
+from fsdpc import checkpoint, optim
+from fsdpc.optim import Average
+
+STEPS = 4
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "AdamW": lambda p: optim.AdamW(p, lr=1e-2, eps=1e-3),
+    "SGD": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9),
+    "AdamW8bit": lambda p: optim.AdamW8bit(p, lr=1e-2),
+    "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
+}
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole values, out of any kind of sharding."""
+    if isinstance(model, fsdpc.FullyShardedDataParallel):
+        return {name: value.clone() for name, value in full_parameters(model).items()}
+    return {
+        name: (p.full_tensor() if isinstance(p, DTensor) else p.detach()).clone()
+        for name, p in model.named_parameters()
+    }
+
+
+class ByHand:
+    """An exponential average of whole values."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Tensor] = {}
+
+    def take(self, model: nn.Module, decay: float) -> None:
+        for name, value in values_of(model).items():
+            if name in self.values:
+                self.values[name].lerp_(value.float(), 1 - decay)
+            else:
+                self.values[name] = value.float()
+
+
+def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
+    loss_of(model, tokens(rank, number)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in found.items():
+        assert torch.equal(value.float(), wanted[name].to(value.dtype).float()), name
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+@pytest.mark.parametrize("kind", list(MAKERS))
+def test_equals_an_average_by_hand(rank, world, door, kind):
+    """And the values come back to the bit, also after an error."""
+    model = by_door(door, toy())
+    optimizer = MAKERS[kind](list(model.parameters()))
+    average, by_hand = Average(optimizer, 0.75), ByHand()
+    for number in range(STEPS):
+        step(model, optimizer, rank, number)
+        by_hand.take(model, 0.75)
+    values = values_of(model)
+    with pytest.raises(ZeroDivisionError), average.applied(model):
+        same(values_of(model), by_hand.values)
+        with torch.no_grad():
+            loss_of(model, tokens(0, 0))
+        with pytest.raises(RuntimeError, match="parameters have their averages there"):
+            optimizer.step()
+        with pytest.raises(RuntimeError, match="averages already"), average.applied(model):
+            pass
+        _ = 1 // 0
+    same(values_of(model), values)
+    step(model, optimizer, rank, STEPS)
+    by_hand.take(model, 0.75)
+    with average.applied(model):
+        same(values_of(model), by_hand.values)
+
+
+def test_rules_of_torch():
+    """torch's AveragedModel with its exponential and its uniform rule; a step in two, after two."""
+    for decay, rule in (
+        (0.9, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)),
+        (None, torch.optim.swa_utils.get_swa_multi_avg_fn()),
+    ):
+        model = toy()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        theirs = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=rule)
+        average = Average(optimizer, decay, every=2, after=2)
+        for number in range(8):
+            step(model, optimizer, 0, number)
+            if number in (2, 4, 6):
+                theirs.update_parameters(model)
+        wanted = dict(theirs.module.named_parameters())
+        for name, param in model.named_parameters():
+            torch.testing.assert_close(average.of(param), wanted[name].detach(), rtol=1e-6, atol=0)
+
+
+def test_a_groups_own_decay_and_warm_up():
+    first, second = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    groups = [{"params": [first], "average_decay": 0.0}, {"params": [second]}]
+    optimizer = torch.optim.SGD(groups, lr=1.0)
+    average = Average(optimizer, Average.warm_up(0.9))
+    for _ in range(3):
+        first.grad, second.grad = torch.ones(3), torch.ones(3)
+        optimizer.step()
+    assert torch.equal(average.of(first), first)
+    wanted = torch.zeros(3).lerp(torch.full((3,), -1.0), 1 - 2 / 11)
+    assert torch.equal(average.of(second), wanted.lerp(torch.full((3,), -2.0), 1 - 3 / 12))
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_narrow_parameters_have_wide_averages(rank, world, door):
+    model = by_door(door, toy(dtype=torch.bfloat16))
+    optimizer = optim.AdamWBF16(model.parameters(), lr=1e-3)
+    average, by_hand = Average(optimizer, 0.99), ByHand()
+    for number in range(STEPS):
+        step(model, optimizer, rank, number)
+        by_hand.take(model, 0.99)
+    values = values_of(model)
+    with average.applied(model):
+        same(values_of(model), by_hand.values)
+    same(values_of(model), values)
+    assert all(average.of(p).dtype == torch.float32 for p in model.parameters())
+
+
+def trained(rank: int, door: str, kind: str = "AdamW") -> tuple[nn.Module, Any, Average]:
+    model = by_door(door, toy())
+    optimizer = MAKERS[kind](list(model.parameters()))
+    return model, optimizer, Average(optimizer, 0.5)
+
+
+def save(rank, world, door, path):
+    model, optimizer, average = trained(rank, door)
+    for number in range(STEPS):
+        step(model, optimizer, 0, number)
+    checkpoint.save(f"{path}/both", model, optimizer)
+    with average.applied(model):
+        checkpoint.save(f"{path}/averages", model)
+        if rank == 0:
+            torch.save(values_of(model), f"{path}/values")
+        else:
+            values_of(model)
+        with pytest.raises(RuntimeError, match="averages there instead of their values"):
+            checkpoint.save(f"{path}/mixed", model, optimizer)
+
+
+def load(rank, world, door, path):
+    model, optimizer, average = trained(rank, door)
+    checkpoint.load(f"{path}/both", model, optimizer)
+    assert all(group["averaged"] == STEPS for group in optimizer.param_groups)
+    wanted = torch.load(f"{path}/values")
+    with average.applied(model):
+        same(values_of(model), wanted)
+    step(model, optimizer, 0, STEPS)
+    alone, _, _ = trained(rank, door)
+    checkpoint.load(f"{path}/averages", alone)
+    same(values_of(alone), wanted)
+
+
+@pytest.mark.parametrize("doors", [("orig", "fully_shard"), ("fully_shard", "flat")])
+def test_checkpoints_keep_averages(doors, tmp_path):
+    run_ranks(save, 3, door=doors[0], path=str(tmp_path))
+    run_ranks(load, 2, door=doors[1], path=str(tmp_path))
+
+
+@ranks(2)
+def test_optimizer_state_dicts_of_fsdp_keep_averages(rank, world):
+    def whole(model, optimizer):
+        return fsdpc.FullyShardedDataParallel.optim_state_dict(model, optimizer)
+
+    model, optimizer, _ = trained(rank, "orig")
+    for number in range(STEPS):
+        step(model, optimizer, rank, number)
+    saved = whole(model, optimizer)
+    again, second, average = trained(rank, "flat")
+    F = fsdpc.FullyShardedDataParallel
+    second.load_state_dict(F.optim_state_dict_to_load(again, second, saved))
+    found = whole(again, second)["state"]
+    for name, state in saved["state"].items():
+        assert torch.equal(state["average"], found[name]["average"]), name
+    for param in again.parameters():
+        assert average.of(param).shape == param.shape
+
+
+@pytest.mark.parametrize("way", ["state dict", "checkpoint"])
+def test_a_loaded_average_keeps_its_dtype(way, tmp_path):
+    param = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    average = Average(optimizer, 0.999)
+    for _ in range(3):
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+    other = nn.Parameter(torch.ones(8, dtype=torch.bfloat16))
+    second = torch.optim.SGD([other], lr=0.1)
+    loaded = Average(second, 0.999)
+    if way == "checkpoint":
+        checkpoint.save(tmp_path / "c", nn.ParameterList([param]), optimizer)
+        checkpoint.load(tmp_path / "c", nn.ParameterList([other]), second)
+    else:
+        second.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(loaded.of(other), average.of(param))
+    assert second.param_groups[0]["averaged"] == 3
+
+
+def test_a_skipped_step_is_not_taken():
+    param = nn.Parameter(torch.ones(4))
+    optimizer = optim.AdamW([param], lr=0.1)
+    average = Average(optimizer, 0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    for infinite in (False, True, False):
+        scaler.scale((param * (float("inf") if infinite else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert optimizer.param_groups[0]["averaged"] == 2 and average.of(param).isfinite().all()
+
+
+@ranks(2)
+def test_units_that_step_in_backward(rank, world):
+    model = by_door("fully_shard", toy())
+    optimizer = optim.in_backward(model, MAKERS["AdamW"])
+    average, by_hand = Average(optimizer, 0.75), ByHand()
+    for number in range(STEPS):
+        loss_of(model, tokens(rank, number)).backward()
+        optimizer.step()
+        by_hand.take(model, 0.75)
+    with average.applied(model):
+        same(values_of(model), by_hand.values)
+
+
+@pytest.mark.parametrize("where", ["disk", "ram"])
+def test_states_that_are_offloaded(where, tmp_path):
+    model = toy()
+    away = optim.Disk(tmp_path) if where == "disk" else None
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, offload=away)
+    average, by_hand = Average(optimizer, 0.75), ByHand()
+    for number in range(STEPS):
+        step(model, optimizer, 0, number)
+        by_hand.take(model, 0.75)
+    with average.applied(model):
+        same(values_of(model), by_hand.values)
+
+
+def test_low_copies_follow():
+    param = nn.Parameter(torch.ones(4))
+    low = torch.ones(4, dtype=torch.bfloat16)
+    optimizer = optim.AdamW([param], lr=0.5)
+    optimizer.write_copies({param: low})
+    average = Average(optimizer, 0.5)
+    for _ in range(2):
+        param.grad = torch.ones(4)
+        optimizer.step()
+    value = low.clone()
+    model = nn.ParameterList([param])
+    with average.applied(model):
+        assert torch.equal(low, param.bfloat16()) and not torch.equal(low, value)
+    assert torch.equal(low, value)
+
+
+def test_bad_numbers_and_second_averages_are_refused():
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    for bad in ({"decay": 1.5}, {"every": 0}, {"after": -1}):
+        with pytest.raises(ValueError, match=r"decay|every"):
+            Average(optimizer, **bad)
+    Average(optimizer)
+    with pytest.raises(NotImplementedError, match="has an average"):
+        Average(optimizer)
+    with pytest.raises(KeyError, match="no step of the optimizer"):
+        optimizer._fsdpc_average.of(optimizer.param_groups[0]["params"][0])
