@@ -308,8 +308,9 @@ def hosts_tables(result: dict) -> str:
 
 
 def host_rows(case: dict) -> list[list[str]]:
-    """Of each engine. Floor: the larger of the unsharded step and the least bytes at the line's rate;
-    busy: the share of the step in which a host sends at that rate; exposed: above the unsharded step.
+    """Of each engine. Floor: the larger of the unsharded step and the least bytes at the line's
+    rate; busy: the share of the step in which a host sends at that rate; exposed: what the step
+    takes above the unsharded one.
     """
     seconds = case["bytes"] / bytes_per_second(case["rate"])
     local, beside = (case[name]["step_s"]["median"] for name in ("local", "fsdp2"))
