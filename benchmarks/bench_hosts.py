@@ -47,7 +47,7 @@ MODELS = {
     "10m": Workload(GPTConfig(layers=6, width=384, heads=6), batch=2, seq=64, steps=1),
     "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
 }
-BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2"]
+BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2", "fsdpc-3-slots"]
 INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]  # besides, with several ranks on each host
 PROBE_NUMEL = 16 << 20
 
@@ -73,7 +73,15 @@ def hybrid(work: Workload) -> Training:
     return fsdpc(work, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
-BUILDERS = {"ddp": ddp, "fsdpc2-kept": kept, "fsdpc-hybrid": hybrid}
+def three_slots(work: Workload) -> Training:
+    """fsdpc with room for one more gathered unit."""
+    training = fsdpc(work)
+    training.before_forward = lambda: os.environ.update(FSDPC_GATHER_SLOTS="3")
+    training.after_backward = lambda: os.environ.pop("FSDPC_GATHER_SLOTS")
+    return training
+
+
+BUILDERS = {"fsdpc-3-slots": three_slots, "ddp": ddp, "fsdpc2-kept": kept, "fsdpc-hybrid": hybrid}
 
 
 class Idle(nn.Module):

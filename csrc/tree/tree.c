@@ -297,14 +297,25 @@ note_order(fsdpc_tree *tree, int unit)
     }
 }
 
+int
+fsdpc_tree_reach(const fsdpc_tree *tree, const struct fsdpc_node *node)
+{
+    return tree->gather_slots > 2 && fsdpc_exchange_prefetches(node->exchange)
+               ? tree->gather_slots - 1
+               : 1;
+}
+
 static int
 prefetch_after(fsdpc_tree *tree, int unit)
 {
-    for (int k = 0; k + 1 < tree->last_order_count; k++) {
-        if (tree->last_order[k] == unit) {
-            struct fsdpc_node *next = &tree->nodes[tree->last_order[k + 1]];
-            return fsdpc_exchange_prefetch(next->exchange, next->unit);
-        }
+    const int reach = fsdpc_tree_reach(tree, &tree->nodes[unit]);
+    int at = 0;
+    while (at < tree->last_order_count && tree->last_order[at] != unit) {
+        at++;
+    }
+    for (int k = at + 1; k <= at + reach && k < tree->last_order_count; k++) {
+        struct fsdpc_node *next = &tree->nodes[tree->last_order[k]];
+        FSDPC_TRY(fsdpc_exchange_prefetch(next->exchange, next->unit));
     }
     return FSDPC_OK;
 }

@@ -33,15 +33,15 @@ fsdpc_tree_begin_backward(fsdpc_tree *tree)
 static int
 prefetch_before(fsdpc_tree *tree, int unit)
 {
-    int at = tree->nodes[unit].order;
-    if (at <= 0) {
-        return FSDPC_OK;
+    const int at = tree->nodes[unit].order;
+    const int reach = fsdpc_tree_reach(tree, &tree->nodes[unit]);
+    for (int k = at - 1; k >= at - reach && k >= 0; k--) {
+        struct fsdpc_node *previous = &tree->nodes[tree->order[k]];
+        if (!previous->held && !previous->done) {
+            FSDPC_TRY(fsdpc_exchange_prefetch(previous->exchange, previous->unit));
+        }
     }
-    struct fsdpc_node *previous = &tree->nodes[tree->order[at - 1]];
-    if (previous->held || previous->done) {
-        return FSDPC_OK;
-    }
-    return fsdpc_exchange_prefetch(previous->exchange, previous->unit);
+    return FSDPC_OK;
 }
 
 static void

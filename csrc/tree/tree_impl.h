@@ -58,6 +58,8 @@ struct fsdpc_tree {
 /* tree.c */
 /* Sets the references that the end of a backward leaves: forwards in progress, and kept holds. */
 void fsdpc_tree_set_floor(struct fsdpc_node *node);
+/* How many of the next units' gathers may be begun: on a wire as many as have a slot besides the node's own. */
+int fsdpc_tree_reach(const fsdpc_tree *tree, const struct fsdpc_node *node);
 /* Some unit's forward has begun and not ended. */
 bool fsdpc_tree_in_forward(const fsdpc_tree *tree);
 void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);

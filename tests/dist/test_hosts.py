@@ -93,3 +93,21 @@ def test_a_host_whose_ranks_cannot_share_memory(rank, world):
     assert bootstrap.comm_for_group(dist.group.WORLD).ranks_per_host == 0
     for p, q in zip(model.parameters(), reference.master.parameters(), strict=True):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire", "FSDPC_GATHER_SLOTS": "3"})
+def test_gathers_begin_as_many_units_ahead_as_have_slots(rank, world):
+    """Two units with three slots, forth and back; what the slots hold is not gathered again."""
+    model = shard_blocks(toy(blocks=6))
+    for step in range(2):
+        if step == 1:
+            model._get_fsdp_state()._tree.clear_trace()
+        loss_of(model, tokens(rank, step)).backward()
+    found = [
+        ("begin " if event["op"] == "prefetch" else "") + event["unit"].removeprefix("blocks.")
+        for event in model._get_fsdp_state()._tree.trace()
+        if event["op"] == "gather" or (event["op"] == "prefetch" and event["bytes"])
+    ]
+    forth = "begin Toy, begin 0, begin 1, Toy, begin 2, 0, begin 3, 1, begin 4, 2, begin 5, 3, 4, 5"
+    back = "5, begin 2, 4, begin 1, 3, begin 0, 2, 1, 0"
+    assert ", ".join(found) == f"{forth}, {back}", found
