@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from fsdpc import _C
+from fsdpc._comm import interruptible
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm.channel import Channel
 from fsdpc._comm.stall import Location, Stall
@@ -196,10 +197,13 @@ class Collectives:
 
     def land(self, works: Transfers, skip: bytes | None, what: str) -> None:
         """Wait for those with ranks r that are not skipped by ``skip[r]``, which find no match.
-        ``CommTimeout``, ``PeerError``: then none of them writes to memory any more.
+        ``CommTimeout``, ``PeerError``, and what a signal handler raises (Ctrl-C): then none of them
+        writes to memory any more.
         """
         until = time.monotonic() + self._timeout
-        with self._shown(what):
+        failed: list[tuple[int, RuntimeError]] = []
+
+        def wait() -> None:
             for work, peer in works:
                 if skip and skip[peer]:
                     continue
@@ -207,7 +211,13 @@ class Collectives:
                 try:
                     work.wait(timedelta(seconds=left))
                 except RuntimeError as error:
-                    raise self._failed(peer, error, what) from error
+                    failed.append((peer, error))
+                    return
+
+        with self._shown(what):
+            interruptible.run(wait, lambda: _cut([work for work, _ in works]))
+            for peer, error in failed:
+                raise self._failed(peer, error, what) from error
 
     def give_up(self, works: Transfers) -> None:
         """Leave them to themselves: what another rank has begun to send must arrive, or the
@@ -240,6 +250,17 @@ class Collectives:
             return f"rank {peer} of {self._group().size()}"
         place = self._locations[peer]
         return f"process {place.pid} on host {place.host_name}"
+
+
+def _cut(works: Sequence[dist.Work]) -> None:
+    """End the works, and the connections with those that have not landed: a wait whose time is over
+    leaves nothing that writes to memory.
+    """
+    for work in works:
+        try:
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError:
+            return  # so are all other works of the group
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:

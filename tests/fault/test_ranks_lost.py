@@ -206,8 +206,10 @@ def interrupted(rank, world):
         raise
 
 
-def test_sigint_while_waiting():
-    outcomes = with_what_was_left(lambda: run_ranks(interrupted, 2, faults=True))
+@pytest.mark.parametrize("collectives", ["shm", "wire"])
+def test_sigint_while_waiting(collectives):
+    env = {"FSDPC_COLLECTIVES": collectives}
+    outcomes = with_what_was_left(lambda: run_ranks(interrupted, 2, env=env, faults=True))
     zero = outcomes[0]
     assert "KeyboardInterrupt" in zero.error_types, zero.error
     assert zero.finished_at - zero.signalled_at <= LATE_S
