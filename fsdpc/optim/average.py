@@ -41,7 +41,8 @@ class Average:
         every: steps between two values taken.
         after: steps before the first one.
 
-    ``ValueError``: numbers out of range. ``NotImplementedError``: the optimizer has an average.
+    ``ValueError``: numbers out of range. ``TypeError``: a wrapper around an optimizer.
+    ``NotImplementedError``: the optimizer has an average.
 
     Sources: Polyak and Juditsky 1992; arXiv 1803.05407 (SWA); ``torch.optim.swa_utils``.
     """
@@ -57,6 +58,11 @@ class Average:
         _check_decay(decay)
         if every < 1 or after < 0:
             raise ValueError(f"Average: every={every} must be at least 1, after={after} at least 0")
+        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+            raise TypeError(
+                f"a {type(optimizer).__name__} calls no hooks of its steps: make the Average of "
+                "the torch.optim.Optimizer inside (accelerate: optimizer.optimizer)"
+            )
         if getattr(optimizer, "_fsdpc_average", None) is not None:
             raise NotImplementedError(
                 f"this {type(optimizer).__name__} has an average: groups with their own "
@@ -88,7 +94,9 @@ class Average:
 
         ``KeyError``: no value of this parameter has been taken yet.
         """
-        if param not in self.optimizer.state or STATE not in self.optimizer.state[param]:
+        if STATE not in self.optimizer.state.get(param, {}):
+            if local_of(param).numel() == 0:
+                return _copy(param)  # this rank holds nothing of the parameter
             raise KeyError(
                 f"a parameter of shape {tuple(param.shape)} has no average: no step of the "
                 "optimizer that trains it has been taken yet"
@@ -138,10 +146,16 @@ class Average:
             group["average_steps"] = steps + 1
             if steps < self.after or (steps - self.after) % self.every:
                 continue
-            self._take_group(group, [p for p in group["params"] if self._is_stepped(p)], skipped)
+            params = [param for param in group["params"] if self._is_stepped(group, param)]
+            self._take_group(group, params, skipped)
 
-    def _is_stepped(self, param: Tensor) -> bool:
-        return param.requires_grad or param in self.optimizer.state
+    def _is_stepped(self, group: dict[str, Any], param: Tensor) -> bool:
+        """Others get no state here: optimizers take a parameter without a state for a new one."""
+        if self.optimizer.state.get(param) or param.grad is not None:
+            return True
+        names = getattr(self.optimizer, "_names", None)
+        inside = getattr(self.optimizer, "_inside", None) is not None  # gradients are gone
+        return inside and names is not None and not names(group)
 
     def _take_group(
         self, group: dict[str, Any], params: Sequence[Tensor], skipped: Tensor | None
@@ -233,6 +247,8 @@ class Average:
             saved = given["state"].get(number, {}).get(STATE)
             if saved is not None:
                 optimizer.state[param][STATE] = _copy(saved, like=param)
+            elif param in optimizer.state:  # of a step that torch makes to have states to load into
+                optimizer.state[param].pop(STATE, None)
 
 
 def _check_decay(decay: Decay | None) -> None:

@@ -10,6 +10,10 @@ import pytest
 import torch
 from harness import ranks, run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.tensor import DTensor
 from toys import by_door, full_parameters, loss_of, tokens, toy
 
@@ -88,6 +92,56 @@ def test_equals_an_average_by_hand(rank, world, door, kind):
     by_hand.take(model, 0.75)
     with average.applied(model):
         same(values_of(model), by_hand.values)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_training_does_not_see_evaluations_of_averages(rank, world, door):
+    models = [by_door(door, toy()) for _ in range(2)]
+    optimizers = [MAKERS["AdamW"](list(model.parameters())) for model in models]
+    average = Average(optimizers[0], 0.5)
+    for number in range(STEPS):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, optimizer, rank, number)
+        with average.applied(models[0]), torch.no_grad():
+            loss_of(models[0], tokens(0, 0))
+    same(values_of(models[0]), values_of(models[1]))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "torch", "plain SGD"])
+def test_a_parameter_that_is_used_late(kind):
+    first, late = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    make = MAKERS.get(kind, lambda p: optim.SGD(p, lr=0.1))
+    optimizer = make([first, late])
+    average = Average(optimizer, 0.5)
+    for number in range(3):
+        first.grad = torch.ones(3)
+        late.grad = torch.ones(3) if number == 2 else None
+        optimizer.step()
+    assert torch.equal(average.of(late), late) and not torch.equal(average.of(first), first)
+
+
+def test_loading_through_torchs_state_dict_functions():
+    """They step an optimizer that has no state, to have states to load into."""
+
+    def made(steps):
+        torch.manual_seed(0)
+        model = nn.Linear(3, 3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        for _ in range(steps):
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    model, optimizer = made(2)
+    saved = get_optimizer_state_dict(model, optimizer)
+    again, second = made(0)
+    average = Average(second, 0.5)
+    set_optimizer_state_dict(again, second, saved)
+    with pytest.raises(KeyError):
+        average.of(again.weight)
+    assert "averaged" not in second.param_groups[0]
 
 
 def test_rules_of_torch():
@@ -277,6 +331,8 @@ def test_bad_numbers_and_second_averages_are_refused():
     for bad in ({"decay": 1.5}, {"every": 0}, {"after": -1}):
         with pytest.raises(ValueError, match=r"decay|every"):
             Average(optimizer, **bad)
+    with pytest.raises(TypeError, match="calls no hooks"):
+        Average(type("Wrapper", (), {})())
     Average(optimizer)
     with pytest.raises(NotImplementedError, match="has an average"):
         Average(optimizer)
