@@ -399,12 +399,15 @@ class _Maker:
         """As ``by_param``, for an optimizer that has states by whole parameters."""
         states: list[dict[str, Any]] = []
         wanted = self.optimizer.span_forms(member.param)
+        counts = getattr(self.optimizer, "spans_counted", lambda _: [True] * len(wanted))
+        counted = counts(member.param)
         device = self.optimizer.states_device(member.param)
-        for (entry, spans), forms in zip(member.covers, wanted, strict=True):
+        every = zip(member.covers, wanted, counted, strict=True)
+        for (entry, spans), forms, has_step in every:
             kind = self.kinds.get(entry.name, {})
             states.append({})
             if kind:
-                _check_forms(self.optimizer, entry, kind, forms, self.stored)
+                _check_forms(self.optimizer, entry, kind, forms, has_step, self.stored)
             if not kind or not len(spans):
                 continue
             for key, (dtype, length) in forms.items():
@@ -413,7 +416,8 @@ class _Maker:
                 made = _block_entry((entry, spans), key, dtype, length, memory)
                 made.shape = self.stored[made.name][1]
                 self.made.entries.append(made)
-            states[-1]["step"] = self._whole(member, entry.name, "step", True)
+            if has_step:
+                states[-1]["step"] = self._whole(member, entry.name, "step", True)
         if any(states):
             self.made.by_span.append((member.param, states))
 
@@ -473,6 +477,7 @@ def _check_forms(
     entry: Entry,
     kind: dict[str, Any],
     forms: dict[str, tuple[torch.dtype, int]],
+    has_step: bool,
     stored: Stored,
 ) -> None:
     """``ValueError``: the checkpoint has other tensors of a parameter than the optimizer."""
@@ -485,7 +490,7 @@ def _check_forms(
             expected = entry.shape if each == "cut" else (-(-entry.numel // length),)
             if tuple(shape) != tuple(expected):
                 raise ValueError(f"{state_name(entry.name, key)} has shape {shape}, not {expected}")
-    if found != forms or kind.get("step") != "whole":
+    if found != forms or kind.get("step") != ("whole" if has_step else None):
         raise ValueError(
             f"the state of {entry.name!r} is {_shown(found)} in the checkpoint, "
             f"but {_shown(forms)} in {type(optimizer).__name__}: load into an optimizer of the "

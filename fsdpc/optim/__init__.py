@@ -14,6 +14,7 @@ from fsdpc.optim.adamw_8bit import AdamW8bit
 from fsdpc.optim.adamw_bf16 import AdamWBF16
 from fsdpc.optim.average import Average
 from fsdpc.optim.lion import Lion
+from fsdpc.optim.muon import Muon
 from fsdpc.optim.sgd import SGD
 
 __all__ = [
@@ -28,5 +29,6 @@ __all__ = [
     "DiskError",
     "Host",
     "Lion",
+    "Muon",
     "in_backward",
 ]

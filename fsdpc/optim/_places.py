@@ -9,7 +9,7 @@ rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -47,17 +47,27 @@ class ParamSpan(NamedTuple):
 
 
 class Group:
-    """The ranks that share a parameter: a communicator, a process group, or this rank alone."""
+    """The ranks that share a parameter: a communicator, a process group, or this rank alone.
+    ``watch``: a communicator of the same ranks, which notices those that are gone.
+    """
 
-    def __init__(self, comm: Any = None, group: Any = None) -> None:
+    def __init__(self, comm: Any = None, group: Any = None, watch: Any = None) -> None:
         self.comm = comm
         self.group = group
+        self.watch = comm if watch is None else watch
 
     @property
     def identity(self) -> int:
         """Equal for groups that are the same object to their owner; 0 for this rank alone."""
         found = self.group if self.comm is None else self.comm
         return 0 if found is None else id(found)
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the group."""
+        if self.comm is not None:
+            return self.comm.rank
+        return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def world(self) -> int:
@@ -75,6 +85,35 @@ class Group:
             return
         ops = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
         dist.all_reduce(torch.from_numpy(values), op=ops[op], group=self.group)
+
+    def exchange(
+        self,
+        into: Tensor,
+        out: Tensor,
+        into_counts: Sequence[int],
+        out_counts: Sequence[int],
+        what: str,
+    ) -> Callable[[], None]:
+        """Give each rank its part of ``out``, and take this rank's parts of the others' into
+        ``into``: 1-D tensors of one dtype, cut by the counts. Ends when the result is called; until
+        then both tensors stay as they are. Collective over the group.
+
+        ``PeerError``, ``CommTimeout``: ranks that share memory, of which one has not come.
+        """
+        assert self.group is not None, what
+        if self.watch is not None and self.watch.one_memory:
+            self.watch.barrier(what)  # ends with an error that names a rank which does not come
+        staged = into.is_cuda and dist.get_backend(self.group) == "gloo"
+        took, given = (into.cpu(), out.cpu()) if staged else (into, out)
+        counts = list(into_counts), list(out_counts)
+        work = dist.all_to_all_single(took, given, *counts, group=self.group, async_op=True)
+
+        def end() -> None:
+            work.wait()
+            if staged:
+                into.copy_(took)
+
+        return end
 
     def sum_on_gpu(self, own: Tensor, what: str) -> Tensor:
         """The sum over the ranks of a 1-D tensor on a GPU, added alike on all of them, in the order
@@ -150,7 +189,7 @@ def _place_in_unit(unit: Any, covers: Sequence[int]) -> Place:
         name = f"{unit.name}.{unit.infos[index].name}" if unit.name else unit.infos[index].name
         shape, cuts = tuple(unit.shapes[index]), _cuts(spans[index])
         every.append(ParamSpan(begin, at, count, shape, key, cuts, name))
-    return Place(every, Group(comm=unit.groups.shard))
+    return Place(every, Group(comm=unit.groups.shard, group=unit.groups.shard_pg))
 
 
 def _cuts(spans: Sequence[Span]) -> tuple[int, ...]:
@@ -171,7 +210,46 @@ def _place_of_rows(param: DTensor) -> Place:
         )
     spans = [block(shape, mesh.size(cut[0]), rank) for rank in range(mesh.size(cut[0]))]
     here = ParamSpan(*spans[mesh.get_local_rank(cut[0])], shape, cuts=_cuts(spans))
-    return Place([here], Group(group=mesh.get_group(cut[0])))
+    unit = owner_of(param)
+    watch = None if unit is None else unit.groups.shard
+    return Place([here], Group(group=mesh.get_group(cut[0]), watch=watch))
+
+
+def spans_of_ranks(param: Tensor) -> list[list[Span]]:
+    """Of each whole parameter in ``Place.every``, every rank's elements; ``at`` is not that of the
+    parameter. Local.
+    """
+    if isinstance(param, DTensor):
+        dims = [d for d, p in enumerate(param.placements) if not isinstance(p, Replicate)]
+        world = param.device_mesh.size(dims[0]) if dims else 1
+        return [[block(tuple(param.shape), world, rank) for rank in range(world)]]
+    unit = owner_of(param)
+    rows = unit.optim_params if unit else ()
+    covers = next((covers for shown, _, covers in rows if shown is param), ())
+    if covers:
+        spans = unit.spans()
+        return [spans[index] for index in covers]
+    return [[Span(0, 0, param.numel())]]
+
+
+def names_of(param: Tensor, given: str | None = None) -> list[str | None]:
+    """The names in the model of the whole parameters in ``Place.every``; None: not known before
+    the first forward. ``given``: the parameter's own, which a flat parameter's are derived from.
+    Local.
+    """
+    unit = owner_of(param)
+    rows = unit.optim_params if unit else ()
+    covers = next((covers for shown, _, covers in rows if shown is param), ())
+    if not covers or given is not None and (unit.use_orig_params or unit.dtensors):
+        return [given]
+    if given is not None:
+        prefix = given.split(".")[:-1]
+    elif unit.tree is None:
+        return [None] * len(covers)
+    else:
+        is_root = unit.tree.units[0] is unit and unit.name[:1].isupper()  # named by its class
+        prefix = [] if is_root else unit.name.split(".")
+    return [".".join([*filter(None, prefix), unit.infos[index].name]) for index in covers]
 
 
 def group_of(param: Tensor) -> list[Group]:

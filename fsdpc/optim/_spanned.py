@@ -99,6 +99,7 @@ class BlockOptimizer(SpannedOptimizer):
       many elements share a value, by name: the same on all ranks;
     - ``span_states(param)``: for each, its state with ``step``: 1-D tensors, and ``Blocks`` where
       more than one element shares a value; ``{}`` without elements here, or before the first step;
+    - ``spans_counted(param)``: for each, whether its state has ``step``;
     - ``take_span_states(param, states)``: the reverse, with tensors in place of ``Blocks``. Local.
     """
 
@@ -124,14 +125,21 @@ class BlockOptimizer(SpannedOptimizer):
         state = self.state.get(param, {})
         held = iter(self._span_values(param, state) if state else ())
         found: list[dict[str, Any]] = []
-        for span, forms in zip(self._place(param).every, self.span_forms(param), strict=True):
+        counted = self.spans_counted(param)
+        every = zip(self._place(param).every, self.span_forms(param), counted, strict=True)
+        for span, forms, has_step in every:
             found.append({})
             if state and span.count:
                 for name, value in next(held).items():
                     length = forms[name][1]
                     found[-1][name] = value if length == 1 else Blocks(value, length)
-                found[-1]["step"] = state["step"]
+                if has_step:
+                    found[-1]["step"] = state["step"]
         return found
+
+    def spans_counted(self, param: Tensor) -> list[bool]:
+        """See the class. Local."""
+        return [True] * len(self._place(param).every)
 
     def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
         """Of each span with elements here, the state tensors of ``span_forms``, 1-D."""

@@ -25,6 +25,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AdamWBF16": {},
     "AdamW8bit": {},
     "AdamMini": {"block": lambda name, shape: shape[-1] if len(shape) > 1 else None},
+    "Muon": {"split": {"d": 2}, "adamw_lr": 0.01},
 }
 STEPS = 3
 
@@ -52,7 +53,7 @@ def wanted(name: str, step: int) -> torch.Tensor:
 
 def make(name: str, model: nn.Module, **more: Any) -> torch.optim.Optimizer:
     params: Any = model.parameters()
-    if name == "AdamMini":
+    if name in ("AdamMini", "Muon"):
         params = list(model.named_parameters())
     return getattr(optim, name)(params, **{**OPTIONS[name], **more})
 

@@ -103,6 +103,8 @@ def optimizers(model: nn.Module) -> float:
         optim.AdamMini(model.named_parameters(), head_dim=64, block=lambda name, shape: shape[-1]),
         optim.Lion(model.parameters(), lr=torch.tensor(1e-4)),
         optim.SGD(model.parameters(), momentum=0.9),
+        optim.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-4, split={"attn.c_attn": (1, 3)}),
+        optim.Muon([{"params": model.parameters(), "use_muon": False}], ns_dtype=torch.float32),
     ]
     for one in every:
         one.step()

@@ -1,0 +1,152 @@
+"""Matrices whole once, at their owners: what ranks send each other in a step.
+
+A rank's pieces of a round's matrices lie in one buffer, by owner; an owner's matrices lie in
+another, by the rank that has the piece. One exchange fills the second from the first, and one the
+first from the second, so a step sends each element once to its owner and once back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdpc._companions.matrices import ROUND, Matrix, deal, rounds_of
+from fsdpc._spans.span import Span
+from fsdpc.optim._places import Group, ParamSpan, local_of
+
+
+class Member(NamedTuple):
+    """A matrix of an optimizer's parameter, and where all ranks have it."""
+
+    param: Tensor
+    span: ParamSpan  # this rank's, of the parameter that the matrix is in
+    matrix: Matrix
+    ranks: Sequence[Span]  # every rank's span of that parameter
+    options: dict[str, Any]  # of the parameter's group
+
+    def piece(self, rank: int) -> tuple[int, int]:
+        """Where a rank's part begins in the matrix, and its elements."""
+        begin, _, count = self.ranks[rank]
+        first = max(begin, self.matrix.begin)
+        last = min(begin + count, self.matrix.begin + self.matrix.numel)
+        return first - self.matrix.begin, max(last - first, 0)
+
+
+class Piece(NamedTuple):
+    """This rank's part of a matrix: elements ``at`` to ``at + count`` of the rank's span, from
+    ``begin`` on in the matrix.
+    """
+
+    member: Member
+    begin: int
+    at: int
+    count: int
+    place: int  # in the buffer of pieces
+
+
+class Owned(NamedTuple):
+    """A matrix that this rank owns. ``parts``: (place in the buffer, index in the matrix, count) of
+    every rank that has a part.
+    """
+
+    member: Member
+    parts: list[tuple[int, int, int]]
+
+
+class Round(NamedTuple):
+    """What ranks exchange at one time. ``sent``, ``received``: elements by rank."""
+
+    pieces: list[Piece]
+    owned: list[Owned]
+    sent: list[int]
+    received: list[int]
+
+
+class Route:
+    """The exchange among the ranks of one group, in rounds of about ``ROUND`` elements of each
+    owner, and of about as much work at each.
+    """
+
+    def __init__(self, group: Group, members: Sequence[Member]) -> None:
+        self.group, self.members = group, members
+        self.device = local_of(members[0].param).device
+        world = group.world
+        work = [m.matrix.work * m.options["ns_steps"] for m in members]
+        held = [[m.piece(rank)[1] for rank in range(world)] for m in members]
+        owners = deal(work, held, world)
+        self.owners = owners
+        rounds = rounds_of(work, [m.matrix.numel for m in members], owners, world, ROUND)
+        self.rounds: list[Round] = []
+        for number in range(max(rounds, default=-1) + 1):
+            of: list[list[Member]] = [[] for _ in range(world)]
+            for member, owner, its in zip(members, owners, rounds, strict=True):
+                if its == number:
+                    of[owner].append(member)
+            self.rounds.append(_round(of, group.rank))
+
+    def run(
+        self,
+        dtype: torch.dtype,
+        fill: Callable[[Piece, Tensor], None],
+        apply: Callable[[Member, Tensor], Tensor],
+    ) -> Iterator[tuple[Piece, Tensor]]:
+        """Each of this rank's pieces with what ``apply`` made of it, in memory that the next one
+        may take. ``fill(piece, memory)`` writes a piece, ``apply(member, matrix)`` returns a matrix
+        of the same shape. Collective.
+        """
+        begun = self._begin(0, dtype, fill)
+        for number, (pieces, owned, sent, received) in enumerate(self.rounds):
+            out, whole, end = begun
+            end()
+            if number + 1 < len(self.rounds):  # on its way while this round's are computed
+                begun = self._begin(number + 1, dtype, fill)
+            for member, parts in owned:
+                shape = member.matrix.rows, member.matrix.columns
+                matrix = torch.empty(shape, dtype=dtype, device=self.device)
+                for place, begin, count in parts:
+                    matrix.view(-1)[begin : begin + count].copy_(whole[place : place + count])
+                new = apply(member, matrix).reshape(-1)
+                for place, begin, count in parts:
+                    whole[place : place + count].copy_(new[begin : begin + count])
+            self.group.exchange(out, whole, sent, received, "matrices from their owners")()
+            for piece in pieces:
+                yield piece, out[piece.place : piece.place + piece.count]
+
+    def _begin(
+        self, number: int, dtype: torch.dtype, fill: Callable[[Piece, Tensor], None]
+    ) -> tuple[Tensor, Tensor, Callable[[], None]]:
+        """Send a round's pieces to the owners: the pieces, the owner's memory, what ends it."""
+        pieces, _, sent, received = self.rounds[number]
+        out = torch.empty(sum(sent), dtype=dtype, device=self.device)
+        whole = torch.empty(sum(received), dtype=dtype, device=self.device)
+        for piece in pieces:
+            fill(piece, out[piece.place : piece.place + piece.count])
+        what = "matrices to their owners"
+        return out, whole, self.group.exchange(whole, out, received, sent, what)
+
+
+def _round(of: Sequence[Sequence[Member]], rank: int) -> Round:
+    """What ``rank`` does in a round of these matrices, by owner."""
+    world = len(of)
+    found = Round([], [Owned(member, []) for member in of[rank]], [0] * world, [0] * world)
+    place = 0
+    for owner, members in enumerate(of):
+        for member in members:
+            begin, count = member.piece(rank)
+            if count:
+                at = member.matrix.begin + begin - member.span.begin
+                found.pieces.append(Piece(member, begin, at, count, place))
+                found.sent[owner] += count
+                place += count
+    place = 0
+    for other in range(world):
+        for member, parts in found.owned:
+            begin, count = member.piece(other)
+            if count:
+                parts.append((place, begin, count))
+                found.received[other] += count
+                place += count
+    return found
