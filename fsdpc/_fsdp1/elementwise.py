@@ -56,10 +56,11 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     options = {**optimizer.defaults, **group}
     if kind.__name__ in _KNOWN or not _is_elementwise(kind, options, param.device):
         _said.add(kind)
+        instead = "Muon of fsdpc.optim" if "Muon" in kind.__name__ else "an elementwise optimizer"
         warnings.warn(
             f"{kind.__name__} steps an element by other elements of its parameter, and sees flat "
             "parts of parameters under FullyShardedDataParallel: results are not those of an "
-            "unsharded run. Use an elementwise optimizer (AdamW, SGD, Lion), "
+            f"unsharded run. Use {instead} (docs/optimizers.md), "
             "ShardingStrategy.NO_SHARD with use_orig_params=True, or fully_shard, whose parameters "
             "are DTensors: the optimizer sees all of them there, or raises",
             stacklevel=2,

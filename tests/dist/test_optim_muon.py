@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -203,6 +204,24 @@ def test_state_dicts(rank, world):
         train(model, resumed, range(STEPS, STEPS + 1))
         train(other, single, range(STEPS, STEPS + 1))
         check(model, other)
+
+
+@ranks(2)
+def test_what_others_do_on_shards_is_said(rank, world):
+    """torch's Muon runs on DTensors, with other results; its other classes raise there."""
+    model = fsdpc.fully_shard(nn.Sequential(nn.Linear(12, 33, bias=False)))
+    said = []
+    for kind in (optim.Muon, torch.optim.Muon, torch.optim.Muon):
+        optimizer = kind(model.parameters())
+        model(torch.ones(2, 12)).sum().backward()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            optimizer.step()
+        said.append([str(each.message) for each in found])
+    assert not said[0] and "fsdpc.optim.Muon has the rule" in said[1][0]
+    assert not said[2], "said once"
+    with pytest.raises(RuntimeError):
+        torch.optim.Adafactor(model.parameters()).step()
 
 
 def leave_before_the_step(rank: int, world: int, door: str) -> None:
