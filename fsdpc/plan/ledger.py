@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from fsdpc import _C
+from fsdpc._companions.matrices import ROUND
 from fsdpc._companions.state_layout import (
     ALIGN,
     BUFFERS,
@@ -190,6 +191,8 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
         return _disk_rows(model, setup, kind)
     if setup.host and setup.transport == "stream" and not setup.offload:
         return _host_rows(model, setup, kind)
+    if kind.name == "muon":
+        return _muon_rows(model, setup, kind)
     each = {s: kind.state_bytes(ITEM_BYTES[s]) for s in elements}
     where = "host" if setup.offloads else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
@@ -209,6 +212,38 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
             round(temporary),
             ("step",),
             f"{kind.name} over {how}",
+            where=where,
+        ),
+    ]
+
+
+def _muon_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
+    """One moment of matrices, two of the rest; what an exchange with the matrices' owners takes.
+    The mean of the ranks: of a cut unit one may have more matrices than another.
+    """
+    states = moved = 0.0
+    sizes = {p.matrix for unit in model.units for p in unit.params if p.trainable and p.matrix[0]}
+    for unit in model.units:
+        trained = [param for param in unit.params if param.trainable]
+        matrices = sum(param.numel for param in trained if param.matrix[0])
+        share = matrices / max(sum(param.numel for param in trained), 1)
+        for storage, numel in trained_pieces(unit, setup):
+            states += numel * ITEM_BYTES[storage] * (2 - share)
+            moved += numel * share
+    largest = max((rows * columns for rows, columns in sizes), default=0)
+    # Of an iteration in bfloat16: the matrix, two estimates, two products with the shorter side.
+    working = max((3 * m * n + 2 * min(m, n) ** 2 for m, n in sizes), default=0)
+    buffers = 2 if moved <= ROUND else 4  # another round's are on their way
+    exchange = buffers * max(min(moved, ROUND), largest) if setup.shards > 1 else 0
+    where = "host" if setup.offloads else "device"
+    why = f"each step moves {size(round(2 * moved))} of matrices to their owners and back"
+    return [
+        Row("optimizer states", round(states), ALWAYS, kind.source, where=where),
+        Row(
+            "update's temporaries",
+            round(2 * (exchange + working)),
+            ("step",),
+            f"{why}, round by round; the largest has {counted(largest, 'element')}",
             where=where,
         ),
     ]

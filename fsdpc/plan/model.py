@@ -26,6 +26,8 @@ class Param:
     """A parameter of a unit, each counted once however many modules use it. ``dtype`` None: the
     plan's storage dtype. Carried as bytes (not cast, not trained) where ``dtype`` is ``uint8``.
     ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
+    ``matrix``: rows and columns of the matrix that it is, or of each of a stack of them; (0, 0):
+    none, or an embedding or output layer.
     """
 
     name: str
@@ -33,6 +35,7 @@ class Param:
     dtype: str | None = None
     trainable: bool = True
     row: int = 0
+    matrix: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)

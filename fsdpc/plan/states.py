@@ -37,7 +37,8 @@ class Optimizer:
     @property
     def offloads(self) -> bool:
         """Whether ``fsdpc.optim`` offloads its states."""
-        return self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
+        has_some = self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
+        return has_some and self.name != "muon"
 
     def parts(self, item: int) -> tuple[int, ...]:
         """Bytes per element of each state that ``fsdpc.optim`` offloads, but those of 8 bits.
@@ -103,6 +104,14 @@ OPTIMIZERS = {
             "fsdpc.optim.AdamWBF16: two bfloat16 moments, rounded stochastically",
             temporaries=0,
             classes=("AdamWBF16",),
+        ),
+        Optimizer(
+            "muon",
+            1,
+            0,
+            "fsdpc.optim.Muon: one momentum for matrices, two moments for the rest",
+            temporaries=0,
+            classes=("Muon",),
         ),
         Optimizer("lion", 1, 0, "Lion: one moment in the parameter's dtype", classes=("Lion",)),
         Optimizer("sgd", 0, 0, "torch.optim.SGD without momentum", temporaries=0, classes=("SGD",)),

@@ -109,6 +109,7 @@ STATES = {
     "adamw-bf16": optim.AdamWBF16,
     "adam-mini": optim.AdamMini,
     "lion": optim.Lion,
+    "muon": lambda params: optim.Muon([{"params": params, "use_muon": True}]),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
 }

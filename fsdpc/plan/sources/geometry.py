@@ -46,14 +46,18 @@ class Geometry:
 
     def block(self) -> tuple[Param, ...]:
         h, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
-        named = [("norm1", h), ("q", h * q), ("k", h * kv), ("v", h * kv), ("o", q * h)]
-        named.append(("norm2", h))
-        if self.experts:
-            named.append(("router", h * self.experts))
         count = max(1, self.experts)
-        matrices = ("gate", "up", "down") if self.gated else ("up", "down")
-        named += [(n, count * h * self.ffn) for n in matrices]
-        return tuple(Param(name, numel) for name, numel in (*named, *self.inside))
+
+        def matrix(name: str, rows: int, columns: int, of: int = 1) -> Param:
+            return Param(name, of * rows * columns, matrix=(rows, columns))
+
+        attention = [matrix(n, w, h) for n, w in (("q", q), ("k", kv), ("v", kv))]
+        found = [Param("norm1", h), *attention, matrix("o", h, q), Param("norm2", h)]
+        if self.experts:
+            found.append(matrix("router", self.experts, h))
+        found += [matrix(n, self.ffn, h, count) for n in ("gate", "up")[not self.gated :]]
+        found.append(matrix("down", h, self.ffn, count))
+        return (*found, *(Param(name, numel) for name, numel in self.inside))
 
     def outside(self) -> tuple[Param, ...]:
         head = () if self.tied else (Param("head", self.vocab * self.hidden),)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpc._companions.matrices import is_matrix
 from fsdpc._engine.interop import check_trains, computes, dtype_name
 from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_modules
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
@@ -143,7 +144,9 @@ def units_of_calls(module: nn.Module, shard: Callable[[nn.Module], Any]) -> tupl
 def _unit_of_call(name: str, depth: int, call: Call, is_root: bool) -> Unit:
     given = call.reshard_after_forward
     params = tuple(
-        _param_of(info.name, param.shape, param.dtype, param.requires_grad, row_numel(param.shape))
+        _param_of(
+            info.name, param.shape, param.dtype, param.requires_grad, row_numel(param.shape), name
+        )
         for info, param in ((info, info.param) for info in call.infos)
     )
     reshard = not is_root if given is None else given is True or given > 1
@@ -172,7 +175,14 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
     for unit, depth in zip(tree.units, tree.depths, strict=True):
         compute, reduce = _name(unit.param_dtype), _name(unit.reduce_dtype)
         params = tuple(
-            _param_of(info.name, shape, dtype, trainable, row_numel(shape) if unit.by_rows else 0)
+            _param_of(
+                info.name,
+                shape,
+                dtype,
+                trainable,
+                row_numel(shape) if unit.by_rows else 0,
+                unit.name,
+            )
             for info, shape, dtype, trainable in zip(
                 unit.infos, unit.shapes, unit.dtypes, unit.trainable, strict=True
             )
@@ -195,11 +205,17 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
 
 
 def _param_of(
-    name: str, shape: torch.Size, dtype: torch.dtype, trainable: bool, row: int = 0
+    name: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    trainable: bool,
+    row: int = 0,
+    unit: str = "",
 ) -> Param:
     if trainable:
         check_trains(f"parameter {name}", dtype)
     if not computes(dtype):
         size = dtype.itemsize
         return Param(name, shape.numel() * size, "uint8", False, row * size)
-    return Param(name, shape.numel(), dtype_name(dtype), trainable, row)
+    rows, columns = shape[-2:] if is_matrix(f"{unit}.{name}".lstrip("."), shape) else (0, 0)
+    return Param(name, shape.numel(), dtype_name(dtype), trainable, row, (rows, columns))
