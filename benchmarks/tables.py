@@ -333,6 +333,23 @@ def host_rows(case: dict) -> list[list[str]]:
     return rows
 
 
+def muon_tables(result: dict) -> str:
+    """The table of bench_muon.py."""
+    rows = [
+        [
+            case["case"],
+            figure({key: 1e3 * value for key, value in case["processor_seconds"].items()}, 1),
+            figure(case["share"], 2),
+            f"{case['moved']:.2f}" if "moved" in case else "",
+        ]
+        for case in result["cases"]
+    ]
+    head = ["step", "processor time, ms", "x half of the unsharded step", "moved"]
+    shape = f"{result['blocks']} blocks of width {result['width']}"
+    text = f"{shape}; others kept the processors busy (load {result['load']}). {run_line(result)}"
+    return "\n\n".join(["### Muon's step on 2 ranks", text, markdown(head, rows)])
+
+
 TABLES: dict[str, Callable[[dict], str]] = {
     "activations_curves": activation_curve_tables,
     "offload": offload_tables,
@@ -345,6 +362,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "kernels": kernel_tables,
     "gpu": gpu_tables,
     "optim": optim_tables,
+    "muon": muon_tables,
     "activations": activations_tables,
 }
 

@@ -1,0 +1,177 @@
+"""Muon's step on two ranks, against half of the unsharded step.
+
+python benchmarks/bench_muon.py                      # print
+python benchmarks/bench_muon.py --json               # and write results/muon.json
+
+The model is the matrices of a GPT: --blocks blocks of width --width. All cases have the same
+gradients, and take turns in the same two processes of one thread. "unsharded" is
+torch.optim.Muon's step of the whole model, which both ranks do at the same time, so that both cores
+are as busy. A time is the processor time of the process that takes more of it, with its threads
+that send; a share divides by half of the unsharded step of the same round. "moved" is what a rank
+sends in a step over what one reduce-scatter and one all-gather of float32 matrices send.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import common
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import fsdpc
+from fsdpc import optim
+
+WORLD = 2
+
+
+class Block(nn.Module):
+    """Its forward only reaches all matrices."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        sizes = [(width, 3 * width), (width, width), (width, 4 * width), (4 * width, width)]
+        self.all = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in sizes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + sum(each(x.new_ones(1, each.in_features)).sum() for each in self.all)
+
+
+def model(blocks: int, width: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(width) for _ in range(blocks)))
+
+
+def with_gradients(made: nn.Module) -> list[Any]:
+    params = list(made.parameters())
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def sharded(shard: Callable[..., Any], made: nn.Sequential) -> nn.Module:
+    for each in made:
+        shard(each)
+    return shard(made)
+
+
+def wrapped(made: nn.Sequential) -> nn.Module:
+    blocks = list(made)
+    policy = torch.distributed.fsdp.wrap.CustomPolicy(lambda module: module in blocks)
+    place = torch.device("cpu")
+    return fsdpc.FSDP(made, auto_wrap_policy=policy, use_orig_params=True, device_id=place)
+
+
+def cases_of(blocks: int, width: int) -> dict[str, Any]:
+    """Optimizers by name."""
+
+    def new() -> nn.Sequential:
+        return model(blocks, width)
+
+    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    matrices = {"use_muon": True}
+    rows = sharded(fsdpc.fully_shard, new())
+    other_rows = sharded(fsdpc.fully_shard, new())
+    flat = wrapped(new())
+    flat(torch.ones(1, width)).sum().backward()  # gradients of the shards' shapes
+    torch_rows = sharded(lambda each: fully_shard(each, mesh=mesh), new())
+    return {
+        "unsharded, torch": torch.optim.Muon(with_gradients(new())),
+        "unsharded": optim.Muon(with_gradients(new())),
+        "fully_shard": optim.Muon([{"params": with_gradients(rows), **matrices}]),
+        "FSDP": optim.Muon([{"params": list(flat.parameters()), **matrices}]),
+        "unsharded, float32": optim.Muon(with_gradients(new()), ns_dtype=torch.float32),
+        "fully_shard, float32": optim.Muon(
+            [{"params": with_gradients(other_rows), **matrices}], ns_dtype=torch.float32
+        ),
+        "torch.optim.Muon, FSDP2": torch.optim.Muon(with_gradients(torch_rows)),
+        "kept": [rows, other_rows, flat, torch_rows],
+    }
+
+
+def timed(optimizer: Any) -> float:
+    dist.barrier()
+    begin = time.process_time()
+    optimizer.step()
+    took = torch.tensor(time.process_time() - begin)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+def sent(optimizer: Any) -> float:
+    """What a rank sends, in elements of matrices, over one reduce-scatter and one all-gather."""
+    [route] = optimizer._routes
+    rank = dist.get_rank()
+    there = sum(count for r in route.rounds for to, count in enumerate(r.sent) if to != rank)
+    back = sum(count for r in route.rounds for to, count in enumerate(r.received) if to != rank)
+    numel = sum(member.matrix.numel for member in route.members)
+    moved = torch.tensor(2.0 * (there + back))
+    dist.all_reduce(moved, op=dist.ReduceOp.MAX)
+    return float(moved) / (2 * 4 * numel * (WORLD - 1) / WORLD)
+
+
+def run_rank(rank: int, store: str, given: argparse.Namespace) -> None:
+    common.end_with_parent()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    cases = cases_of(given.blocks, given.width)
+    kept = cases.pop("kept")
+    for optimizer in cases.values():
+        timed(optimizer)
+    found = common.interleave({n: lambda o=o: timed(o) for n, o in cases.items()}, given.rounds)
+    moved = {name: sent(cases[name]) for name in ("fully_shard", "FSDP")}
+    if rank == 0:
+        report(found, moved, given)
+    dist.barrier()
+    del kept
+    dist.destroy_process_group()
+
+
+def report(found: dict[str, list[float]], moved: dict[str, float], given: Any) -> None:
+    rows = []
+    for name, times in found.items():
+        whole = "unsharded, float32" if name.endswith("float32") else "unsharded, torch"
+        half = [seconds / WORLD for seconds in found[whole]]
+        shares = common.spread([t / h for t, h in zip(times, half, strict=True)])
+        row = {"case": name, "processor_seconds": common.spread(times), "share": shares}
+        rows.append({**row, "moved": round(moved[name], 4)} if name in moved else row)
+    head = ["", "ms", "over half of the unsharded step", "moved"]
+    common.print_table(
+        head,
+        [
+            (
+                row["case"],
+                f"{1e3 * row['processor_seconds']['median']:.1f}",
+                f"{row['share']['median']:.3f}",
+                row.get("moved", "-"),
+            )
+            for row in rows
+        ],
+    )
+    if given.json:
+        options = {"blocks": given.blocks, "width": given.width, "rounds": given.rounds}
+        common.write_json("muon.json", {**given.run, **options, "cases": rows})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", action="store_true")
+    given = parser.parse_args()
+    given.run = common.describe_run(given.json)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(run_rank, (f"{folder}/store", given), nprocs=WORLD)
+
+
+if __name__ == "__main__":
+    main()
