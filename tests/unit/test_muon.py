@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from fsdpc import optim
-from fsdpc._companions.matrices import deal, rounds_of
+from fsdpc._companions.matrices import Matrix, deal, rounds_of
+from fsdpc.optim._owned import Member, Piece
+from fsdpc.optim.muon import _move
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -101,6 +103,25 @@ def test_narrow_parameters_and_wide_iterations():
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
         moved = (old - param).detach().double() / math.sqrt(max(1, rows / columns))
         torch.testing.assert_close(moved, x, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_updates_do_not_depend_on_where_a_piece_ends(dtype):
+    """torch's sums of narrow types do, at the end of a tensor."""
+    [param] = parameters([(300, 129)], dtype)
+    [group] = optim.Muon([param], lr=0.02).param_groups
+    for widths in ((129,), (100, 29)):
+        matrix = Matrix(0, 300, 129, widths)
+        member = Member(param, None, matrix, [], group)
+        update = torch.randn(matrix.numel, generator=torch.Generator().manual_seed(1)).bfloat16()
+        whole, cut = param.detach().clone().view(-1), param.detach().clone().view(-1)
+        _move(whole, update, Piece(member, 0, 0, matrix.numel, 0), None)
+        for at in range(0, matrix.numel, 77):
+            some = slice(at, min(at + 77, matrix.numel))
+            piece = Piece(member, at, at, some.stop - at, 0)
+            _move(cut[some], update[some], piece, None)
+        assert torch.equal(whole, cut)
+        assert not torch.equal(whole, param.detach().view(-1))
 
 
 def named(**shapes: tuple[int, ...]) -> list[tuple[str, nn.Parameter]]:
