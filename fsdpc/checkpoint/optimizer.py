@@ -169,6 +169,12 @@ def _rows(optimizer: torch.optim.Optimizer, member: OptimParam) -> list[StateRow
     if not hasattr(optimizer, "span_states"):
         state = _tensors(optimizer, member)
         return [StateRow(member.covers, tuple(_local(member.param).shape), state, member.check_cut)]
+    if "average" in dict.get(optimizer.state, member.param, {}):  # fsdpc.optim.Average's
+        raise NotImplementedError(
+            f"a checkpoint of {type(optimizer).__name__} cannot hold the averages of "
+            "fsdpc.optim.Average: save FSDP.optim_state_dict(model, optimizer) or torch's "
+            "get_optimizer_state_dict, which do"
+        )
     states = optimizer.span_states(member.param)
     return [
         StateRow([(entry, moved_to(spans, 0))], (int(spans[:, 2].sum()),), state)
