@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -22,6 +24,20 @@ KINDS: dict[str, dict[str, Any]] = {
     "AdamMini": {"lr": 1e-2, "weight_decay": 0.1},
 }
 STEPS = 4
+
+
+@contextmanager
+def no_host_sync(place: torch.device) -> Iterator[None]:
+    """An error where the host waits for a GPU."""
+    if place.type != "cuda":
+        yield
+        return
+    torch.cuda.synchronize(place)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.fixture
@@ -87,12 +103,8 @@ def test_a_sharded_model_trains(place, kind, offload):
         losses = runs.train(model, place, optimizer=optimizer, steps=[0, 0])
         if place.type == "cuda":
             runs.loss_of(model, place, 0).backward()
-            torch.cuda.synchronize(place)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with no_host_sync(place):
                 norm = optimizer.step_and_clip(0.5)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             optimizer.zero_grad()
             assert float(norm) > 0
         losses += runs.train(model, place, optimizer=optimizer, steps=[0, 0])
@@ -100,6 +112,61 @@ def test_a_sharded_model_trains(place, kind, offload):
         found.append(losses)
     if len(found) > 1:
         runs.close(*found)
+
+
+def test_muon_is_torchs(place):
+    """To the bit: both make the same products of the same matrices."""
+    found = []
+    for library in (optim, torch.optim):
+        rng = torch.Generator().manual_seed(0)
+        shapes = [(64, 512), (257, 33), (24, 24)]
+        params = [nn.Parameter(torch.randn(shape, generator=rng).to(place)) for shape in shapes]
+        optimizer = library.Muon(params, lr=1e-2)
+        for _ in range(STEPS):
+            for param in params:
+                param.grad = torch.randn(param.shape, generator=rng).to(place)
+            optimizer.step()
+        found.append([param.detach().cpu() for param in params])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got, want), float((got - want).abs().max())
+
+
+def test_a_sharded_model_trains_by_muon(place):
+    """As the plain one does, and the host does not wait."""
+    found = []
+    for model in (runs.model(place), runs.wrap(runs.model(place), place)):
+        optimizer = optim.Muon(model.named_parameters(), lr=1e-2)
+        losses = runs.train(model, place, optimizer=optimizer, steps=[0, 1])
+        runs.loss_of(model, place, 2).backward()
+        with no_host_sync(place):
+            optimizer.step_and_clip(0.5)
+        optimizer.zero_grad()
+        found.append(losses + runs.train(model, place, optimizer=optimizer, steps=[2, 0]))
+    runs.close(*found, tolerance=1e-3)
+    assert found[0][-1] < found[0][0], found
+
+
+def test_averages(place):
+    """Those by hand, to the bit; taken and shown without a host sync."""
+    model = runs.wrap(runs.model(place), place)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    average, by_hand = optim.Average(optimizer, 0.75), []
+    for step in range(STEPS):
+        runs.loss_of(model, place, step).backward()
+        with no_host_sync(place):
+            optimizer.step()
+        optimizer.zero_grad()
+        values = [p.detach().clone() for p in model.parameters()]
+        earlier = by_hand or values
+        by_hand = [a.lerp(v, 0.25) for a, v in zip(earlier, values, strict=True)]
+    with no_host_sync(place):
+        applied = average.applied(model)
+        applied.__enter__()
+    for param, value in zip(model.parameters(), by_hand, strict=True):
+        assert torch.equal(param, value)
+    applied.__exit__(None, None, None)
+    for param, value in zip(model.parameters(), values, strict=True):
+        assert torch.equal(param, value)
 
 
 def test_stepped_in_backward(place):

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from gpu import machine
 
 import fsdpc
+from fsdpc import optim
 
 DEADLINE_S = 100.0
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
@@ -69,6 +70,14 @@ def train_sharded(rank: int, world: int, device: machine.Device) -> list[float]:
     """Losses of a rank that has every world-th batch."""
     model = runs.wrap(runs.model(device.device), device.device)
     return runs.train(model, device.device, steps=range(rank, 3 * world, world))
+
+
+def train_by_muon(rank: int, world: int, device: machine.Device) -> list[float]:
+    """The same, with matrices that go to their owners in each step."""
+    model = runs.wrap(runs.model(device.device), device.device)
+    optimizer = optim.Muon(model.named_parameters(), lr=1e-2)
+    steps = range(rank, 3 * world, world)
+    return runs.train(model, device.device, optimizer=optimizer, steps=steps)
 
 
 def train_until_stopped(rank: int, world: int, device: machine.Device) -> tuple[str, float]:
@@ -126,20 +135,31 @@ def receive(pipe: Any, process: Any, until: float) -> Any:
     return value
 
 
-@ways("nccl", "shm", "c10d")
-def test_losses_are_those_of_both_batches(device, way):
+def check_losses(found: list[list[float]], device: Any, make: Callable, bound: float) -> None:
     """Each step of the plain model takes both ranks' batches, weighted alike."""
-    first, second = run_pair(train_sharded, way)
-    plain = runs.model(device.device)
-    optimizer, want = runs.adamw(plain), []
+    plain = runs.model(device)
+    optimizer, want = make(plain), []
     for step in range(3):
-        both = [runs.loss_of(plain, device.device, 2 * step + rank) for rank in range(2)]
+        both = [runs.loss_of(plain, device, 2 * step + rank) for rank in range(2)]
         (sum(both) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
         want.append([float(loss.detach()) for loss in both])
-    runs.close(first, [losses[0] for losses in want], 1e-5)
-    runs.close(second, [losses[1] for losses in want], 1e-5)
+    for rank in range(2):
+        runs.close(found[rank], [losses[rank] for losses in want], bound)
+
+
+@ways("nccl", "shm", "c10d")
+def test_losses_are_those_of_both_batches(device, way):
+    check_losses(run_pair(train_sharded, way), device.device, runs.adamw, 1e-5)
+
+
+@ways("nccl", "shm")
+def test_muons_losses_are_those_of_both_batches(device, way):
+    def make(model: Any) -> Any:
+        return optim.Muon(model.named_parameters(), lr=1e-2)
+
+    check_losses(run_pair(train_by_muon, way), device.device, make, 1e-3)
 
 
 @ways("nccl", "shm")
