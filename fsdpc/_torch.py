@@ -134,6 +134,7 @@ tree_flatten = _find("torch.utils._pytree", "tree_flatten")
 tree_leaves = _find("torch.utils._pytree", "tree_leaves")
 tree_map = _find("torch.utils._pytree", "tree_map")
 tree_map_only = _find("torch.utils._pytree", "tree_map_only")
+make_wrapper_subclass = _find("torch", "Tensor._make_wrapper_subclass")
 pytree_nodes = _find("torch.utils._pytree", "SUPPORTED_NODES")  # by type: what is registered
 flatten_mesh = _find("torch.distributed.device_mesh", "DeviceMesh._flatten")
 # The default process group, and the store of a process group.

@@ -25,7 +25,7 @@ def _to_empty(self: nn.Module, *, device: Any, recurse: bool = True) -> nn.Modul
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers.get(key)
             if buffer is not None:
-                _fill(buffer)
+                fill(buffer)
     return result
 
 
@@ -49,7 +49,8 @@ def is_unwritten(buffer: Tensor) -> bool:
 
 
 @torch.no_grad()
-def _fill(buffer: Tensor) -> None:
+def fill(buffer: Tensor) -> None:
+    """Mark a buffer that has memory as unwritten. Local."""
     local = buffer.to_local() if isinstance(buffer, DTensor) else buffer
     if not local.is_meta and local.numel():
         local.fill_(_filling(local.dtype))

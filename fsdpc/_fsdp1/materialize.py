@@ -38,14 +38,14 @@ def materialize(
         tensor.is_meta for _, module in modules for _, tensor in _own_tensors(module, ignored)
     ):
         return
-    ties = _tied_sites(modules)
+    ties = tied_sites(modules)
     if param_init_fn is not None:
         for _, module in modules:
             param_init_fn(module)
     else:
         _reset_all(modules, device, warn_unwritten)
     for sites in ties:
-        _retie(sites)
+        retie(sites)
 
 
 def _own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, torch.Tensor]]:
@@ -57,7 +57,8 @@ def _own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, tor
             yield name, buffer
 
 
-def _tied_sites(modules: list[tuple[str, nn.Module]]) -> list[list[Site]]:
+def tied_sites(modules: list[tuple[str, nn.Module]]) -> list[list[Site]]:
+    """The places of each Parameter that has several, for ``retie``."""
     sites: dict[int, list[Site]] = {}
     for _, module in modules:
         for name, param in module._parameters.items():
@@ -66,7 +67,7 @@ def _tied_sites(modules: list[tuple[str, nn.Module]]) -> list[list[Site]]:
     return [group for group in sites.values() if len(group) > 1]
 
 
-def _retie(sites: list[Site]) -> None:
+def retie(sites: list[Site]) -> None:
     """Register one Parameter at all sites again: the first that has memory."""
     params = [module._parameters[name] for module, name in sites]
     param = next((p for p in params if p is not None and not p.is_meta), params[0])

@@ -181,6 +181,19 @@ class RowUnit(Unit):
         """Names of the parameters that are on the meta device. Local."""
         return [info.name for info in self.infos if self.local(info.param).is_meta]
 
+    def take_memory(self) -> None:
+        """Let parameters on the meta device show the shards, whose memory is there, without values.
+        Local.
+        """
+        for i, info in enumerate(self.infos):
+            param: Any = info.param
+            if self.local(param).is_meta:
+                kept = dict(param.__dict__)
+                shown = nn.Parameter(self.distributed(self.views[i], i), param.requires_grad)
+                torch.utils.swap_tensors(param, shown)
+                param.__dict__.update(kept)
+                self.point_at_shard(i)
+
     def holds_nothing(self, param: nn.Parameter) -> bool:
         """False: every rank sees its part of each gradient, also an empty one. Local."""
         return False

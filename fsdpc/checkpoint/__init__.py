@@ -8,6 +8,7 @@ folder of its own and a manifest of checksums. See docs/checkpoints.md.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,15 +19,28 @@ from fsdpc.checkpoint.background import SaveHandle, WhenBusy, finish_running, ma
 from fsdpc.checkpoint.checkpointer import Checkpointer
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import local_path
+from fsdpc.checkpoint.fresh import Init
+from fsdpc.checkpoint.keymap import KeyMap
 from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.loading import Loaded, run_load
 from fsdpc.checkpoint.names import Only, Rename
+from fsdpc.checkpoint.pretrained import Pretrained, run_pretrained
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import make_plan, write_plan
 from fsdpc.checkpoint.torch_dcp import check_options, save_dcp
 
-__all__ = ["CheckpointError", "Checkpointer", "Loaded", "SaveHandle", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "Checkpointer",
+    "KeyMap",
+    "Loaded",
+    "Pretrained",
+    "SaveHandle",
+    "load",
+    "load_pretrained",
+    "save",
+]
 
 
 def save(
@@ -178,4 +192,76 @@ def load(
             verify=verify,
             only=only,
             rename=rename,
+        )
+
+
+def load_pretrained(
+    model: nn.Module,
+    source: str | os.PathLike[str],
+    *,
+    strict: bool = False,
+    keys: Sequence[KeyMap] = (),
+    rename: Rename = None,
+    only: Only = None,
+    init: Init = None,
+    device: torch.device | str | None = None,
+    verify: Literal["before", "no"] = "before",
+    progress: bool = False,
+    revision: str | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    deadline: float = 3600.0,
+    group: dist.ProcessGroup | None = None,
+) -> Pretrained:
+    """Fill a model from pretrained files: each rank reads the ranges of its own elements, cast on
+    the way, so that nobody ever holds the model whole. Collective over ``group`` (default: all
+    ranks).
+
+    The model may be sharded by ``FullyShardedDataParallel`` or ``fully_shard`` of fsdpc or torch,
+    or not at all, and on the meta device: then it gets its memory here, and ties stay. Models of
+    transformers are filled as ``from_pretrained`` does, by that library's tables of names and
+    conversions. Parameters that no file has, and buffers that nobody has written, get what their
+    own modules give them (transformers' ``_init_weights``, ``reset_parameters``), full and then
+    cut, drawn from rank 0's generator; one warning on rank 0 names the parameters.
+
+    Args:
+        source: a folder with ``model.safetensors``, or several files and their index, or
+            ``pytorch_model.bin`` (no pickle runs code); one such file; a folder of ``save``; or a
+            name on the Hub (``org/name``), which one rank of each host downloads into its cache.
+        strict: parameters that no file has, and tensors that the model does not have, are an error.
+        keys: rules for tensors of another form: see ``KeyMap``. transformers' tables are for the
+            others.
+        rename: from a name in the files to the name that ``keys``, transformers' tables or the
+            model know; see ``load``.
+        only: fill these tensors of the model alone; see ``load``.
+        init: initialises a module that has a value that no file has, instead of the module's own
+            code: ``init(module)``, with full tensors on the CPU, or on the meta device where the
+            value is in the files.
+        device: of what is on the meta device; default: of the mesh for DTensors, else the CPU.
+        verify: compare all checksums before the model is filled, if the files have some.
+        progress: show a bar on rank 0, if tqdm is installed.
+        revision, cache_dir: of the Hub.
+        deadline: seconds that a download may take.
+
+    Raises:
+        CheckpointError: on every rank, with the names: shapes differ (a vocabulary that was
+            resized), a value that is neither in the files nor initialised, tied weights with
+            different values, nothing that fits, an unreadable or damaged file. The model is
+            unchanged, but for memory instead of the meta device, unless the text says otherwise.
+    """
+    ranks = ranks_of(group)
+    with ranks.together():
+        finish_running()
+        return run_pretrained(
+            source,
+            ranks,
+            model,
+            strict=strict,
+            keys=keys,
+            rename=rename,
+            only=only,
+            init=init,
+            device=device,
+            verify=verify,
+            progress=progress,
+            hub={"revision": revision, "cache_dir": cache_dir, "deadline": deadline},
         )

@@ -54,17 +54,26 @@ class Held:
             at += len(part)
         return b"".join(parts)
 
+    def read_into(self, target: memoryview, offset: int, path: Path) -> None:
+        """The same, into memory."""
+        done = 0
+        while done < len(target):
+            got = os.preadv(self.fd, [target[done:]], offset + done)
+            if not got:
+                raise CheckpointError(f"{path} ends at byte {offset + done}: the file was cut")
+            done += got
+
     def __del__(self) -> None:
         os.close(self.fd)
 
 
 class Root:
-    """A folder and its files by name, which do not change while this object lives. Local.
-    ``CheckpointError``: there is no such folder.
+    """A folder and its files by name, which do not change while this object lives. ``links``: they
+    may be links (a cache of the Hub). Local. ``CheckpointError``: there is no such folder.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, links: bool = False) -> None:
+        self.path, self._links = path, links
         try:
             self.folder = Held(os.open(path, _FOLDER))
         except (FileNotFoundError, NotADirectoryError) as error:
@@ -96,7 +105,8 @@ class Root:
     def _open(self, name: str) -> Held:
         path = self.path / name
         try:
-            held = Held(os.open(name, _FILE, dir_fd=self.folder.fd))
+            flags = _FILE & ~os.O_NOFOLLOW if self._links else _FILE
+            held = Held(os.open(name, flags, dir_fd=self.folder.fd))
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} is missing") from error
         except OSError as error:

@@ -8,7 +8,7 @@ compared on all ranks. Checksums are verified together: each byte by one rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +26,7 @@ from fsdpc.checkpoint.digests import combine, combine_parts
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, parts_of_some, settle
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.layout import BLOCK_BYTES, OFFSET, Place, fragments
+from fsdpc.checkpoint.layout import BLOCK_BYTES, NBYTES, OFFSET, Place, fragments
 from fsdpc.checkpoint.model import Model, read_model, set_extra
 from fsdpc.checkpoint.names import Only, Rename, chooser, chosen_names, cut_groups, renamer
 from fsdpc.checkpoint.opened import Opened, StoredFile
@@ -71,7 +71,7 @@ class Loaded:
 
 
 @dataclass
-class _Work:
+class Work:
     """Entries that this rank reads, each with its place in a file. ``pairs``: all ranks' names and
     those in the checkpoint. ``shared``: places that several ranks read whole, known to all ranks.
     """
@@ -104,13 +104,14 @@ def run_load(
         target = read_model(model, (ranks.rank, ranks.world))
         seen.value = parts_of_some(target.entries, ranks.world)
     settle(target.entries, seen.values, ranks.rank)
-    found = _open_together(path, ranks, what)
+    found = open_together(path, ranks, what)
     compares = found.manifest is not None and verify != "no"
     with ranks.step(what) as matched:
         kept = chosen_names(target, chosen, only)
-        work, missing, unexpected = _match(found, target, cast, kept, chosen, own_name)
+        where = _renamed(found, own_name)
+        work, missing, unexpected = match(where, target, cast, kept, chosen)
         if strict and (missing or unexpected):
-            raise CheckpointError(_difference(missing, unexpected))
+            raise CheckpointError(difference(missing, unexpected))
         if target.unwritten and only is None:
             if strict:
                 raise CheckpointError(_never_written(target.unwritten))
@@ -131,11 +132,11 @@ def run_load(
         try_states(model, wanted, target.extra, scheduler, scheduled)
         meant = ([part.pairs for part in works], missing, unexpected, verify)
         matched.value = _C.ckpt_crc32c(repr(meant).encode(), 0)
-    _check_equal(matched.values, what)
+    check_equal(matched.values, what)
     if found.manifest is not None and verify == "before":
-        _verify(works, found, ranks, what)
+        verify_all(works, found, ranks, what)
     with ranks.step(f"{what}: values were being read, so the model must not be used") as read:
-        read.value = [_read_into(part, found, compares) for part in works]
+        read.value = [read_into(part, found, compares) for part in works]
         found.check_unwritten()
     if compares:
         with ranks.step(what):
@@ -156,13 +157,13 @@ def run_load(
 Found = Opened | TorchFiles
 
 
-def _open_together(path: Path, ranks: Ranks, what: str) -> Found:
+def open_together(path: Path, ranks: Ranks, what: str, *, links: bool = False) -> Found:
     """The same checkpoint on every rank, also where another process replaces it meanwhile: then it
     is opened again. ``CheckpointError``: the ranks see different files.
     """
     for _ in range(_ATTEMPTS):
         with ranks.step(what) as opened:
-            found = open_any(path)
+            found = open_any(path, links=links)
             own = found.stamp if found.manifest is None else None  # else the digest says it all
             opened.value = _identity(found), ranks.host, repr(own)
         same = all(identity == opened.values[0][0] for identity, _, _ in opened.values)
@@ -184,7 +185,7 @@ def _identity(found: Found) -> int:
     return crc
 
 
-def _check_equal(digests: Sequence[int], what: str) -> None:
+def check_equal(digests: Sequence[int], what: str) -> None:
     """``CheckpointError`` if ranks took other tensors of the checkpoint, or under other names."""
     others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
     if others:
@@ -198,21 +199,19 @@ def _check_equal(digests: Sequence[int], what: str) -> None:
 # --- what is compared ----------------------------------------------------------------------------
 
 
-def _match(
-    found: Found,
+def match(
+    where: Mapping[str, tuple[StoredFile, Place]],
     target: Model,
     cast: bool,
     kept: set[str],
     chosen: Callable[[str], bool],
-    own_name: Callable[[str], str],
-) -> tuple[_Work, list[str], list[str]]:
+) -> tuple[Work, list[str], list[str]]:
     """The model's entries with their places; names that are missing or not in the model.
     ``CheckpointError``: shapes or dtypes differ.
     """
     names: dict[str, list[str]] = {entry.name: [entry.name] for entry in target.entries}
     for alias, name in target.aliases.items():
         names[name].append(alias)
-    where = _renamed(found, own_name)
     items, missing, problems, castable, shapes = [], [], [], False, False
     for entry in target.entries:
         if entry.name not in kept:
@@ -230,7 +229,7 @@ def _match(
             castable |= _problem(entry, place, True) is None
             shapes |= tuple(place.shape) != tuple(entry.shape)
     if problems:
-        text = "; ".join(_shortened(problems))
+        text = "; ".join(shortened(problems))
         hint = " (cast=True converts floats of 16, 32 and 64 bits)" if castable else ""
         if shapes:
             hint += (
@@ -241,7 +240,7 @@ def _match(
     known = {name for some in names.values() for name in some}
     unexpected = [name for name in where if name not in known and chosen(name)]
     pairs = [(entry.name, place.name) for entry, _, place in items]
-    return _Work(items, pairs), missing, unexpected
+    return Work(items, pairs), missing, unexpected
 
 
 def _renamed(found: Found, own_name: Callable[[str], str]) -> dict[str, tuple[StoredFile, Place]]:
@@ -264,25 +263,25 @@ def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
     return f"{entry.name} has {place.dtype} in the checkpoint, {entry.dtype} here"
 
 
-def _difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+def difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:
     texts = []
     if missing:
-        texts.append(f"missing from the checkpoint: {', '.join(_shortened(missing))}")
+        texts.append(f"missing from the checkpoint: {', '.join(shortened(missing))}")
     if unexpected:
-        texts.append(f"only in the checkpoint: {', '.join(_shortened(unexpected))}")
+        texts.append(f"only in the checkpoint: {', '.join(shortened(unexpected))}")
     return "; ".join(texts) + " (strict=False loads what fits)"
 
 
 def _never_written(names: Sequence[str]) -> str:
     return (
         f"no checkpoint holds these buffers, which are not persistent, and nobody has written them "
-        f"since to_empty() or the meta device: {', '.join(_shortened(names))}. Compute them first "
+        f"since to_empty() or the meta device: {', '.join(shortened(names))}. Compute them first "
         "(as the module's __init__ or reset_parameters does), or make the model on its device "
         "(strict=False loads the rest and names them in `missing`)"
     )
 
 
-def _shortened(names: Sequence[str]) -> list[str]:
+def shortened(names: Sequence[str]) -> list[str]:
     more = len(names) - _MOST_NAMED
     return list(names[:_MOST_NAMED]) + ([f"and {more} more"] if more > 0 else [])
 
@@ -295,7 +294,7 @@ def _match_optimizer(
     meant: tuple[set[str], Callable[[str], bool]],
     own_name: Callable[[str], str],
     taken: dict[str, str],
-) -> tuple[NewState, _Work]:
+) -> tuple[NewState, Work]:
     """The optimizer's new state with the places of its tensors. ``meant``: names of the model, and
     which others. ``taken``: the stored names from which the model's tensors are read.
     """
@@ -339,7 +338,7 @@ def _match_optimizer(
         saved = {name for group in groups for name in group["params"]}
         ours = {name for group in held for names in group for name in names if name in kept}
         if saved != ours:
-            text = _difference(sorted(ours - saved), sorted(saved - ours))
+            text = difference(sorted(ours - saved), sorted(saved - ours))
             raise CheckpointError(f"parameters of the optimizer: {text}")
         check_options(optimizer, groups)
         check_keys(optimizer, target, kinds, groups, kept)
@@ -349,7 +348,7 @@ def _match_optimizer(
     state = make_state(optimizer, target, kinds, groups, dtypes, kept)
     items = [(entry, *where[entry.name]) for entry in state.entries]
     pairs = sorted((name, place.name) for name, (_, place) in where.items())
-    return state, _Work(items, pairs, shared)
+    return state, Work(items, pairs, shared)
 
 
 def _second_states(
@@ -456,7 +455,7 @@ def _read_values(
 # --- checksums -----------------------------------------------------------------------------------
 
 
-def _verify(works: Sequence[_Work], found: Found, ranks: Ranks, what: str) -> None:
+def verify_all(works: Sequence[Work], found: Found, ranks: Ranks, what: str) -> None:
     """Read all that will be loaded once, each byte on one rank, and compare the digests."""
     with ranks.step(what) as checked:
         checked.value = [_read_digests(work, ranks) for work in works]
@@ -465,7 +464,7 @@ def _verify(works: Sequence[_Work], found: Found, ranks: Ranks, what: str) -> No
             _compare(work, found, [received[i] for received in checked.values])
 
 
-def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
+def _read_digests(work: Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
     tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
     shared = {place.index for _, place in work.shared}
     chosen = [
@@ -484,7 +483,7 @@ def _read_digests(work: _Work, ranks: Ranks) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _compare_read(
-    works: Sequence[_Work],
+    works: Sequence[Work],
     found: Found,
     parts: list[list[tuple[np.ndarray, np.ndarray]]],
 ) -> None:
@@ -495,7 +494,7 @@ def _compare_read(
             # A flat parameter's common number is read under its first name alone.
             read = {int(index) for index in rows[:, 0]}
             shared = [(file, place) for file, place in work.shared if place.index in read]
-            _compare(_Work(work.items, [], shared), found, [(rows, crcs)])
+            _compare(Work(work.items, [], shared), found, [(rows, crcs)])
     except CheckpointError as error:
         raise CheckpointError(
             f"{error}; the model's values were overwritten and must not be used"
@@ -503,7 +502,7 @@ def _compare_read(
 
 
 def _without_doubles(
-    work: _Work, received: Sequence[tuple[np.ndarray, np.ndarray]]
+    work: Work, received: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fragments that several replicas have read, once each. ``CheckpointError``: they read
     different bytes.
@@ -524,7 +523,7 @@ def _without_doubles(
     return places, keyed[:, 3].astype(np.uint32)
 
 
-def _compare_lent(work: _Work, found: Found, read: tuple[np.ndarray, np.ndarray]) -> None:
+def _compare_lent(work: Work, found: Found, read: tuple[np.ndarray, np.ndarray]) -> None:
     """Of the few bytes that another rank owns, too: read their block, of which the digest is known,
     and compare them with its bytes.
     """
@@ -549,7 +548,7 @@ def _compare_lent(work: _Work, found: Found, read: tuple[np.ndarray, np.ndarray]
             )
 
 
-def _compare(work: _Work, found: Found, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
+def _compare(work: Work, found: Found, parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
     assert found.manifest is not None
     places = {place.index: (file, place) for _, file, place in work.items}
     places |= {place.index: (file, place) for file, place in work.shared}
@@ -568,8 +567,12 @@ def _compare(work: _Work, found: Found, parts: Sequence[tuple[np.ndarray, np.nda
 # --- reading -------------------------------------------------------------------------------------
 
 
-def _read_into(work: _Work, found: Found, compares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Read this rank's elements into their memory. Returns fragments and digests."""
+def read_into(
+    work: Work, found: Found, compares: bool, advance: Callable[[int], object] | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Read this rank's elements into their memory. Returns fragments and digests. ``advance`` gets
+    the bytes of each part.
+    """
     tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
     done = []
     for entry, file, place in work.items:
@@ -577,7 +580,7 @@ def _read_into(work: _Work, found: Found, compares: bool) -> tuple[np.ndarray, n
             continue
         _, rows = tables.setdefault(file.name, (file, []))
         rows.append(rows_of(place, entry, entry.spans))
-    done += _read_tables(tables)
+    done += _read_tables(tables, advance)
     away = [item for item in work.items if not in_host_memory(item[0])]
     done += _read_to_devices(away)
     lent = _read_to_devices(away, borrowed=True)
@@ -594,6 +597,7 @@ def _read_into(work: _Work, found: Found, compares: bool) -> tuple[np.ndarray, n
 
 def _read_tables(
     tables: dict[str, tuple[StoredFile, list[np.ndarray]]],
+    advance: Callable[[int], object] | None = None,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Read tables of ranges, several files at a time."""
 
@@ -604,7 +608,13 @@ def _read_tables(
         table = np.concatenate(rows)
         table = table[np.argsort(table[:, OFFSET], kind="stable")]
         parts = takewhile(lambda _: not stopped.is_set(), waves(table, _WAVE_BYTES))
-        return [read_rows(file, part) for part in parts]
+        return [read_part(file, part) for part in parts]
+
+    def read_part(file: StoredFile, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        found = read_rows(file, part)
+        if advance is not None:
+            advance(int(part[:, NBYTES].sum()))
+        return found
 
     if len(tables) <= 1:
         return [part for item in tables.values() for part in read_file(item)]

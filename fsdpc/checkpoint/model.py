@@ -85,7 +85,7 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
             module
         ):
             found.extra[join(clean_fqn(name), "_extra_state")] = module.get_extra_state()
-    _rename(found, _cleaner(model))
+    _rename(found, cleaner(model))
     _check_names(found)
     return found
 
@@ -98,13 +98,13 @@ def is_managed(model: nn.Module) -> bool:
 
 def set_extra(model: nn.Module, extra: dict[str, Any]) -> None:
     """``set_extra_state`` of the modules that are named. Local."""
-    clean = _cleaner(model)
+    clean = cleaner(model)
     modules = {clean(clean_fqn(name)): module for name, module in model.named_modules()}
     for key, value in extra.items():
         modules[key.rpartition("_extra_state")[0].rstrip(".")].set_extra_state(value)
 
 
-def _cleaner(model: nn.Module) -> Callable[[str], str]:
+def cleaner(model: nn.Module) -> Callable[[str], str]:
     """From a name without FSDP's segments to the name in the bare model: without those of
     DistributedDataParallel and torch.compile.
     """
@@ -218,7 +218,7 @@ def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -
 
 def _add_buffers(found: Model, model: nn.Module) -> None:
     buffers: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    for name, buffer, is_saved in _buffers(model):
+    for name, buffer, is_saved in named_buffers(model):
         if is_saved:
             buffers.setdefault(id(buffer), (buffer, []))[1].append(name)
         elif is_unwritten(buffer):
@@ -230,7 +230,7 @@ def _add_buffers(found: Model, model: nn.Module) -> None:
         found.touched.append(buffer)
 
 
-def _buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Name, buffer, and whether it is persistent."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():

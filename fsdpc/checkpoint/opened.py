@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ class StoredFile:
     metadata: dict[str, str]
     held: Held | None = None
     read: Callable[[np.ndarray], None] | None = None  # reads ranges where it is another format
+    leaves: Sequence[Any] | None = None  # then: its tensors one by one, see ``Stored``
 
 
 @dataclass
@@ -56,15 +57,16 @@ class StoredSet:
 class Opened:
     """A checkpoint whose headers were read and compared with the manifest. Local.
 
-    ``path``: a folder, or one safetensors file. ``CheckpointError`` names the file and what is
-    wrong: damaged or hostile headers, missing files, names that leave the folder, symbolic links.
+    ``path``: a folder, or one safetensors file. ``links``: see ``Root``. ``CheckpointError`` names
+    the file and what is wrong: damaged or hostile headers, missing files, names that leave the
+    folder, symbolic links.
     """
 
     numbered = False  # parameters of the optimizer have names
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, links: bool = False) -> None:
         self.path = path
-        self.root = Root(path if path.is_dir() else path.parent)
+        self.root = Root(path if path.is_dir() else path.parent, links=links)
         self.manifest: Manifest | None = None
         self._small: dict[str, CheckpointError] = {}
         if path.is_dir():

@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import Plan
+from fsdpc.checkpoint.staging import in_host_memory
+
+Advance = Callable[[int], object] | None
 
 
-def bar(plan: Plan, ranks: Ranks, wanted: bool) -> Callable[[int], object] | None:
+def bar(plan: Plan, ranks: Ranks, wanted: bool) -> Advance:
     """A function that gets the bytes written; ``None`` without a bar."""
     if not wanted or ranks.rank != 0:
-        return None
-    try:
-        from tqdm import tqdm
-    except ImportError:
         return None
     item = [(place, entry) for layout, entries in plan.sets for file in layout.files
             for place in file.places for entry in [entries[place.index]]]  # fmt: skip
     total = sum(
         int(entry.own(place.index)[:, 2].sum()) * place.dtype.itemsize for place, entry in item
     )
-    shown = tqdm(total=total, unit="B", unit_scale=True, desc=plan.target.name)
+    return _shown(total, plan.target.name)
+
+
+def read_bar(
+    items: Sequence[tuple[Entry, Any, Place]], ranks: Ranks, name: str, wanted: bool
+) -> Advance:
+    """The same for bytes that are read into host memory."""
+    if not wanted or ranks.rank != 0:
+        return None
+    here = [(entry, place) for entry, _, place in items if in_host_memory(entry)]
+    total = sum(int(entry.spans[:, 2].sum()) * place.dtype.itemsize for entry, place in here)
+    return _shown(total, name)
+
+
+def _shown(total: int, name: str) -> Advance:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    shown = tqdm(total=total, unit="B", unit_scale=True, desc=name)
+    lock = threading.Lock()
 
     def advance(nbytes: int) -> None:
-        shown.update(nbytes)
-        if shown.n >= total:
-            shown.close()
+        with lock:
+            shown.update(nbytes)
+            if shown.n >= total:
+                shown.close()
 
     return advance

@@ -42,6 +42,7 @@ class Ranks:
         hosts = [place.rpartition(", pid ")[0] for place in self.places]
         self.hosts = sorted(set(hosts), key=hosts.index)
         self.host = self.hosts.index(hosts[self.rank])
+        self.hosts_first = [hosts.index(host) for host in self.hosts]  # ranks
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's plain value, in rank order. Collective."""

@@ -185,7 +185,7 @@ class TorchFiles:
             places.append(Place(tensor, leaf.dtype, leaf.shape, at, nbytes, len(places)))
             leaves.append(leaf)
             at += nbytes
-        file = StoredFile(self.path, name, at, places, {}, read=lambda rows: _read(leaves, rows))
+        file = stored_file(self.path, name, places, leaves)
         return StoredSet([file], {place.name: (file, place) for place in places})
 
     def _stored(self, name: str, value: Any) -> Stored:
@@ -205,14 +205,24 @@ class TorchFiles:
         return Stored(value.dtype, tuple(value.shape), read)
 
 
-def open_any(path: Path, *, trust: bool = False, prefix: str = "") -> Opened | TorchFiles:
+def stored_file(path: Path, name: str, places: list[Place], leaves: Sequence[Stored]) -> StoredFile:
+    """Tensors that are read one by one, as a file in which they lie one behind the other."""
+    nbytes = sum(place.nbytes for place in places)
+    return StoredFile(
+        path, name, nbytes, places, {}, read=lambda rows: _read(leaves, rows), leaves=leaves
+    )
+
+
+def open_any(
+    path: Path, *, trust: bool = False, prefix: str = "", links: bool = False
+) -> Opened | TorchFiles:
     """Any checkpoint that ``load`` takes. Local. ``prefix``: see ``TorchFiles``; not for
-    safetensors. ``CheckpointError``.
+    safetensors. ``links``: see ``Root``. ``CheckpointError``.
     """
-    return opened_whole(path, lambda: _open_any(path, trust, prefix))
+    return opened_whole(path, lambda: _open_any(path, trust, prefix, links))
 
 
-def _open_any(path: Path, trust: bool, prefix: str) -> Opened | TorchFiles:
+def _open_any(path: Path, trust: bool, prefix: str, links: bool) -> Opened | TorchFiles:
     folders = _dcp_folders(path)
     if folders:
         tree: dict[Any, Any] = {}
@@ -228,7 +238,7 @@ def _open_any(path: Path, trust: bool, prefix: str) -> Opened | TorchFiles:
             tree |= more
         return TorchFiles(path, tree, [folder.root for folder in opened], prefix)
     if path.is_dir():
-        root = Root(path)
+        root = Root(path, links=links)
         if root.exists(_BIN_INDEX) or root.exists(_BIN):
             if not any(map(root.exists, ("model.safetensors", "model.safetensors.index.json"))):
                 return TorchFiles(path, {"state_dict": _read_bins(root)}, [root], prefix)
@@ -238,7 +248,7 @@ def _open_any(path: Path, trust: bool, prefix: str) -> Opened | TorchFiles:
         held = root.open(real.name)
         if held.read(min(4, held.size), 0, path).startswith(_STARTS):
             return TorchFiles(path, _read_file(path, held), [root], prefix)
-    return Opened(path)
+    return Opened(path, links=links)
 
 
 def _dcp_folders(path: Path) -> list[Path]:

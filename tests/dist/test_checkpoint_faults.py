@@ -184,15 +184,15 @@ def load_while_replaced(rank: int, world: int, path: str) -> tuple[set[float], s
     """
     folder, real_open, real_read = Path(path), loading.open_any, loading.read_table
 
-    def late(target: Path) -> Any:
+    def late(target: Path, **options: Any) -> Any:
         dist.barrier()  # rank 0 has opened it
         loading.open_any = real_open
         os.rename(folder / "a", folder / "old")
         os.rename(folder / "b", folder / "a")
-        return real_open(target)
+        return real_open(target, **options)
 
-    def early(target: Path) -> Any:
-        found = real_open(target)
+    def early(target: Path, **options: Any) -> Any:
+        found = real_open(target, **options)
         dist.barrier()
         loading.open_any = real_open
         return found

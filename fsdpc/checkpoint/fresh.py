@@ -1,0 +1,188 @@
+"""Values that no file has, by each module's own initialisation.
+
+A shadow of the model is made: its bare modules, without FSDP's and other wrappers, whose tensors
+are full on the CPU where a value is wanted and on the meta device everywhere else. The modules' own
+code runs on the shadow as it would on the unsharded model, and each rank takes its elements. So the
+values do not depend on the sharding, and memory is taken for what is initialised alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FSDP_WRAPPED, join
+from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.keymap import library_model
+
+Init = Callable[[nn.Module], object] | None
+_RESETS = ("reset_parameters", "_reset_parameters", "rope_init")
+_DONE = "_is_hf_initialized"  # transformers' mark
+_WRAPPERS = (FSDP_WRAPPED, CHECKPOINT_WRAPPED, "_orig_mod")
+
+
+def bare(module: nn.Module) -> nn.Module:
+    """The module inside of wrappers."""
+    while True:
+        inner = next((module._modules[k] for k in _WRAPPERS if k in module._modules), None)
+        if inner is None and isinstance(module, nn.parallel.DistributedDataParallel):
+            inner = module.module
+        if inner is None:
+            return module
+        module = inner
+
+
+def shadow_of(model: nn.Module) -> nn.Module:
+    """Copies of the bare modules, which share everything but tensors and children: these have the
+    copies. Parameters are left out until ``put``.
+    """
+    made: dict[int, nn.Module] = {}
+
+    def copy(module: nn.Module) -> nn.Module:
+        module = bare(module)
+        if id(module) not in made:
+            shadow: nn.Module = object.__new__(_plain_class(type(module)))
+            shadow.__dict__.update(module.__dict__)
+            shadow.__dict__.pop(_DONE, None)
+            shadow._parameters = dict.fromkeys(module._parameters)
+            shadow._buffers = dict.fromkeys(module._buffers)
+            made[id(module)] = shadow
+            shadow._modules = {
+                name: None if child is None else copy(child)
+                for name, child in module._modules.items()
+            }
+        return made[id(module)]
+
+    return copy(model)
+
+
+def _plain_class(cls: type) -> type:
+    """The class that ``fully_shard`` has derived from."""
+    while any(base.__name__ == "FSDPModule" for base in cls.__bases__):
+        cls = next(base for base in cls.__bases__ if base.__name__ != "FSDPModule")
+    return cls
+
+
+def put(
+    shadow: nn.Module, name: str, tensor: torch.Tensor, others: Sequence[str], is_buffer: bool
+) -> None:
+    """Give the shadow a tensor under all its names."""
+    kept = tensor if is_buffer else nn.Parameter(tensor, requires_grad=False)
+    if tensor.is_meta:
+        setattr(kept, _DONE, True)
+    for each in (name, *others):
+        path, _, key = each.rpartition(".")
+        module = shadow.get_submodule(path)
+        module.__dict__.pop(key, None)  # what a sharded module shows instead
+        (module._buffers if is_buffer else module._parameters)[key] = kept
+
+
+def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict[str, torch.Tensor]:
+    """Run the modules' initialisation; the values of ``wanted``. Local, with torch's generator.
+    ``CheckpointError``: names those that nobody writes.
+    """
+    before = {name: _tensor(shadow, name) for name in wanted}
+    versions = {name: tensor._version for name, tensor in before.items()}
+    owners = list(dict.fromkeys(name.rpartition(".")[0] for name in wanted))
+    left = list(wanted)
+    for run in _runs(shadow, owners, init):
+        if not left:
+            break
+        try:
+            with torch.no_grad():
+                run()
+        except Exception as error:
+            raise CheckpointError(
+                f"not in the files: {', '.join(left[:20])}; and their modules' initialisation "
+                f"fails: {type(error).__name__}: {error}"
+            ) from error
+        left = [
+            name for name in left if not _is_written(_tensor(shadow, name), before[name],
+                                                     versions[name])
+        ]  # fmt: skip
+    if left:
+        raise CheckpointError(
+            f"not in the files, and no initialisation of their modules (transformers' "
+            f"_init_weights, reset_parameters) writes them: {', '.join(left[:20])}"
+            f"{f' and {len(left) - 20} more' if len(left) > 20 else ''}. Give init=, a function of "
+            "a module that does, or keys= and rename=, if the files have them under other names"
+        )
+    return {name: _tensor(shadow, name) for name in wanted}
+
+
+def _runs(shadow: nn.Module, owners: Sequence[str], init: Init) -> Iterator[Callable[[], object]]:
+    """What may initialise: the user's function, transformers, then each module with a value that is
+    missing, and those around it.
+    """
+    modules = {name: shadow.get_submodule(name) for name in owners}
+    if init is not None:
+        for module in modules.values():
+            yield lambda module=module: init(module)
+        return
+    library = library_model(shadow)
+    if library is not None:
+        yield library[1].initialize_weights
+    around = {name.rpartition(".")[0] for name in owners if name} - modules.keys()
+    for name in (*owners, *sorted(around, reverse=True)):
+        module = shadow.get_submodule(name)
+        reset = next((getattr(module, r) for r in _RESETS if hasattr(module, r)), None)
+        if reset is not None:
+            yield reset
+
+
+def sentinel(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor that shows if it was written."""
+    made = torch.empty(tuple(shape), dtype=dtype, device="cpu")
+    if dtype.is_floating_point or dtype.is_complex:
+        return made.fill_(float("nan"))
+    return made if dtype == torch.bool else made.fill_(_low(dtype))
+
+
+def _low(dtype: torch.dtype) -> int:
+    info = torch.iinfo(dtype)
+    return info.min or info.max
+
+
+def _is_written(now: torch.Tensor, before: torch.Tensor, version: int) -> bool:
+    if now is not before:
+        return not now.is_meta
+    if now.numel() == 0:
+        return True
+    if now.is_floating_point() or now.is_complex():
+        return not bool(now.isnan().any())
+    if now._version > version:
+        return True
+    return now.dtype != torch.bool and not bool((now == _low(now.dtype)).any())
+
+
+def _tensor(shadow: nn.Module, name: str) -> torch.Tensor:
+    path, _, key = name.rpartition(".")
+    module = shadow.get_submodule(path)
+    found = module._parameters.get(key)
+    found = module._buffers.get(key) if found is None else found
+    assert found is not None, name
+    return found.detach() if isinstance(found, nn.Parameter) and found.requires_grad else found
+
+
+@torch.no_grad()
+def take(entry: Entry, value: torch.Tensor) -> None:
+    """This rank's elements of a full value."""
+    flat = value.reshape(-1)
+    for begin, at, count in entry.spans.tolist():
+        entry.memory[at : at + count].copy_(flat[begin : begin + count])
+    if entry.home is not None:
+        entry.home.copy_(entry.memory.view(entry.home.shape))
+
+
+def plain_meta(model: nn.Module) -> list[str]:
+    """Tensors on the meta device that are neither parameters nor buffers: nothing fills them."""
+    return [
+        join(name, key)
+        for name, module in model.named_modules()
+        for key, value in module.__dict__.items()
+        if isinstance(value, torch.Tensor) and value.is_meta
+    ]

@@ -1,0 +1,306 @@
+"""Which tensors of files become which of a model: key maps, and transformers' own tables.
+
+The result is, by the model's names, either a tensor as it lies in a file, or a ``Lazy`` of several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import Place
+from fsdpc.checkpoint.lazy import Lazy, Source
+from fsdpc.checkpoint.opened import StoredFile
+
+_HOLE = re.compile(r"\{(\w+)\}")
+Where = tuple[StoredFile, Place]
+
+
+@dataclass(frozen=True)
+class KeyMap:
+    """One rule for ``load_pretrained``: tensors of the files -> tensors of the model.
+
+    Args:
+        sources: a name in the files, or several. ``{i}`` stands for any text, the same wherever it
+            is repeated. If a ``{hole}`` is in no target, all tensors that differ in it alone are
+            one argument, a list in natural order (``experts.2`` before ``experts.10``).
+        targets: a name in the model, or several, with holes of the sources.
+        by: called with a tensor (or list) per source; returns one per target, of torch functions
+            that move elements (``cat``, ``stack``, ``split``, ``t``, ``view``, ``permute``): these
+            are read in parts. Others compute, and read their arguments whole on every rank. By
+            default the tensor itself, under its new name.
+
+    ::
+
+        KeyMap(["{p}.q.weight", "{p}.k.weight", "{p}.v.weight"], "{p}.qkv.weight",
+               lambda q, k, v: torch.cat((q, k, v)))
+        KeyMap("{p}.qkv.weight", ["{p}.q.weight", "{p}.k.weight", "{p}.v.weight"],
+               lambda qkv: qkv.split((4096, 1024, 1024)))
+        KeyMap("{p}.experts.{e}.w1.weight", "{p}.experts.w1", torch.stack)
+        KeyMap("{p}.c_fc.weight", "{p}.up.weight", torch.t)
+    """
+
+    sources: str | Sequence[str]
+    targets: str | Sequence[str]
+    by: Callable[..., Any] | None = None
+    _patterns: list[re.Pattern[str]] = field(default_factory=list, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("sources", "targets"):
+            value = getattr(self, name)
+            listed = [value] if isinstance(value, str) else list(value)
+            if not listed or not all(isinstance(each, str) for each in listed):
+                raise TypeError(f"{name} must be a name or several, not {value!r}")
+            object.__setattr__(self, name, listed)
+        holes = [set(_HOLE.findall(source)) for source in self.sources]
+        wanted = {hole for target in self.targets for hole in _HOLE.findall(target)}
+        for hole in wanted:
+            if not all(hole in own for own in holes):
+                raise ValueError(f"{{{hole}}} of a target is not in every source of {self}")
+        if self.by is None and (len(self.sources), len(self.targets)) != (1, 1):
+            raise ValueError(f"{self} has several sources or targets: by= says how")
+        if self.by is None and holes[0] - wanted:
+            raise ValueError(f"{self} makes one of several tensors: by= says how (torch.stack)")
+        object.__setattr__(self, "_patterns", [_pattern(source) for source in self.sources])
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    seen: set[str] = set()
+    text = ""
+    for i, part in enumerate(_HOLE.split(template)):
+        if i % 2 == 0:
+            text += re.escape(part)
+        elif part in seen:
+            text += f"(?P={part})"
+        else:
+            seen.add(part)
+            text += f"(?P<{part}>.+?)"
+    return re.compile(text)
+
+
+def natural(name: str) -> list[tuple[int, int | str]]:
+    """A key for sorting: numbers in names count as numbers."""
+    parts = re.split(r"(\d+)", name)
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+
+
+@dataclass
+class Mapped:
+    """``tensors``: by names of the model, or names that it does not have (``unexpected``)."""
+
+    tensors: dict[str, Where | Lazy] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)  # a name in the files, for messages
+
+    def add(self, name: str, value: Where | Lazy, stored: str) -> None:
+        if name in self.tensors:
+            raise CheckpointError(
+                f"{self.origin[name]!r} and {stored!r} of the files would both be {name!r}"
+            )
+        self.tensors[name], self.origin[name] = value, stored
+
+
+def lazy_of(where: Where) -> Lazy:
+    """A tensor of a file that can be rearranged."""
+    file, place = where
+    return Lazy(Source(place.shape, place.dtype, partial(_fetch, file, place)))
+
+
+def _fetch(file: StoredFile, place: Place, first: int, target: torch.Tensor) -> None:
+    item = place.dtype.itemsize
+    if file.leaves is not None:
+        file.leaves[place.index].read(first, target)
+    elif target.numel():
+        assert file.held is not None
+        view = memoryview(target.view(torch.uint8).numpy())
+        file.held.read_into(view, place.offset + first * item, file.path)
+
+
+def apply_maps(stored: Mapping[str, Where], maps: Sequence[KeyMap]) -> tuple[Mapped, set[str]]:
+    """What the rules make, and which stored tensors they have used. ``CheckpointError``: a rule
+    fails, or a part of its sources is not there.
+    """
+    made, used = Mapped(), set()
+    for rule in maps:
+        for name, group in _groups(rule, [name for name in stored if name not in used]).items():
+            missing = [s for s, found in zip(rule.sources, group, strict=True) if not found]
+            if missing:
+                there = next(names[0] for names in group if names)
+                raise CheckpointError(
+                    f"{rule}: {there!r} is in the files, but nothing as {missing}"
+                )
+            names = [each for names in group for each in names]
+            used |= set(names)
+            _apply(rule, name, group, stored, made)
+    return made, used
+
+
+def _groups(rule: KeyMap, names: Sequence[str]) -> dict[tuple[str, ...], list[list[str]]]:
+    """By the names of the targets: the tensors of each source."""
+    found: dict[tuple[str, ...], list[list[str]]] = {}
+    for name in sorted(names, key=natural):
+        for at, pattern in enumerate(rule._patterns):
+            match = pattern.fullmatch(name)
+            if match is not None:
+                targets = tuple(
+                    _HOLE.sub(lambda hole: match[hole[1]], target)  # noqa: B023
+                    for target in rule.targets
+                )
+                found.setdefault(targets, [[] for _ in rule.sources])[at].append(name)
+                break
+    return found
+
+
+def _apply(
+    rule: KeyMap,
+    targets: tuple[str, ...],
+    group: list[list[str]],
+    stored: Mapping[str, Where],
+    made: Mapped,
+) -> None:
+    if rule.by is None:
+        made.add(targets[0], stored[group[0][0]], group[0][0])
+        return
+    wanted = {hole for target in rule.targets for hole in _HOLE.findall(target)}
+    args: list[Any] = []
+    for source, names in zip(rule.sources, group, strict=True):
+        tensors = [lazy_of(stored[name]) for name in names]
+        args.append(tensors if set(_HOLE.findall(source)) - wanted else tensors[0])
+    try:
+        with torch.no_grad():
+            found = rule.by(*args)
+    except Exception as error:
+        raise CheckpointError(
+            f"{rule} fails for {targets[0]!r}: {type(error).__name__}: {error}"
+        ) from error
+    several = [found] if isinstance(found, torch.Tensor) else list(found)
+    if len(several) != len(targets):
+        raise CheckpointError(f"{rule}: by= has returned {len(several)} tensors for {targets}")
+    for target, value in zip(targets, several, strict=True):
+        made.add(target, value, group[0][0])
+
+
+# --- transformers --------------------------------------------------------------------------------
+
+
+def library_model(shadow: nn.Module) -> tuple[str, Any] | None:
+    """The one model of transformers in a tree, with its name there; ``None``: none, or several."""
+    library = sys.modules.get("transformers.modeling_utils")
+    if library is None:
+        return None
+    kind = library.PreTrainedModel
+    found = [(name, module) for name, module in shadow.named_modules() if isinstance(module, kind)]
+    top = [
+        (name, module)
+        for name, module in found
+        if not any(
+            name.startswith(f"{other}." if other else "") for other, _ in found if other != name
+        )  # fmt: skip
+    ]
+    return top[0] if len(top) == 1 else None
+
+
+def apply_library(
+    model: Any, prefix: str, tensors: Mapping[str, Where], shapes: Mapping[str, torch.Tensor]
+) -> Mapped:
+    """Names and conversions as transformers has them for this model. ``prefix``: the model's name
+    in the tree, with a dot. ``shapes``: meta tensors by the tree's names.
+    """
+    made = Mapped()
+    known = {n.removeprefix(prefix): t for n, t in shapes.items() if n.startswith(prefix)}
+    inner = {
+        name.removeprefix(prefix) if prefix and name not in known else name: (name, where)
+        for name, where in tensors.items()
+    }
+    table = _table(model)
+    base = model.base_model_prefix
+    converters: dict[str, Any] = {}
+    for key in sorted(inner, key=natural):
+        stored, where = inner[key]
+        name, pattern, converter = table.rename(key, base, known)
+        if pattern is None or name not in known:
+            made.add(prefix + name if pattern is None else stored, where, stored)
+            continue
+        used = converters.setdefault(name, converter())
+        used.add_tensor(name, key, pattern, lazy_of(where))
+    for name, used in converters.items():
+        for target, value in _converted(used, name, model).items():
+            made.add(prefix + target, value, sorted(used.layer_targets[name])[0])
+    return made
+
+
+def _converted(converter: Any, name: str, model: Any) -> dict[str, Lazy]:
+    try:
+        with torch.no_grad():
+            found = converter.convert(name, model=model, config=model.config)
+    except Exception as error:
+        raise CheckpointError(
+            f"transformers' conversion to {name!r} fails: {type(error).__name__}: {error}"
+        ) from error
+    return {key: v[0] if isinstance(v, list | tuple) else v for key, v in found.items()}
+
+
+class _Table:
+    """Without transformers' tables: the prefix of the base model is added or taken away."""
+
+    def rename(
+        self, key: str, base: str, known: Mapping[str, Any]
+    ) -> tuple[str, str | None, Callable[[], Any]]:
+        if base and key not in known:
+            bare = key.removeprefix(f"{base}.")
+            if bare in known:
+                return bare, None, dict
+            if f"{base}.{key}" in known:
+                return f"{base}.{key}", None, dict
+        return key, None, dict
+
+
+class _Tables(_Table):
+    """transformers 5: its renamings and converters."""
+
+    def __init__(self, model: Any, loading: Any, conversions: Sequence[Any]) -> None:
+        self._loading = loading
+        self._renamings = [c for c in conversions if isinstance(c, loading.WeightRenaming)]
+        self._converters = [c for c in conversions if isinstance(c, loading.WeightConverter)]
+        self._by_pattern = {p: c for c in self._converters for p in c.source_patterns}
+
+    def rename(
+        self, key: str, base: str, known: Mapping[str, Any]
+    ) -> tuple[str, str | None, Callable[[], Any]]:
+        """The new name, the pattern of the converter that has matched, and a copy of it."""
+        renamed = self._loading.rename_source_key
+        name, pattern = renamed(key, self._renamings, self._converters, base, known)
+        if name not in known and key in known:
+            name, pattern = renamed(key, [], [], base, known)
+        if pattern is None:
+            return name, None, dict
+        return name, pattern, lambda: copy.deepcopy(self._by_pattern[pattern])
+
+
+def _table(model: Any) -> _Table:
+    with contextlib.suppress(ImportError):
+        from transformers import conversion_mapping, core_model_loading
+
+        found = conversion_mapping.get_model_conversion_mapping(model)
+        return _Tables(model, core_model_loading, found)
+    return _Table()
+
+
+def ignored(model: Any, names: Sequence[str]) -> set[str]:
+    """Tensors of files that transformers leaves out for this model, as it does itself."""
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    buffers = [name for name, _ in model.named_buffers()]
+    if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
+        patterns.append(r"rotary_emb\.inv_freq")
+    if any(name.endswith("position_ids") for name in buffers):
+        patterns.append(r"(^|\.)position_ids$")
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
