@@ -22,6 +22,7 @@ from fsdpc.checkpoint.folders import local_path
 from fsdpc.checkpoint.fresh import Init
 from fsdpc.checkpoint.keymap import KeyMap
 from fsdpc.checkpoint.layout import FILE_BYTES
+from fsdpc.checkpoint.library_files import HubForm
 from fsdpc.checkpoint.loading import Loaded, run_load
 from fsdpc.checkpoint.names import Only, Rename
 from fsdpc.checkpoint.pretrained import Pretrained, run_pretrained
@@ -59,6 +60,8 @@ def save(
     when_busy: WhenBusy = "wait",
     progress: bool = False,
     only: Only = None,
+    hf: bool = False,
+    tokenizer: Any = None,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle | None:
     """Save a checkpoint folder. Collective over ``group`` (default: all ranks).
@@ -78,8 +81,8 @@ def save(
         overwrite: replace an existing folder, which stays until the new one is durable.
         format: ``"dcp"`` writes a folder of torch's distributed checkpoints by torch's own library,
             pickled as they are: ``{"model", "optimizer", "scheduler"}`` of ``get_state_dict``.
-            ``extra``, ``dtype``, ``step``, ``file_bytes``, ``async_``, ``progress`` and ``only``
-            are refused.
+            ``extra``, ``dtype``, ``step``, ``file_bytes``, ``async_``, ``progress``, ``only`` and
+            ``hf`` are refused.
         file_bytes: a file holds at most so many bytes of tensors, or one tensor.
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
@@ -89,6 +92,10 @@ def save(
         progress: show a bar on rank 0, if tqdm is installed.
         only: save these tensors of the model and the states of these parameters: a pattern of
             names (``"*lora_*"``), several patterns, or a function of a name.
+        hf: write what ``from_pretrained`` and inference engines read: a model of transformers,
+            without an optimizer, in the names and forms of the Hub, with ``config.json`` and the
+            generation's configuration. ``load_pretrained`` reads it back.
+        tokenizer: with ``hf``: a tokenizer or processor, whose files are written, too (rank 0's).
 
     Raises:
         CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
@@ -108,11 +115,17 @@ def save(
                 "async_": async_,
                 "progress": progress,
                 "only": only is not None,
+                "hf": hf or tokenizer is not None,
             }
             with ranks.step(f"saving checkpoint {target}"):
                 check_options(format, [name for name, is_given in given.items() if is_given])
             save_dcp(target, ranks, model, optimizer, scheduler, overwrite=overwrite)
             return None
+        with ranks.step(f"saving checkpoint {target}"):
+            if hf and (optimizer is not None or only is not None):
+                raise TypeError("hf=True is for a model alone, without optimizer= and only=")
+            if tokenizer is not None and not hf:
+                raise TypeError("tokenizer= is for hf=True")
         plan = make_plan(
             target,
             ranks,
@@ -125,6 +138,7 @@ def save(
             overwrite=overwrite,
             file_bytes=file_bytes,
             only=only,
+            form=HubForm(tokenizer) if hf else None,
         )
         advance = bar(plan, ranks, progress)
         if async_:

@@ -106,7 +106,7 @@ def run_pretrained(
     compares = found.manifest is not None and verify != "no"
     with ranks.step(what) as matched:
         kept = chosen_names(target, chosen, only)
-        shadow = _shadow(model, target)
+        shadow = shadow_with(model, target)
         mapped, extra = _mapped(found.model.where, shadow, target, keys, rename)
         where, twice = _places(path, mapped, target, kept)
         work, missing, unexpected = loading.match(where, target, True, kept, chosen)
@@ -279,7 +279,8 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
         empties.fill(module._buffers[key])
 
 
-def _shadow(model: nn.Module, target: Model) -> nn.Module:
+def shadow_with(model: nn.Module, target: Model) -> nn.Module:
+    """The model's shadow (``fresh.py``), whose tensors are all on the meta device. Local."""
     shadow = shadow_of(model)
     others = _others(target)
     clean = cleaner(model)

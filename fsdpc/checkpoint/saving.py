@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, parts_of_some, settle
 from fsdpc.checkpoint.folders import Draft, sync
 from fsdpc.checkpoint.layout import FILE_BYTES, Layout, fingerprint, lay_out
-from fsdpc.checkpoint.model import read_model
+from fsdpc.checkpoint.model import Model, read_model
 from fsdpc.checkpoint.names import Only, chooser, cut_model, cut_state
 from fsdpc.checkpoint.optimizer import State, check_objects, read_state
 from fsdpc.checkpoint.ranks import Ranks, check_equal
@@ -50,6 +50,16 @@ class Plan:
     params: list[torch.Tensor]  # as their users hold them
 
 
+class Form(Protocol):
+    """Other names and shapes for a model's tensors, and files beside them."""
+
+    def apply(self, model: nn.Module, found: Model) -> None:
+        """Change the entries. Local."""
+
+    def files(self, dtype: torch.dtype | None) -> dict[str, bytes]:
+        """By name; ``dtype`` as for ``make_plan``. Local."""
+
+
 def make_plan(
     target: Path,
     ranks: Ranks,
@@ -63,6 +73,7 @@ def make_plan(
     overwrite: bool,
     file_bytes: int = FILE_BYTES,
     only: Only = None,
+    form: Form | None = None,
 ) -> Plan:
     """Collective. ``CheckpointError``: ranks have different models, or a value cannot be saved."""
     what = f"planning checkpoint {target}"
@@ -79,6 +90,8 @@ def make_plan(
     with ranks.step(what) as planned:
         if only is not None:
             cut_state(state, cut_model(found, chooser(only), only))
+        if form is not None:
+            form.apply(model, found)
         sets = [
             (
                 lay_out(
@@ -100,6 +113,8 @@ def make_plan(
             "extra": json.dumps(to_json(extra, "extra")),
         }
         files = _files(ranks, found.extra, state, optimizer, scheduler)
+        if form is not None and ranks.rank == 0:
+            files |= form.files(dtype)
     check_equal(what, planned.values)
     if ranks.rank == 0:
         extras = [json.loads(planning["extra"]) for planning in planned.values]

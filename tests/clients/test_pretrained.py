@@ -272,3 +272,52 @@ def test_own_checkpoints(rank, world, tmp_path):
     dist.barrier()
     with pytest.raises(CheckpointError, match="is damaged"):
         load_pretrained(other, saved_to)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize(("name", "door"), [("mixtral", "fully_shard"), ("mixtral", "flat"),
+                                            ("llama-tied", "orig"), ("llava", "fully_shard"),
+                                            ("deepseek_v3", "hybrid"), ("t5", "flat")])  # fmt: skip
+def test_hf_folders(rank, world, name, door, tmp_path):
+    """`save(hf=True)` writes the tensors that `save_pretrained` does, and its small files; both
+    `from_pretrained` and `load_pretrained` read them.
+    """
+    folder = pretrained(name, str(tmp_path), rank)
+    model = shard(on_meta(name), door)
+    load_pretrained(model, folder)
+    again = tmp_path / "again"
+    save(again, model, hf=True, tokenizer=Words())
+    from safetensors.torch import load_file
+
+    found = {n: v for file in again.glob("*.safetensors") for n, v in load_file(file).items()}
+    theirs = load_file(os.path.join(folder, "model.safetensors"))
+    assert found.keys() == theirs.keys()
+    assert all(torch.equal(found[n], value) for n, value in theirs.items())
+    small = json.loads((again / "config.json").read_text())
+    assert small == json.loads(Path(folder, "config.json").read_text())
+    assert (again / "words.txt").read_text() == "a b c"
+    reference = type(on_meta(name)).from_pretrained(again)
+    assert differences(model, reference, name) == []
+    other = shard(on_meta(name), "fully_shard")
+    assert load_pretrained(other, again, strict=True).verified
+    assert differences(other, reference, name) == []
+    save(again, model, hf=True, dtype=torch.bfloat16, overwrite=True)
+    assert json.loads((again / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+class Words:
+    """A tokenizer, as far as saving goes."""
+
+    def save_pretrained(self, folder: str) -> None:
+        Path(folder, "words.txt").write_text("a b c")
+
+
+@ranks(2)
+def test_hf_refusals(rank, world, tmp_path):
+    model = nn.Linear(2, 2)
+    with pytest.raises(CheckpointError, match="hf=True is for a model of transformers"):
+        save(tmp_path / "a", model, hf=True)
+    with pytest.raises(CheckpointError, match="tokenizer= is for hf=True"):
+        save(tmp_path / "a", model, tokenizer=Words())
+    with pytest.raises(CheckpointError, match="without optimizer= and only="):
+        save(tmp_path / "a", model, torch.optim.SGD(model.parameters()), hf=True)
