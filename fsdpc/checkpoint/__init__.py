@@ -23,12 +23,20 @@ from fsdpc.checkpoint.fresh import Init
 from fsdpc.checkpoint.keymap import KeyMap
 from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.library_files import HubForm
-from fsdpc.checkpoint.loading import Loaded, run_load
+from fsdpc.checkpoint.loading import Loaded
 from fsdpc.checkpoint.names import Only, Rename
 from fsdpc.checkpoint.pretrained import Pretrained, run_pretrained
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
-from fsdpc.checkpoint.saving import make_plan, write_plan
+from fsdpc.checkpoint.saving import write_plan
+from fsdpc.checkpoint.several import (
+    Models,
+    Optimizers,
+    States,
+    plan_of,
+    run_several,
+    states_of,
+)
 from fsdpc.checkpoint.torch_dcp import check_options, save_dcp
 
 __all__ = [
@@ -46,11 +54,13 @@ __all__ = [
 
 def save(
     path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Models,
+    optimizer: Optimizers = None,
     scheduler: Any = None,
     extra: dict[str, Any] | None = None,
     *,
+    states: States = None,
+    rng: bool = False,
     dtype: torch.dtype | None = None,
     step: int | None = None,
     overwrite: bool = False,
@@ -71,18 +81,25 @@ def save(
 
     Args:
         path: the folder to make, the same on every rank; not there yet, unless ``overwrite``.
+        model: a model, or a dict of several by names (``{"model": ..., "ema": ...}``), of which
+            each becomes a folder in ``path`` that can also be loaded for itself.
         optimizer: any torch optimizer over the model's parameters; its state is saved by
-            parameter names.
-        scheduler: an object with ``state_dict()``; rank 0's is saved.
+            parameter names. With several models: a dict, by names of models or others; each over
+            the parameters of one model.
+        scheduler: an object with ``state_dict()``; rank 0's is saved. A dict of them: as
+            ``states``.
         extra: this rank's own values (a data loader's position, random states): numbers, texts,
             tensors, arrays and containers of them.
+        states: any objects with ``state_dict()`` and ``load_state_dict()`` by names (data loaders,
+            scalers): every rank's is saved, as plain values; once if all are equal.
+        rng: save the random generators of every rank: Python's, NumPy's, torch's, of GPUs.
         dtype: floats of the model are saved in this dtype; by default as they are stored.
         step: a number to find again in ``Loaded.step``.
         overwrite: replace an existing folder, which stays until the new one is durable.
         format: ``"dcp"`` writes a folder of torch's distributed checkpoints by torch's own library,
             pickled as they are: ``{"model", "optimizer", "scheduler"}`` of ``get_state_dict``.
-            ``extra``, ``dtype``, ``step``, ``file_bytes``, ``async_``, ``progress``, ``only`` and
-            ``hf`` are refused.
+            ``extra``, ``states``, ``rng``, ``dtype``, ``step``, ``file_bytes``, ``async_``,
+            ``progress``, ``only``, ``hf`` and dicts are refused.
         file_bytes: a file holds at most so many bytes of tensors, or one tensor.
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
@@ -116,23 +133,28 @@ def save(
                 "progress": progress,
                 "only": only is not None,
                 "hf": hf or tokenizer is not None,
+                "states": states is not None,
+                "rng": rng,
+                "model={...}": not isinstance(model, nn.Module),
             }
             with ranks.step(f"saving checkpoint {target}"):
                 check_options(format, [name for name, is_given in given.items() if is_given])
-            save_dcp(target, ranks, model, optimizer, scheduler, overwrite=overwrite)
+            save_dcp(target, ranks, model, optimizer, scheduler, overwrite=overwrite)  # type: ignore[arg-type]
             return None
         with ranks.step(f"saving checkpoint {target}"):
             if hf and (optimizer is not None or only is not None):
                 raise TypeError("hf=True is for a model alone, without optimizer= and only=")
             if tokenizer is not None and not hf:
                 raise TypeError("tokenizer= is for hf=True")
-        plan = make_plan(
+            scheduler, objects = states_of(scheduler, states, rng)
+        plan = plan_of(
             target,
             ranks,
             model,
             optimizer,
             scheduler,
             extra,
+            objects,
             dtype=dtype,
             step=step,
             overwrite=overwrite,
@@ -149,10 +171,12 @@ def save(
 
 def load(
     path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
+    model: Models,
+    optimizer: Optimizers = None,
     scheduler: Any = None,
     *,
+    states: States = None,
+    rng: bool = False,
     strict: bool = True,
     cast: bool = False,
     verify: Literal["before", "during", "no"] = "before",
@@ -172,6 +196,9 @@ def load(
             checkpoints (DCP) or a ``torch.save`` file, of a model or of a dict with ``"model"``,
             ``"optimizer"`` and ``"scheduler"`` (docs/checkpoints.md has the other keys). No pickle
             runs code.
+        model, optimizer, scheduler: as for ``save``; of a dict, any of the parts that were saved.
+            All are checked before the first one is changed.
+        states, rng: as for ``save``. Where each rank had a state of its own, as many ranks load.
         strict: missing and unexpected names are an error; else they are in the result.
         cast: floats of 16, 32 and 64 bits are converted where the checkpoint has another dtype.
         verify: ``"before"`` compares all checksums before the model is touched (every byte is
@@ -195,12 +222,15 @@ def load(
     target = local_path(path)
     with ranks.together():
         finish_running()
-        return run_load(
+        with ranks.step(f"loading checkpoint {target}"):
+            scheduler, objects = states_of(scheduler, states, rng)
+        return run_several(
             target,
             ranks,
             model,
             optimizer,
             scheduler,
+            objects,
             strict=strict,
             cast=cast,
             verify=verify,

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from fsdpc.checkpoint import background as _background
 from fsdpc.checkpoint import folders as _folders
@@ -19,11 +18,12 @@ from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint import steps as _steps
 from fsdpc.checkpoint.background import SaveHandle
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.loading import Loaded, Verify, run_load
+from fsdpc.checkpoint.loading import Loaded, Verify
 from fsdpc.checkpoint.names import Only, lasting
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
-from fsdpc.checkpoint.saving import make_plan, write_plan
+from fsdpc.checkpoint.saving import write_plan
+from fsdpc.checkpoint.several import Models, Optimizers, States, plan_of, run_several, states_of
 
 
 class Checkpointer:
@@ -79,11 +79,13 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: Models,
+        optimizer: Optimizers = None,
         scheduler: Any = None,
         extra: dict[str, Any] | None = None,
         *,
+        states: States = None,
+        rng: bool = False,
         force: bool = False,
     ) -> SaveHandle | None:
         """Save a step, then remove the oldest. Collective; waits for a save in the background.
@@ -104,13 +106,16 @@ class Checkpointer:
 
         with ranks.together():
             _background.make_room(self._when_busy, self._group)
-            plan = make_plan(
+            with ranks.step(f"saving checkpoint {self.path(step)}"):
+                scheduler, objects = states_of(scheduler, states, rng)
+            plan = plan_of(
                 self.path(step),
                 ranks,
                 model,
                 optimizer,
                 scheduler,
                 extra,
+                objects,
                 dtype=self._dtype,
                 step=step,
                 overwrite=True,
@@ -129,10 +134,12 @@ class Checkpointer:
 
     def resume(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        model: Models,
+        optimizer: Optimizers = None,
         scheduler: Any = None,
         *,
+        states: States = None,
+        rng: bool = False,
         step: int | None = None,
         strict: bool = True,
         verify: Verify = "before",
@@ -156,12 +163,15 @@ class Checkpointer:
                 )
             if found is None:
                 return None
-            loaded = run_load(
+            with ranks.step(f"loading checkpoint {self.path(found)}"):
+                scheduler, objects = states_of(scheduler, states, rng)
+            loaded = run_several(
                 self.path(found),
                 ranks,
                 model,
                 optimizer,
                 scheduler,
+                objects,
                 strict=strict,
                 cast=False,
                 verify=verify,

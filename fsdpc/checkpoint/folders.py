@@ -77,7 +77,7 @@ class Draft:
         removed is gone. ``OSError`` (ENOSPC): too little space.
         """
         path = self.path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _allocate(fd, nbytes, path)
@@ -96,7 +96,7 @@ class Draft:
     def write_file(self, name: str, content: bytes) -> None:
         """A small file, not durable yet."""
         path = self.path / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         try:
             _write(fd, content, 0)

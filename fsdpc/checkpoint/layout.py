@@ -111,7 +111,7 @@ def lay_out(
     return _laid_out(tensors, name, folder, file_bytes, tuple((aliases or {}).items()))
 
 
-@functools.lru_cache(maxsize=2)  # a training saves one model and one optimizer, again and again
+@functools.lru_cache(maxsize=16)  # a training saves few models and optimizers, again and again
 def _laid_out(
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...],
     name: str,

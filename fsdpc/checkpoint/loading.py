@@ -8,7 +8,7 @@ compared on all ranks. Checksums are verified together: each byte by one rank.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from torch import nn
 
 from fsdpc import _C
 from fsdpc._companions.spans import whole_span
+from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import combine, combine_parts
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, parts_of_some, settle
@@ -47,6 +48,7 @@ from fsdpc.checkpoint.values import from_json
 from fsdpc.checkpoint.write import rows_of, waves
 
 Verify = Literal["before", "during", "no"]
+Found = Opened | TorchFiles
 _FILES_AT_ONCE = 4
 _WAVE_BYTES = 256 << 20  # read by one call, between two checks for signals
 _COLUMNS = 6
@@ -81,7 +83,14 @@ class Work:
     shared: list[tuple[StoredFile, Place]] = field(default_factory=list)
 
 
-def run_load(
+def run_load(*args: Any, **options: Any) -> Loaded:
+    """``load_steps``, all of them."""
+    *_, loaded = load_steps(*args, **options)
+    assert loaded is not None
+    return loaded
+
+
+def load_steps(
     path: Path,
     ranks: Ranks,
     model: nn.Module,
@@ -93,8 +102,16 @@ def run_load(
     verify: Verify,
     only: Only = None,
     rename: Rename = None,
-) -> Loaded:
-    """See ``fsdpc.checkpoint.load``. Collective."""
+    states: Mapping[str, Any] | None = None,
+    holds_model: bool = True,
+    digest: int | None = None,
+) -> Iterator[Loaded | None]:
+    """See ``fsdpc.checkpoint.load``. Yields ``None`` when all is checked and nothing is changed,
+    and what was loaded at the end. Collective.
+
+    ``holds_model``: False for the part of an optimizer, without the model's tensors. ``digest``: of
+    the manifest, where another one has it.
+    """
     what = f"loading checkpoint {path}"
     with ranks.step(what) as seen:
         if verify not in ("before", "during", "no"):
@@ -107,12 +124,17 @@ def run_load(
     found = open_together(path, ranks, what)
     compares = found.manifest is not None and verify != "no"
     with ranks.step(what) as matched:
+        if digest is not None and (found.manifest is None or found.manifest.digest != digest):
+            raise CheckpointError(f"{path} is not the part that the manifest above it names")
         kept = chosen_names(target, chosen, only)
         where = _renamed(found, own_name)
-        work, missing, unexpected = match(where, target, cast, kept, chosen)
+        _refuse_parts(found, target)
+        work, missing, unexpected = Work([], []), [], []
+        if holds_model:
+            work, missing, unexpected = match(where, target, cast, kept, chosen)
         if strict and (missing or unexpected):
             raise CheckpointError(difference(missing, unexpected))
-        if target.unwritten and only is None:
+        if target.unwritten and only is None and holds_model:
             if strict:
                 raise CheckpointError(_never_written(target.unwritten))
             missing += target.unwritten
@@ -125,9 +147,12 @@ def run_load(
             )
             works.append(more)
         loaded, scheduled, extra_state = _read_values(found, ranks, scheduler, own_name)
+        given = _read_states(found, ranks, states or {})
         loaded.missing, loaded.unexpected = missing, unexpected
         wanted = {
-            key: extra_state[key] for key in target.extra if key in extra_state and chosen(key)
+            key: extra_state[key]
+            for key in target.extra
+            if holds_model and key in extra_state and chosen(key)
         }
         try_states(model, wanted, target.extra, scheduler, scheduled)
         meant = ([part.pairs for part in works], missing, unexpected, verify)
@@ -135,6 +160,7 @@ def run_load(
     check_equal(matched.values, what)
     if found.manifest is not None and verify == "before":
         verify_all(works, found, ranks, what)
+    yield None
     with ranks.step(f"{what}: values were being read, so the model must not be used") as read:
         read.value = [read_into(part, found, compares) for part in works]
         found.check_unwritten()
@@ -143,18 +169,53 @@ def run_load(
             parts = [[received[i] for received in read.values] for i in range(len(works))]
             _compare_read(works, found, parts)
     with ranks.step(what):
-        for tensor in target.touched:
+        for tensor in target.touched if holds_model else ():
             torch.autograd.graph.increment_version(tensor)
         if optimizer is not None and state is not None:
             state.give(optimizer)
         if scheduler is not None:
             scheduler.load_state_dict(scheduled)
         set_extra(model, wanted)
+        for name, value in given.items():
+            (states or {})[name].load_state_dict(value)
     loaded.verified = compares
-    return loaded
+    yield loaded
 
 
-Found = Opened | TorchFiles
+def _refuse_parts(found: Found, target: Model) -> None:
+    """``CheckpointError``: the checkpoint has several models, and one is given."""
+    if found.manifest is not None and target.entries:
+        ending = f"/{_manifest.NAME}"
+        parts = [p.removesuffix(ending) for p in found.manifest.files if p.endswith(ending)]
+        if parts:
+            raise CheckpointError(
+                f"{found.path} has the parts {parts}: give a dict with names of theirs, or load "
+                f"the folder {found.path / parts[0]}"
+            )
+
+
+def _read_states(found: Found, ranks: Ranks, states: Mapping[str, Any]) -> dict[str, Any]:
+    """This rank's states of the objects that are given. ``CheckpointError``: there is none, or each
+    of another number of ranks had its own.
+    """
+    if not states:
+        return {}
+    table: dict[str, Any] = {}
+    if found.manifest is not None:
+        table = found.read_json(EXTRA_JSON).get("states", {})
+    given = {}
+    for name in states:
+        forms = table.get(name)
+        if not forms:
+            raise CheckpointError(f"{found.path} has the states {sorted(table)}, not {name!r}")
+        if len(forms) not in (1, ranks.world):
+            raise CheckpointError(
+                f"the state of {name!r} was saved by {len(forms)} ranks, which had their own each, "
+                f"and {ranks.world} load it: load without it"
+            )
+        form = forms[0 if len(forms) == 1 else ranks.rank]
+        given[name] = from_json(form, f"{name!r} in {found.path / EXTRA_JSON}")
+    return given
 
 
 def open_together(path: Path, ranks: Ranks, what: str, *, links: bool = False) -> Found:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,19 @@ class Manifest:
             },
         }
         return _signed(json.dumps(body, indent=1, ensure_ascii=False))
+
+
+def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object]) -> None:
+    """Move what belongs to parts into manifests of theirs, which ``write`` puts into files."""
+    for part in parts:
+        own = Manifest(made.step, made.world)
+        for name in ("headers", "tensors", "files"):
+            table = getattr(made, name)
+            for path in [path for path in table if path.startswith(f"{part}/")]:
+                getattr(own, name)[path.removeprefix(f"{part}/")] = table.pop(path)
+        content, path = own.encode(), f"{part}/{NAME}"
+        write(path, content)
+        made.add_file(path, content)
 
 
 def _signed(text: str) -> bytes:

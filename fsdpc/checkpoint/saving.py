@@ -7,8 +7,8 @@ itself. Only descriptions and digests travel. Each step ends well on all ranks o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +20,7 @@ from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, parts_of_some, settle
+from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
 from fsdpc.checkpoint.layout import FILE_BYTES, Layout, fingerprint, lay_out
 from fsdpc.checkpoint.model import Model, read_model
@@ -48,6 +49,7 @@ class Plan:
     step: int | None
     overwrite: bool
     params: list[torch.Tensor]  # as their users hold them
+    parts: list[str] = field(default_factory=list)  # folders with manifests of their own
 
 
 class Form(Protocol):
@@ -68,6 +70,7 @@ def make_plan(
     scheduler: Any,
     extra: dict[str, Any] | None,
     *,
+    states: Mapping[str, Any] | None = None,
     dtype: torch.dtype | None,
     step: int | None,
     overwrite: bool,
@@ -111,6 +114,9 @@ def make_plan(
             "sets": fingerprint([layout for layout, _ in sets]),
             "target": str(target),
             "extra": json.dumps(to_json(extra, "extra")),
+            "states": json.dumps(
+                {name: to_json(each.state_dict(), name) for name, each in (states or {}).items()}
+            ),
         }
         files = _files(ranks, found.extra, state, optimizer, scheduler)
         if form is not None and ranks.rank == 0:
@@ -118,8 +124,18 @@ def make_plan(
     check_equal(what, planned.values)
     if ranks.rank == 0:
         extras = [json.loads(planning["extra"]) for planning in planned.values]
-        files[EXTRA_JSON] = dump({"world": ranks.world, "ranks": extras})
+        own = [json.loads(planning["states"]) for planning in planned.values]
+        if any(each.keys() != own[0].keys() for each in own):
+            raise CheckpointError(f"{what}: ranks give other states=")
+        body = {"world": ranks.world, "ranks": extras}
+        files[EXTRA_JSON] = dump(body | ({"states": _shared(own)} if own[0] else {}))
     return Plan(target, sets, files, step, overwrite, [each.param for each in found.params])
+
+
+def _shared(own: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    """By name: every rank's state, or one where all are equal."""
+    found = {name: [each[name] for each in own] for name in own[0]}
+    return {n: all[:1] if all.count(all[0]) == len(all) else all for n, all in found.items()}
 
 
 def _files(
@@ -176,7 +192,7 @@ def write_plan(
             reach("finish")
             if draft is not None:
                 made = _manifest.Manifest(plan.step, ranks.world)
-                finish(draft, _digested(plan, parts), plan.files, made, reach)
+                finish(draft, _digested(plan, parts), plan.files, made, reach, plan.parts)
     except BaseException:
         if draft is not None:
             draft.discard()
@@ -254,6 +270,7 @@ def finish(
     files: dict[str, bytes],
     made: _manifest.Manifest,
     reach: Callable[[str], object] = lambda name: None,
+    parts: Sequence[str] = (),
 ) -> None:
     """Lengths of headers, indexes, small files and the manifest; then the folder gets its name.
     Local: on the one rank that has the draft, when the tensors' bytes are durable.
@@ -272,6 +289,9 @@ def finish(
         made.add_file(path, content)
         written.append(draft.path / path)
     reach("manifest")
+    if parts:
+        _manifest.split(made, parts, draft.write_file)
+        written += [draft.path / part / _manifest.NAME for part in parts]
     made.published = next_number(draft.target)
     draft.write_file(_manifest.NAME, made.encode())
     reach("publish")

@@ -17,6 +17,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Place, fragments
 from fsdpc.checkpoint.loading import read_table
 from fsdpc.checkpoint.opened import Opened, StoredFile
+from fsdpc.checkpoint.several import parts_in
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.write import rows_of
 
@@ -67,7 +68,7 @@ def verify(path: Path, advance: Advance | None = None) -> Report:
     if found.manifest is not None:
         for name in found.manifest.files:
             try:
-                found.read_json(name)
+                found.read_small(name)
             except CheckpointError as error:
                 report.damaged.append(str(error))
     for file, place in _places(found):
@@ -86,6 +87,11 @@ def verify(path: Path, advance: Advance | None = None) -> Report:
                 report.damaged.append(f"{place.name} in {file.path}: blocks {blocks} differ")
         if advance is not None:
             advance(place.nbytes)
+    for part in parts_in(found):
+        own = verify(path / part, advance)
+        report.tensors += own.tensors
+        report.nbytes += own.nbytes
+        report.damaged += own.damaged
     return report
 
 
@@ -135,6 +141,8 @@ def describe(path: Path) -> Iterator[str]:
     """Lines about a checkpoint: its files and every tensor."""
     found = open_any(path)
     yield f"{path}: {found.kind}"
+    for part in parts_in(found):
+        yield from describe(path / part)
     for stored in found.sets.values():
         for file in stored.files:
             yield f"{file.name}: {file.nbytes} bytes, {len(file.places)} tensors"

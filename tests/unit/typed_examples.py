@@ -132,6 +132,10 @@ def checkpoints(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     rule = checkpoint.KeyMap(["{p}.q", "{p}.k"], "{p}.qk", lambda q, k: torch.cat((q, k)))
     made = checkpoint.load_pretrained(model, "org/name", keys=[rule], strict=True, cache_dir=path)
     assert_type(made, checkpoint.Pretrained)
+    several = {"model": model, "ema": model}
+    checkpoint.save(path, several, {"model": optimizer}, states={"loader": handle}, rng=True)
+    checkpoint.save(path, model, hf=True, tokenizer=rule)
+    checkpoint.load(path, several, rng=True)
     keeper = checkpoint.Checkpointer(path, keep=2, every=100, async_=True, when_busy="wait")
     keeper.save(100, model, optimizer, force=True)
     try:
