@@ -25,6 +25,7 @@ from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.library_files import HubForm
 from fsdpc.checkpoint.loading import Loaded
 from fsdpc.checkpoint.names import Only, Rename
+from fsdpc.checkpoint.preemption import Preemption
 from fsdpc.checkpoint.pretrained import Pretrained, run_pretrained
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
@@ -44,6 +45,7 @@ __all__ = [
     "Checkpointer",
     "KeyMap",
     "Loaded",
+    "Preemption",
     "Pretrained",
     "SaveHandle",
     "load",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,11 @@ class Checkpointer:
         keep: this many of the newest stay; ``None`` keeps all. One is removed only when a newer
             one is durable, and never the one that ``latest`` names or that was resumed from, or
             one whose ``fsdpc.json`` is damaged.
+        keep_every: steps that it divides stay, too.
+        best: ``"min"`` or ``"max"``: the ``keep_best`` steps with the lowest or highest ``metric``
+            of ``save`` stay, too.
+        keep_best: how many; of equal ones the later steps.
+        protected: these steps stay in any case. Abandoned steps stay for no other reason.
         every: ``save`` does nothing at steps that it does not divide.
         async_: save in the background; see ``fsdpc.checkpoint.save``.
         dtype: of the model's floats in the files.
@@ -45,7 +52,7 @@ class Checkpointer:
         only: what is saved and loaded; see ``fsdpc.checkpoint.save`` and ``load``.
         group: the ranks that save together; default all.
 
-    Local. ``ValueError``: ``keep`` or ``every`` below 1; ``directory`` is a URL.
+    Local. ``ValueError``: a number below 1; ``best`` is no such word; ``directory`` is a URL.
     """
 
     def __init__(
@@ -53,6 +60,10 @@ class Checkpointer:
         directory: str | os.PathLike[str],
         *,
         keep: int | None = 3,
+        keep_every: int | None = None,
+        best: Literal["min", "max"] | None = None,
+        keep_best: int = 1,
+        protected: Iterable[int] = (),
         every: int | None = None,
         async_: bool = False,
         dtype: torch.dtype | None = None,
@@ -61,11 +72,16 @@ class Checkpointer:
         only: Only = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        for name, value in (("keep", keep), ("every", every)):
+        if best not in (None, "min", "max"):
+            raise ValueError(f"best must be 'min' or 'max', not {best!r}")
+        counts = {"keep": keep, "keep_every": keep_every, "keep_best": keep_best, "every": every}
+        for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.directory = _folders.local_path(directory)
         self.keep, self.every, self.async_ = keep, every, async_
+        self._keep_every, self._best, self._keep_best = keep_every, best, keep_best
+        self._protected = frozenset(protected)
         self._dtype, self._group = dtype, group
         self._when_busy: _background.WhenBusy = when_busy
         self._progress, self._only = progress, lasting(only)
@@ -86,9 +102,11 @@ class Checkpointer:
         *,
         states: States = None,
         rng: bool = False,
+        metric: float | None = None,
         force: bool = False,
     ) -> SaveHandle | None:
         """Save a step, then remove the oldest. Collective; waits for a save in the background.
+        ``metric``: for ``best``, the same on every rank.
 
         Returns ``None`` at steps that ``every`` does not divide (unless ``force``) and for saves
         that are complete. ``CheckpointError`` as ``fsdpc.checkpoint.save``, also that of the save
@@ -106,8 +124,13 @@ class Checkpointer:
 
         with ranks.together():
             _background.make_room(self._when_busy, self._group)
-            with ranks.step(f"saving checkpoint {self.path(step)}"):
+            with ranks.step(f"saving checkpoint {self.path(step)}") as given:
                 scheduler, objects = states_of(scheduler, states, rng)
+                given.value = metric = None if metric is None else float(metric)
+                if metric is not None and not math.isfinite(metric):
+                    raise ValueError(f"metric must be a finite number, not {metric}")
+            if any(value != metric for value in given.values):
+                raise CheckpointError(f"ranks give other metrics: {given.values}")
             plan = plan_of(
                 self.path(step),
                 ranks,
@@ -121,6 +144,7 @@ class Checkpointer:
                 overwrite=True,
                 only=self._only,
             )
+            plan.metric = metric
             advance = bar(plan, ranks, self._progress)
             if self.async_:
                 return _background.start(plan, ranks, advance=advance, after=after)
@@ -191,6 +215,21 @@ class Checkpointer:
         newest = self._newest(_steps.read_steps(self.directory))
         return None if newest is None else self.path(newest)
 
+    def best(self) -> Path | None:
+        """The complete checkpoint with the best metric; ``None``: there is none. Local.
+        ``ValueError``: without ``best=``.
+        """
+        if self._best is None:
+            raise ValueError("best= is not given, so no metric is the best")
+        ranked = self._ranked(_steps.read_steps(self.directory).live)
+        return self.path(ranked[0]) if ranked else None
+
+    def _ranked(self, live: list[int]) -> list[int]:
+        """Steps with a metric, the best first, of equal ones the latest."""
+        sign = 1.0 if self._best == "min" else -1.0
+        metrics = _steps.read_metrics(self.directory, live)
+        return sorted(metrics, key=lambda step: (sign * metrics[step], -step))
+
     def steps(self) -> list[int]:
         """Steps with a complete checkpoint, ascending, also those that are abandoned. Local."""
         found = _steps.read_steps(self.directory)
@@ -255,8 +294,13 @@ class Checkpointer:
         found = self._name_latest(step)
         if self.keep is None:
             return
+        stay = {step, self._resumed, *self._protected}
+        if self._keep_every is not None:
+            stay |= {each for each in found.live if each % self._keep_every == 0}
+        if self._best is not None:
+            stay |= set(self._ranked(found.live)[: self._keep_best])
         for old in (found.live + found.abandoned)[self.keep :]:
-            if old in (step, self._resumed):
+            if old in stay:
                 continue
             try:
                 _folders.remove(self.path(old))

@@ -59,7 +59,8 @@ _ATTEMPTS = 10
 @dataclass
 class Loaded:
     """What ``load`` found. ``extra``: this rank's, ``None`` if the checkpoint has another number of
-    ranks; ``extras``: every rank's. ``verified``: checksums were compared.
+    ranks; ``extras``: every rank's. ``verified``: checksums were compared. ``metric``: that of a
+    ``Checkpointer``.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class Loaded:
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     verified: bool = False
+    metric: float | None = None
 
 
 @dataclass
@@ -510,6 +512,7 @@ def _read_values(
     extras = [from_json(form, f"extra in {found.path / EXTRA_JSON}") for form in body["ranks"]]
     extra = extras[ranks.rank] if len(extras) == ranks.world else None
     loaded = Loaded(found.path, found.manifest.step, len(extras), extra, extras)
+    loaded.metric = found.manifest.metric
     return loaded, scheduled, extra_state
 
 

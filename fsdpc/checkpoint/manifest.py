@@ -27,12 +27,13 @@ _PATH = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)  # at most one fol
 class Manifest:
     """``headers``: path of a safetensors file -> (bytes of the file, digest of its header).
     ``tensors``: path -> name -> digest. ``files``: path of another file -> (bytes, digest).
-    ``published``: see ``steps``.
+    ``published``: see ``steps``; ``metric``: see ``Checkpointer``.
     """
 
     step: int | None = None
     world: int = 1
     published: int | None = None
+    metric: float | None = None
     block_bytes: int = BLOCK_BYTES
     headers: dict[str, tuple[int, int]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Digest]] = field(default_factory=dict)
@@ -56,6 +57,7 @@ class Manifest:
             "version": _VERSION,
             "step": self.step,
             **({} if self.published is None else {"published": self.published}),
+            **({} if self.metric is None else {"metric": self.metric}),
             "world": self.world,
             "block_bytes": self.block_bytes,
             "headers": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.headers.items())},
@@ -140,7 +142,12 @@ def _decode(text: bytes) -> Manifest:
         if not _PATH.fullmatch(path):
             raise CheckpointError(f"{NAME} names the file {path!r}, which is not in the checkpoint")
     manifest = Manifest(
-        body["step"], body["world"], body.get("published"), block, digest=_C.ckpt_crc32c(text)
+        body["step"],
+        body["world"],
+        body.get("published"),
+        body.get("metric"),
+        block,
+        digest=_C.ckpt_crc32c(text),
     )
     manifest.headers = {path: (size, int(crc, 16)) for path, (size, crc) in body["headers"].items()}
     manifest.files = {path: (size, int(crc, 16)) for path, (size, crc) in body["files"].items()}

@@ -50,6 +50,7 @@ class Plan:
     overwrite: bool
     params: list[torch.Tensor]  # as their users hold them
     parts: list[str] = field(default_factory=list)  # folders with manifests of their own
+    metric: float | None = None
 
 
 class Form(Protocol):
@@ -191,7 +192,7 @@ def write_plan(
         with ranks.step(what):
             reach("finish")
             if draft is not None:
-                made = _manifest.Manifest(plan.step, ranks.world)
+                made = _manifest.Manifest(plan.step, ranks.world, metric=plan.metric)
                 finish(draft, _digested(plan, parts), plan.files, made, reach, plan.parts)
     except BaseException:
         if draft is not None:

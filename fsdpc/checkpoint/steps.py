@@ -7,6 +7,7 @@ earlier step, neither the highest step nor the clock says what was saved last.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from fsdpc.checkpoint import manifest as _manifest
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
+_METRIC = re.compile(rb'^ "metric": ([^,\n]+),$', re.MULTILINE)
 _NUMBER = re.compile(rb'^ "published": (\d+),$', re.MULTILINE)
 
 
@@ -46,6 +48,20 @@ def read_steps(directory: Path) -> Steps:
     for _, _, step in order:
         is_live = not found.live or step < found.live[-1]
         (found.live if is_live else found.abandoned).append(step)
+    return found
+
+
+def read_metrics(directory: Path, steps: Iterable[int]) -> dict[int, float]:
+    """The metrics of those that have one and whose manifest is whole. Local."""
+    found = {}
+    for step in steps:
+        try:
+            text = (folder_of(directory, step) / _manifest.NAME).read_bytes()
+        except OSError:
+            continue
+        match = _METRIC.search(text)
+        if match and _manifest.is_whole(text):
+            found[step] = float(match[1])
     return found
 
 

@@ -136,8 +136,10 @@ def checkpoints(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     checkpoint.save(path, several, {"model": optimizer}, states={"loader": handle}, rng=True)
     checkpoint.save(path, model, hf=True, tokenizer=rule)
     checkpoint.load(path, several, rng=True)
-    keeper = checkpoint.Checkpointer(path, keep=2, every=100, async_=True, when_busy="wait")
-    keeper.save(100, model, optimizer, force=True)
+    keeper = checkpoint.Checkpointer(path, keep=2, every=100, best="min", keep_every=9)
+    with checkpoint.Preemption(within=30) as preemption:
+        keeper.save(100, model, optimizer, metric=0.5, force=preemption.agreed())
+    assert_type(keeper.best(), Path | None)
     try:
         resumed = keeper.resume(model, optimizer)
     except checkpoint.CheckpointError as error:
