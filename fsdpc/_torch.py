@@ -165,8 +165,9 @@ _find("torch.autograd.profiler", PROFILES)
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
 increment_version_counters = _find("torch._C", "_increment_version")
 _storage_use_count = _find("torch._C", "_storage_Use_Count")
-# Norms of many tensors by one call.
+# Norms and averages of many tensors by one call.
 foreach_norm = _find("torch", "_foreach_norm")
+foreach_lerp = _find("torch", "_foreach_lerp_")
 # torch's current CUDA stream; only CUDA builds have this function.
 current_raw_stream = _maybe("torch._C", "_cuda_getCurrentRawStream")
 if torch.backends.cuda.is_built() and current_raw_stream is None:
@@ -185,6 +186,11 @@ global_step_pre_hooks = _find("torch.optim.optimizer", "_global_optimizer_pre_ho
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
     """Those of this optimizer alone."""
     return optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined, no-any-return]
+
+
+def calls_hooks(optimizer: object) -> bool:
+    """Whether a step of this object calls its hooks; that of a wrapper around one does not."""
+    return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
 # --- functions that fsdpc replaces ---------------------------------------------------------------

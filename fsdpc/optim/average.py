@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fsdpc._companions.lane import before_write
 from fsdpc._engine.interop import around
+from fsdpc._torch import calls_hooks, foreach_lerp
 from fsdpc.optim._places import local_of, locals_of
 
 STATE = "average"  # of each parameter, beside the optimizer's own states
@@ -58,7 +59,7 @@ class Average:
         _check_decay(decay)
         if every < 1 or after < 0:
             raise ValueError(f"Average: every={every} must be at least 1, after={after} at least 0")
-        if not hasattr(optimizer, "_optimizer_step_post_hooks"):
+        if not calls_hooks(optimizer):
             raise TypeError(
                 f"a {type(optimizer).__name__} calls no hooks of its steps: make the Average of "
                 "the torch.optim.Optimizer inside (accelerate: optimizer.optimizer)"
@@ -273,7 +274,7 @@ def _lerp(
 ) -> None:
     """``skipped``: on a GPU, 1 if the step was skipped: then nothing moves."""
     if skipped is None:
-        torch._foreach_lerp_(averages, values, weight)
+        foreach_lerp(averages, values, weight)
         return
     for average, value in zip(averages, values, strict=True):
         moved = weight * (1.0 - skipped.to(average.device, average.dtype))
