@@ -7,7 +7,7 @@ the slower of the links inside a host and of the network binds, and each rank ha
 interface of its own. Gathers and sums overlap with compute except for the first gather and the last
 sum. Packing of activations (``--compress``) adds to compute: one pass in forward and one in
 backward, each over both of their forms, at the rate of the card's memory (``Card.bandwidth``); an
-estimate, never measured on a card.
+estimate.
 """
 
 from __future__ import annotations
