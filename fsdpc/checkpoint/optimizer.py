@@ -33,7 +33,8 @@ from fsdpc.checkpoint.entries import Entry, OptimParam, flat
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.ranks import Ranks
-from fsdpc.optim._spanned import Blocks
+from fsdpc.optim._spanned import AVERAGE, Blocks
+from fsdpc.optim.average import average_of, wide
 
 _MOST_SHOWN = 3
 IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable", "maximize", "initial_lr"}
@@ -87,7 +88,7 @@ def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
             f"scheduler must have {method}(), and {type(scheduler).__name__} has not: pass one "
             "scheduler, and the states of others in extra="
         )
-    average = getattr(optimizer, "_fsdpc_average", None)  # fsdpc.optim.Average
+    average = average_of(optimizer)
     if average is not None:
         average.refuse_shown("saving or loading the optimizer")
 
@@ -169,12 +170,6 @@ def _rows(optimizer: torch.optim.Optimizer, member: OptimParam) -> list[StateRow
     if not hasattr(optimizer, "span_states"):
         state = _tensors(optimizer, member)
         return [StateRow(member.covers, tuple(_local(member.param).shape), state, member.check_cut)]
-    if "average" in dict.get(optimizer.state, member.param, {}):  # fsdpc.optim.Average's
-        raise NotImplementedError(
-            f"a checkpoint of {type(optimizer).__name__} cannot hold the averages of "
-            "fsdpc.optim.Average: save FSDP.optim_state_dict(model, optimizer) or torch's "
-            "get_optimizer_state_dict, which do"
-        )
     states = optimizer.span_states(member.param)
     return [
         StateRow([(entry, moved_to(spans, 0))], (int(spans[:, 2].sum()),), state)
@@ -313,7 +308,10 @@ class NewState:
         if hasattr(optimizer, "settle_states"):  # fsdpc's
             optimizer.settle_states([param for param, _ in self.states])
         for param, states in self.by_span:
+            averages = [state.pop(AVERAGE, None) for state in states]
             optimizer.take_span_states(param, states)  # type: ignore[attr-defined]
+            if any(each is not None for each in averages):
+                average_of(optimizer).take_spans(param, averages)
         for group, options in zip(optimizer.param_groups, self.groups, strict=True):
             group.update(options)
 
@@ -412,6 +410,8 @@ class _Maker:
         for (entry, spans), forms, has_step in every:
             kind = self.kinds.get(entry.name, {})
             states.append({})
+            if AVERAGE in kind and average_of(self.optimizer) is not None:
+                forms = {**forms, AVERAGE: (wide(member.param.dtype), 1)}
             if kind:
                 _check_forms(self.optimizer, entry, kind, forms, has_step, self.stored)
             if not kind or not len(spans):

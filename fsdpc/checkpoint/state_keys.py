@@ -11,7 +11,8 @@ from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.optimizer import IMPLEMENTATION, options_of, params_of
 from fsdpc.optim._base import FusedOptimizer
 from fsdpc.optim._chunks import MASTER
-from fsdpc.optim.average import STATE as AVERAGE
+from fsdpc.optim._spanned import AVERAGE
+from fsdpc.optim.average import average_of
 
 
 def check_keys(
@@ -29,7 +30,7 @@ def check_keys(
         return  # make_state compares their forms
     groups = params_of(optimizer, model)
     saved = options_of(groups, saved_groups, chosen)
-    averages = getattr(optimizer, "_fsdpc_average", None) is not None
+    averages = average_of(optimizer) is not None
     for group, members, options in zip(optimizer.param_groups, groups, saved, strict=True):
         usual = _usual({**group, **options}, optimizer)
         for member in members:

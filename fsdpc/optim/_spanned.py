@@ -13,6 +13,8 @@ from fsdpc.optim._base import FusedOptimizer
 from fsdpc.optim._chunks import Ends, slice_of_place
 from fsdpc.optim._places import ParamSpan, Place, local_of, place_of
 
+AVERAGE = "average"  # the state that optim.Average keeps, whatever the optimizer's own are
+
 
 class Stretch(NamedTuple):
     """A span of a parameter with its memory on this rank."""
@@ -133,6 +135,8 @@ class BlockOptimizer(SpannedOptimizer):
                 for name, value in next(held).items():
                     length = forms[name][1]
                     found[-1][name] = value if length == 1 else Blocks(value, length)
+                if AVERAGE in state:
+                    found[-1][AVERAGE] = part(state[AVERAGE], span).detach().reshape(-1)
                 if has_step:
                     found[-1]["step"] = state["step"]
         return found

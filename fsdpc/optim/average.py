@@ -16,8 +16,8 @@ from fsdpc._companions.lane import before_write
 from fsdpc._engine.interop import around
 from fsdpc._torch import calls_hooks, foreach_lerp
 from fsdpc.optim._places import local_of, locals_of
+from fsdpc.optim._spanned import AVERAGE
 
-STATE = "average"  # of each parameter, beside the optimizer's own states
 COUNT = "averaged"  # of each group: how many values its averages have taken
 Decay = float | Callable[[int], float]
 
@@ -64,7 +64,7 @@ class Average:
                 f"a {type(optimizer).__name__} calls no hooks of its steps: make the Average of "
                 "the torch.optim.Optimizer inside (accelerate: optimizer.optimizer)"
             )
-        if getattr(optimizer, "_fsdpc_average", None) is not None:
+        if average_of(optimizer) is not None:
             raise NotImplementedError(
                 f"this {type(optimizer).__name__} has an average: groups with their own "
                 "average_decay can have others"
@@ -95,14 +95,14 @@ class Average:
 
         ``KeyError``: no value of this parameter has been taken yet.
         """
-        if STATE not in self.optimizer.state.get(param, {}):
+        if AVERAGE not in self.optimizer.state.get(param, {}):
             if local_of(param).numel() == 0:
                 return _copy(param)  # this rank holds nothing of the parameter
             raise KeyError(
                 f"a parameter of shape {tuple(param.shape)} has no average: no step of the "
                 "optimizer that trains it has been taken yet"
             )
-        return self.optimizer.state[param][STATE]
+        return self.optimizer.state[param][AVERAGE]
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
@@ -163,17 +163,17 @@ class Average:
     ) -> None:
         taken = group.get(COUNT, 0)
         state = self.optimizer.state
-        new = [param for param in params if STATE not in state[param]]
-        old = [param for param in params if STATE in state[param]] if new else params
+        new = [param for param in params if AVERAGE not in state[param]]
+        old = [param for param in params if AVERAGE in state[param]] if new else params
         if old:
-            averages = locals_of([state[param][STATE] for param in old])
+            averages = locals_of([state[param][AVERAGE] for param in old])
             values = [
                 value if value.dtype == average.dtype else value.to(average.dtype)
                 for value, average in zip(locals_of(list(old)), averages, strict=True)
             ]
             _lerp(averages, values, 1.0 - self._decay_of(group, taken), skipped)
         for param in new:
-            state[param][STATE] = _copy(param)
+            state[param][AVERAGE] = _copy(param)
         group[COUNT] = taken + 1
 
     def _decay_of(self, group: dict[str, Any], taken: int) -> float:
@@ -185,7 +185,7 @@ class Average:
     def _averaged(self) -> list[Tensor]:
         state = self.optimizer.state
         every = (p for group in self.optimizer.param_groups for p in group["params"])
-        return [param for param in every if param in state and STATE in state[param]]
+        return [param for param in every if param in state and AVERAGE in state[param]]
 
     # --- showing averages ------------------------------------------------------------------------
 
@@ -245,11 +245,29 @@ class Average:
         ids = [number for group in given["param_groups"] for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in zip(ids, params, strict=True):
-            saved = given["state"].get(number, {}).get(STATE)
+            saved = given["state"].get(number, {}).get(AVERAGE)
             if saved is not None:
-                optimizer.state[param][STATE] = _copy(saved, like=param)
+                optimizer.state[param][AVERAGE] = _copy(saved, like=param)
             elif param in optimizer.state:  # of a step that torch makes to have states to load into
-                optimizer.state[param].pop(STATE, None)
+                optimizer.state[param].pop(AVERAGE, None)
+
+    def take_spans(self, param: Tensor, parts: Sequence[Tensor | None]) -> None:
+        """Set the average of a parameter of a ``BlockOptimizer`` from what a checkpoint has of each
+        whole parameter in it. Local.
+        """
+        value = local_of(param)
+        made = torch.zeros(value.numel(), dtype=wide(param.dtype), device=value.device)
+        spans = self.optimizer._place(param).every  # type: ignore[attr-defined]
+        for span, part in zip(spans, parts, strict=True):
+            if part is not None:
+                made[span.at : span.at + span.count].copy_(part)
+        self.optimizer.state[param][AVERAGE] = _copy(made.view(value.shape), like=param)
+
+
+def average_of(optimizer: Any) -> Average | None:
+    """The average of an optimizer's parameters, if there is one. Local."""
+    found: Average | None = getattr(optimizer, "_fsdpc_average", None)
+    return found
 
 
 def _check_decay(decay: Decay | None) -> None:
@@ -257,7 +275,7 @@ def _check_decay(decay: Decay | None) -> None:
         raise ValueError(f"Invalid decay value: {decay}")
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -265,7 +283,7 @@ def _copy(value: Tensor, like: Tensor | None = None) -> Tensor:
     """A wide copy, where ``like`` is."""
     like = value if like is None else like
     own, target = local_of(value.detach()), local_of(like)
-    made = own.to(target.device, _wide(like.dtype), copy=True).contiguous()
+    made = own.to(target.device, wide(like.dtype), copy=True).contiguous()
     return around(made, like._spec) if isinstance(like, DTensor) else made
 
 

@@ -20,12 +20,14 @@ from toys import by_door, full_parameters, loss_of, tokens, toy
 import fsdpc
 from fsdpc import checkpoint, optim
 from fsdpc.optim import Average
+from fsdpc.optim.average import average_of
 
 STEPS = 4
 MAKERS: dict[str, Callable[[Any], Any]] = {
     "AdamW": lambda p: optim.AdamW(p, lr=1e-2, eps=1e-3),
     "SGD": lambda p: optim.SGD(p, lr=1e-2, momentum=0.9),
     "AdamW8bit": lambda p: optim.AdamW8bit(p, lr=1e-2),
+    "AdamMini": lambda p: optim.AdamMini(p, lr=1e-2, block=lambda name, shape: shape[-1]),
     "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
 }
 
@@ -198,8 +200,8 @@ def trained(rank: int, door: str, kind: str = "AdamW") -> tuple[nn.Module, Any, 
     return model, optimizer, Average(optimizer, 0.5)
 
 
-def save(rank, world, door, path):
-    model, optimizer, average = trained(rank, door)
+def save(rank, world, door, path, kind):
+    model, optimizer, average = trained(rank, door, kind)
     for number in range(STEPS):
         step(model, optimizer, 0, number)
     checkpoint.save(f"{path}/both", model, optimizer)
@@ -213,8 +215,8 @@ def save(rank, world, door, path):
             checkpoint.save(f"{path}/mixed", model, optimizer)
 
 
-def load(rank, world, door, path):
-    model, optimizer, average = trained(rank, door)
+def load(rank, world, door, path, kind):
+    model, optimizer, average = trained(rank, door, kind)
     checkpoint.load(f"{path}/both", model, optimizer)
     assert all(group["averaged"] == STEPS for group in optimizer.param_groups)
     wanted = torch.load(f"{path}/values")
@@ -226,10 +228,12 @@ def load(rank, world, door, path):
     same(values_of(alone), wanted)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "AdamMini"])
 @pytest.mark.parametrize("doors", [("orig", "fully_shard"), ("fully_shard", "flat")])
-def test_checkpoints_keep_averages(doors, tmp_path):
-    run_ranks(save, 3, door=doors[0], path=str(tmp_path))
-    run_ranks(load, 2, door=doors[1], path=str(tmp_path))
+def test_checkpoints_keep_averages(doors, kind, tmp_path):
+    """Also those of optimizers whose own states belong to whole parameters."""
+    run_ranks(save, 3, door=doors[0], path=str(tmp_path), kind=kind)
+    run_ranks(load, 2, door=doors[1], path=str(tmp_path), kind=kind)
 
 
 @ranks(2)
@@ -337,4 +341,4 @@ def test_bad_numbers_and_second_averages_are_refused():
     with pytest.raises(NotImplementedError, match="has an average"):
         Average(optimizer)
     with pytest.raises(KeyError, match="no step of the optimizer"):
-        optimizer._fsdpc_average.of(optimizer.param_groups[0]["params"][0])
+        average_of(optimizer).of(optimizer.param_groups[0]["params"][0])

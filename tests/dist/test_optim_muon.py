@@ -224,16 +224,6 @@ def test_what_others_do_on_shards_is_said(rank, world):
         torch.optim.Adafactor(model.parameters()).step()
 
 
-@ranks(1)
-def test_averages_are_not_lost_in_a_checkpoint(rank, world):
-    model = Model()
-    optimizer = make(model)
-    optim.Average(optimizer)
-    train(model, optimizer, range(1))
-    with pytest.raises(fsdpc.checkpoint.CheckpointError, match="cannot hold the averages"):
-        fsdpc.checkpoint.save("/nowhere", model, optimizer)
-
-
 def leave_before_the_step(rank: int, world: int, door: str) -> None:
     model = wrap("fsdpc", Model()) if door == "FSDP" else fsdpc.fully_shard(Model())
     optimizer = make(model)
