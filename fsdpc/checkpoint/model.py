@@ -8,15 +8,17 @@ part of a unit is one run of the file.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from fsdpc._companions.spans import block_spans, table_of, whole_span
+from fsdpc._companions.spans import NO_SPANS, block_spans, table_of, whole_span
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.empties import is_unwritten
 from fsdpc._engine.interop import over
@@ -197,6 +199,7 @@ def _unit_entries(named: UnitEntry) -> list[Entry]:
 # --- plain tensors and DTensors ------------------------------------------------------------------
 
 
+@torch.no_grad()  # local tensors of DTensors without a graph
 def _add_params(found: Model, model: nn.Module) -> None:
     """Parameters that no unit has taken, each with all its names."""
     taken = {id(each.param) for each in found.params}
@@ -265,17 +268,43 @@ def _refuse_meta(tensor: torch.Tensor, what: str) -> None:
         )
 
 
+class _Block(NamedTuple):
+    """Where the elements of a DTensor's local tensor lie; ``spans`` is shared, and not to change.
+    ``sizes`` None: this rank is not in the mesh.
+    """
+
+    sizes: tuple[int, ...] | None
+    replica: tuple[int, int]
+    spans: np.ndarray
+    ranks: int
+
+
+# Of each mesh, by shape and placements: most parameters of a model have one of a few.
+_blocks: weakref.WeakKeyDictionary[Any, dict[Any, _Block]] = weakref.WeakKeyDictionary()
+
+
+def _block_of(tensor: DTensor, shape: tuple[int, ...], what: str) -> _Block:
+    mesh = tensor.device_mesh
+    known = _blocks.setdefault(mesh, {})
+    key = shape, tensor.placements
+    if key not in known:
+        offsets, sizes, replica = block_of(tensor, what)
+        if offsets is None:
+            known[key] = _Block(None, replica, NO_SPANS, 0)
+        else:
+            known[key] = _Block(sizes, replica, block_spans(shape, offsets, sizes), mesh.size())
+    return known[key]
+
+
 def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
-    shape, local = tuple(tensor.shape), tensor.to_local().detach()
-    offsets, sizes, replica = block_of(tensor, what)
-    if offsets is None:
+    shape, local = tuple(tensor.shape), tensor.to_local()
+    sizes, replica, spans, ranks = _block_of(tensor, shape, what)
+    if sizes is None:
         return Entry(name, shape, tensor.dtype, flat(local)[:0])
     if tuple(local.shape) != sizes and math.prod(sizes):
         raise ValueError(
             f"{what}: this rank's part has shape {tuple(local.shape)}, but by its placements "
             f"{tensor.placements} it is {sizes}"
         )
-    spans = block_spans(shape, offsets, sizes)
     memory, home = flat_and_home(local)
-    ranks = tensor.device_mesh.size()
     return Entry(name, shape, tensor.dtype, memory, spans, replica, home=home, ranks=ranks)
