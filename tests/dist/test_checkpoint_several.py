@@ -23,7 +23,7 @@ from fsdpc.checkpoint.verify import describe, verify
 
 def net(seed: int, door: str) -> nn.Module:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    model = nn.Sequential(nn.Linear(6, 16), nn.Linear(16, 3))  # each of 3 ranks holds elements
     if door == "fully_shard":
         return fsdpc.fully_shard(model)
     return fsdpc.FSDP(model, use_orig_params=door == "orig")
