@@ -7,9 +7,9 @@
 Each choice trains the same model in a fresh process, with the same batch. "step" is by the host's
 clock from an idle GPU until it is idle again; "peak" is torch's allocated and what fsdpc maps
 beside it. "nothing" keeps all activations, gradients and AdamW's states on the GPU; every other
-choice changes one thing. "save" writes weights and states of the model without its states' steps in
-between: the whole call, and the time that a save in the background blocks; DCP's from the same
-weights, sharded by torch's fully_shard.
+choice changes one thing. "save" writes the model's weights and AdamW's states: seconds of the
+whole call, and those for which a save in the background blocks. DCP saves the same model, sharded
+by torch's fully_shard; its saves in the background need a group with a CPU backend.
 """
 
 from __future__ import annotations

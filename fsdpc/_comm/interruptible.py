@@ -20,10 +20,11 @@ class _Waiter:
         self._end.acquire()
         self._call: Callable[[], None] | None = None
         self._error: BaseException | None = None
+        self._over = False
         threading.Thread(target=self._loop, name="fsdpc-wait", daemon=True).start()
 
     def _loop(self) -> None:
-        while True:
+        while not self._over:
             self._begin.acquire()
             try:
                 assert self._call is not None
@@ -34,14 +35,16 @@ class _Waiter:
             self._end.release()
 
     def run(self, call: Callable[[], None], cut: Callable[[], None]) -> None:
-        self._error, self._call = None, call
-        self._begin.release()
         try:
+            self._error, self._call = None, call
+            self._begin.release()
             self._end.acquire()
-        except BaseException:  # what a signal handler raised
+        except BaseException:  # what a signal handler raised, at any of these lines
+            self._over = True
+            _forget()  # the locks may be in any state: the next wait gets a thread of its own
             cut()
-            if not self._end.acquire(timeout=PATIENCE_S):
-                _forget()
+            if self._call is not None:
+                self._end.acquire(timeout=PATIENCE_S)
             raise
         if self._error is not None:
             raise self._error

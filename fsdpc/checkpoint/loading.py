@@ -186,14 +186,21 @@ def load_steps(
 
 def _refuse_parts(found: Found, target: Model) -> None:
     """``CheckpointError``: the checkpoint has several models, and one is given."""
-    if found.manifest is not None and target.entries:
-        ending = f"/{_manifest.NAME}"
-        parts = [p.removesuffix(ending) for p in found.manifest.files if p.endswith(ending)]
-        if parts:
-            raise CheckpointError(
-                f"{found.path} has the parts {parts}: give a dict with names of theirs, or load "
-                f"the folder {found.path / parts[0]}"
-            )
+    parts = list(parts_in(found)) if target.entries else []
+    if parts:
+        raise CheckpointError(
+            f"{found.path} has the parts {parts}: give a dict with names of theirs, or load the "
+            f"folder {found.path / parts[0]}"
+        )
+
+
+def parts_in(found: Found) -> dict[str, int]:
+    """The parts of a checkpoint of several models, each with the digest of its manifest. Local."""
+    if found.manifest is None:
+        return {}
+    ending = f"/{_manifest.NAME}"
+    files = found.manifest.files.items()
+    return {path.removesuffix(ending): crc for path, (_, crc) in files if path.endswith(ending)}
 
 
 def _read_states(found: Found, ranks: Ranks, states: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import lay_out
-from fsdpc.checkpoint.loading import Loaded, load_steps, open_together
+from fsdpc.checkpoint.loading import Loaded, load_steps, open_together, parts_in
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import Plan, make_plan
 
@@ -234,12 +233,3 @@ def _finish(steps: list[Iterator[Loaded | None]]) -> list[Loaded]:
         next(each)
     done = [next(each) for each in steps]
     return [loaded for loaded in done if loaded is not None]
-
-
-def parts_in(found: Any) -> dict[str, int]:
-    """The parts of a checkpoint, each with the digest of its manifest."""
-    if found.manifest is None:
-        return {}
-    ending = f"/{_manifest.NAME}"
-    files = found.manifest.files.items()
-    return {path.removesuffix(ending): crc for path, (_, crc) in files if path.endswith(ending)}

@@ -15,9 +15,8 @@ from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Place, fragments
-from fsdpc.checkpoint.loading import read_table
+from fsdpc.checkpoint.loading import parts_in, read_table
 from fsdpc.checkpoint.opened import Opened, StoredFile
-from fsdpc.checkpoint.several import parts_in
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.write import rows_of
 

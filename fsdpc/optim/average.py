@@ -73,7 +73,8 @@ class Average:
         self.decay = decay
         self.every = every
         self.after = after
-        self._in_model: dict[Tensor, Tensor] = {}  # parameters that show averages: their values
+        # Parameters that show averages, with their values; None: those are in the average's place.
+        self._in_model: dict[Tensor, Tensor | None] = {}
         self._loading: Mapping[str, Any] | None = None
         optimizer._fsdpc_average = self  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(self._before_step)
@@ -192,21 +193,20 @@ class Average:
     @torch.no_grad()
     def _show(self, param: Tensor) -> None:
         value, average = locals_of([param, self.of(param)])
-        self._in_model[param] = value.clone()
-        value.copy_(average)
         if value.dtype == average.dtype:
-            average.copy_(self._in_model[param])
-            self._in_model[param] = average  # where the values are now
+            _swap(value, average)
+            self._in_model[param] = None
+        else:
+            self._in_model[param] = value.clone()
+            value.copy_(average)
         self._written(param, value)
 
     @torch.no_grad()
     def _hide(self, param: Tensor) -> None:
         value, average = locals_of([param, self.of(param)])
         kept = self._in_model.pop(param)
-        if kept is average:
-            shown = value.clone()
-            value.copy_(average)
-            average.copy_(shown)
+        if kept is None:
+            _swap(value, average)
         else:
             value.copy_(kept)
         self._written(param, value)
@@ -285,6 +285,12 @@ def _copy(value: Tensor, like: Tensor | None = None) -> Tensor:
     own, target = local_of(value.detach()), local_of(like)
     made = own.to(target.device, wide(like.dtype), copy=True).contiguous()
     return around(made, like._spec) if isinstance(like, DTensor) else made
+
+
+def _swap(one: Tensor, other: Tensor) -> None:
+    kept = one.clone()
+    one.copy_(other)
+    other.copy_(kept)
 
 
 def _lerp(

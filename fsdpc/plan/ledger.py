@@ -231,7 +231,7 @@ def _muon_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             states += numel * ITEM_BYTES[storage] * (2 - share)
             moved += numel * share
     largest = max((rows * columns for rows, columns in sizes), default=0)
-    # Of an iteration in bfloat16: the matrix, two estimates, two products with the shorter side.
+    # Newton-Schulz holds the matrix, two estimates of it and two products of its shorter side.
     working = max((3 * m * n + 2 * min(m, n) ** 2 for m, n in sizes), default=0)
     buffers = 2 if moved <= ROUND else 4  # another round's are on their way
     exchange = buffers * max(min(moved, ROUND), largest) if setup.shards > 1 else 0
