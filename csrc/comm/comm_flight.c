@@ -6,10 +6,10 @@
 #include "base/mem.h"
 #include "base/status.h"
 #include "comm/comm_impl.h"
+#include "comm/flight_moves.h"
 #include "comm/hosts.h"
 
 enum {
-    CHUNK_BYTES = 1 << 20,    /* one large message each way would take turns with the other */
     DATA_TAG = 1 << 30,       /* programs that send by themselves use small tags */
     MARKS_TAG = DATA_TAG - 1, /* in the order of flights */
 };
@@ -19,7 +19,7 @@ struct fsdpc_flight {
     void *data, *marking; /* transfers of the kind, NULL: none, or landed */
     fsdpc_mark *marks;    /* one per rank */
     bool *skip;           /* ranks with other marks; allocated before anything is posted */
-    uint64_t sent_bytes;
+    fsdpc_moves moves;
     bool agreed; /* known after landing */
     bool marked, summed;
 };
@@ -28,93 +28,6 @@ bool
 fsdpc_comm_flies(const fsdpc_comm *comm)
 {
     return comm->ops->post && comm->ops->flies(comm);
-}
-
-/* --- transfers --------------------------------------------------------------------------------- */
-
-/* The transfers of one flight; `moves` NULL counts them. */
-struct list {
-    fsdpc_comm_move *moves;
-    int count;
-    uint64_t sent_bytes; /* to other hosts */
-};
-
-static void
-add(struct list *list, char *memory, size_t bytes, int peer, bool send)
-{
-    for (size_t at = 0; at < bytes; at += CHUNK_BYTES) {
-        if (list->moves) {
-            const size_t left = bytes - at;
-            list->moves[list->count] =
-                (fsdpc_comm_move){memory + at, left < CHUNK_BYTES ? left : CHUNK_BYTES, peer, send};
-        }
-        list->count++;
-    }
-}
-
-/* Every rank begins with another peer, so that no rank gets all at once. */
-static int
-peer_at(const fsdpc_comm *comm, int step, bool send)
-{
-    return (comm->rank + (send ? step : comm->world - step)) % comm->world;
-}
-
-/* What a flight moves. */
-struct load {
-    const fsdpc_comm_part *parts;
-    int count;
-    const fsdpc_landing *landing; /* NULL: a gather, which brings the others' pieces in place */
-    fsdpc_route route;
-};
-
-static char *
-landing_of(const fsdpc_comm *comm, const struct load *load, int peer, int part)
-{
-    const fsdpc_landing *landing = load->landing;
-    const bool by_host = load->route == FSDPC_BY_CARRIERS;
-    const int from = by_host ? comm->hosts->host_of[peer] : peer;
-    const int own = by_host ? comm->hosts->host : comm->rank;
-    return landing->base + landing->stride * (size_t)(from < own ? from : from - 1) +
-           landing->offsets[part];
-}
-
-/* `from` sends to `to`: in a gather its own piece, in a reduction the receiver's. */
-static bool
-sends(const fsdpc_comm *comm, const struct load *load, int from, int to)
-{
-    return load->route == FSDPC_TO_ALL || (load->landing ? fsdpc_hosts_carries(comm, from, to)
-                                                         : fsdpc_hosts_carries(comm, to, from));
-}
-
-static bool
-shares_host(const fsdpc_comm *comm, int rank)
-{
-    return comm->hosts && comm->hosts->host_of[rank] == comm->hosts->host;
-}
-
-static void
-list_moves(const fsdpc_comm *comm, const struct load *load, struct list *list)
-{
-    list->count = 0;
-    list->sent_bytes = 0;
-    for (int i = 0; i < load->count; i++) {
-        const fsdpc_comm_part *part = &load->parts[i];
-        const size_t bytes = (size_t)part->piece_numel * fsdpc_dtype_bytes(part->dtype);
-        char *buffer = part->buffer;
-        for (int step = 1; step < comm->world; step++) {
-            const int from = peer_at(comm, step, false), to = peer_at(comm, step, true);
-            if (sends(comm, load, from, comm->rank)) {
-                char *into =
-                    load->landing ? landing_of(comm, load, from, i) : buffer + bytes * (size_t)from;
-                add(list, into, bytes, from, false);
-            }
-            if (sends(comm, load, comm->rank, to)) {
-                const size_t piece = (size_t)(load->landing ? to : comm->rank);
-                add(list, buffer + bytes * piece, bytes, to, true);
-                list->sent_bytes += shares_host(comm, to) ? 0 : bytes;
-            }
-        }
-    }
 }
 
 /* Equal on ranks that mean the same flight: what the others send for another one finds no taker. */
@@ -140,7 +53,8 @@ post_marks(fsdpc_flight *flight, const char *what)
                            comm->world);
     }
     for (int step = 1, at = 0; step < comm->world; step++) {
-        const int from = peer_at(comm, step, false), to = peer_at(comm, step, true);
+        const int from = (comm->rank + comm->world - step) % comm->world;
+        const int to = (comm->rank + step) % comm->world;
         moves[at++] = (fsdpc_comm_move){&flight->marks[from], sizeof *flight->marks, from, false};
         moves[at++] =
             (fsdpc_comm_move){&flight->marks[comm->rank], sizeof *flight->marks, to, true};
@@ -151,23 +65,14 @@ post_marks(fsdpc_flight *flight, const char *what)
 }
 
 static int
-post_data(fsdpc_flight *flight, const struct load *load, uint32_t tag, const char *what)
+post_data(fsdpc_flight *flight, const fsdpc_load *load, uint32_t tag, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
-    struct list list = {0};
-    list_moves(comm, load, &list);
-    flight->sent_bytes = list.sent_bytes;
-    if (list.count == 0) {
-        return FSDPC_OK;
-    }
-    list.moves = fsdpc_mem_calloc((size_t)list.count, sizeof *list.moves);
-    if (!list.moves) {
-        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d transfers", what, list.count);
-    }
-    list_moves(comm, load, &list);
-    int status = comm->ops->post(comm, list.moves, list.count, tag, what, &flight->data);
-    fsdpc_mem_free(list.moves);
-    return status;
+    fsdpc_moves *moves = &flight->moves;
+    FSDPC_TRY(fsdpc_moves_make(comm, load, what, moves));
+    return moves->count > 0
+               ? comm->ops->post(comm, moves->moves, moves->count, tag, what, &flight->data)
+               : FSDPC_OK;
 }
 
 static bool
@@ -191,7 +96,7 @@ marks_agree(const fsdpc_flight *flight)
 /* --- the flight ---------------------------------------------------------------------------------- */
 
 static int
-take_off(fsdpc_flight *flight, const struct load *load, const fsdpc_mark *mark, const char *what)
+take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
     const uint32_t tag = tag_of(comm, mark);
@@ -205,7 +110,7 @@ take_off(fsdpc_flight *flight, const struct load *load, const fsdpc_mark *mark, 
 
 /* The same by a blocking collective, only if all ranks mean the same. */
 static int
-go_at_once(fsdpc_flight *flight, const struct load *load, const char *what)
+go_at_once(fsdpc_flight *flight, const fsdpc_load *load, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
     if (flight->marked) {
@@ -244,7 +149,7 @@ make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **
 }
 
 static int
-begin(fsdpc_comm *comm, const struct load *load, const fsdpc_mark *mark, const char *what,
+begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const char *what,
       fsdpc_flight **out)
 {
     int status = FSDPC_OK;
@@ -269,7 +174,7 @@ int
 fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, fsdpc_route route,
                     const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
 {
-    const struct load load = {parts, count, NULL, route};
+    const fsdpc_load load = {parts, count, NULL, route};
     return begin(comm, &load, mark, what, out);
 }
 
@@ -278,7 +183,7 @@ fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                     const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
                     const char *what, fsdpc_flight **out)
 {
-    const struct load load = {parts, count, landing, route};
+    const fsdpc_load load = {parts, count, landing, route};
     return begin(comm, &load, mark, what, out);
 }
 
@@ -295,8 +200,11 @@ land_data(fsdpc_flight *flight, const char *what)
     for (int r = 0; r < comm->world; r++) {
         flight->skip[r] = !agrees(flight, r);
     }
+    const bool *skip = flight->agreed ? NULL : flight->skip;
     flight->data = NULL;
-    return comm->ops->land(comm, data, flight->agreed ? NULL : flight->skip, what);
+    FSDPC_TRY(comm->ops->land(comm, data, skip, what));
+    fsdpc_moves_unpack(&flight->moves, skip);
+    return FSDPC_OK;
 }
 
 static int
@@ -315,7 +223,7 @@ fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part, const fsdpc_land
                  const fsdpc_mark *mark, const char *what)
 {
     int status = FSDPC_OK;
-    const struct load load = {part, 1, landing, FSDPC_TO_ALL};
+    const fsdpc_load load = {part, 1, landing, FSDPC_TO_ALL};
     fsdpc_flight *flight;
     FSDPC_GOTO(make(comm, mark, what, &flight), done);
     FSDPC_GOTO(take_off(flight, &load, mark, what), done);
@@ -363,7 +271,7 @@ fsdpc_flight_is_summed(const fsdpc_flight *flight)
 uint64_t
 fsdpc_flight_sent_bytes(const fsdpc_flight *flight)
 {
-    return flight->sent_bytes;
+    return flight->moves.sent_bytes;
 }
 
 bool
@@ -380,6 +288,7 @@ fsdpc_flight_free(fsdpc_flight *flight)
         flight->comm->ops->drop(flight->comm, flight->data);
     }
     (landed ? fsdpc_mem_free : fsdpc_mem_leave)(flight->marks);
+    fsdpc_moves_free(&flight->moves, landed && flight->agreed);
     fsdpc_mem_free(flight->skip);
     fsdpc_mem_free(flight);
     return landed;

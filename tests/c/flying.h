@@ -30,6 +30,8 @@ typedef struct flying {
     int posted, dropped; /* sets of transfers */
 } flying;
 
+static int flying_moved; /* transfers that this process has posted */
+
 typedef struct flying_transfers {
     int count;
     fsdpc_comm_move *moves;
@@ -102,6 +104,7 @@ flying_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag
     flying_transfers *t = calloc(1, sizeof *t);
     (void)what;
     self->posted++;
+    flying_moved += count;
     t->count = count;
     t->moves = calloc((size_t)count, sizeof *t->moves);
     t->files = calloc((size_t)count, sizeof *t->files);

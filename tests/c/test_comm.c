@@ -605,6 +605,76 @@ run_flights(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
+/* Parts of which some travel in packets: gathered, and reduced to landings that lie apart. */
+enum { PACKET_PARTS = 5 };
+static const int64_t PACKET_NUMEL[PACKET_PARTS] = {5, 20000, 16384, 0, 1};
+
+/* Whether all but this rank's own piece of a part came, from every other rank. */
+static void
+check_part(int rank, int world, const float *whole, const char *landed, size_t stride, int p)
+{
+    const int64_t n = PACKET_NUMEL[p];
+    int wrong = 0;
+    for (int r = 0, place = 0; r < world; r++) {
+        const float *from =
+            landed ? (const float *)(landed + stride * (size_t)place) : whole + n * r;
+        const int64_t first = landed ? n * rank : 0;
+        place += r != rank;
+        for (int64_t i = 0; i < n && (r != rank || !landed); i++) {
+            wrong += from[i] != (float)stored(FSDPC_F32, r + p, first + i);
+        }
+    }
+    CHECK_INT(wrong, 0);
+}
+
+static void
+run_packets(int rank, ranks_run *run)
+{
+    const int world = run->world;
+    fsdpc_comm *comm = join_flying(rank, run);
+    fsdpc_comm_part parts[PACKET_PARTS];
+    size_t offsets[PACKET_PARTS], stride = 0;
+    for (int p = 0; p < PACKET_PARTS; p++) {
+        float *memory = calloc((size_t)(PACKET_NUMEL[p] * world) + 1, sizeof(float));
+        parts[p] = (fsdpc_comm_part){memory, PACKET_NUMEL[p], FSDPC_F32};
+        offsets[p] = stride;
+        stride += (size_t)(PACKET_NUMEL[p] + 3) * sizeof(float);
+    }
+    char *landed = calloc((size_t)world, stride);
+    const fsdpc_landing landing = {landed, stride, offsets};
+    for (int reduces = 0; reduces < 2; reduces++) {
+        bool agreed = false;
+        fsdpc_flight *flight;
+        const int before = flying_moved;
+        const fsdpc_mark mark = {{reduces, 7}, 0};
+        for (int p = 0; p < PACKET_PARTS; p++) {
+            const int64_t n = PACKET_NUMEL[p];
+            float *to = (float *)parts[p].buffer + (reduces ? 0 : n * rank);
+            fill(to, FSDPC_F32, reduces ? n * world : n, rank + p);
+        }
+        REQUIRE_OK(reduces ? fsdpc_flight_reduce(comm, parts, PACKET_PARTS, &landing, FSDPC_TO_ALL,
+                                                 &mark, "reduce", &flight)
+                           : fsdpc_flight_gather(comm, parts, PACKET_PARTS, FSDPC_TO_ALL, &mark,
+                                                 "gather", &flight));
+        CHECK_INT(fsdpc_flight_sent_bytes(flight), (5 + 20000 + 16384 + 1) * 4 * (world - 1));
+        /* With each other rank marks, the large part and one packet, both ways. */
+        CHECK_INT(flying_moved - before, 6 * (world - 1));
+        REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
+        CHECK(agreed);
+        fsdpc_flight_free(flight);
+        for (int p = 0; p < PACKET_PARTS; p++) {
+            check_part(rank, world, parts[p].buffer, reduces ? landed + offsets[p] : NULL, stride,
+                       p);
+        }
+    }
+    REQUIRE_OK(fsdpc_comm_barrier(comm, "the end"));
+    for (int p = 0; p < PACKET_PARTS; p++) {
+        free(parts[p].buffer);
+    }
+    free(landed);
+    fsdpc_comm_free(comm);
+}
+
 /* A flying communicator's own collectives: sums in rank order, in every type and size. */
 static void
 run_now(int rank, ranks_run *run)
@@ -769,6 +839,8 @@ main(void)
         ranks_do(run_other_marks, .world = 3, .option = flies);
         ranks_do(run_hosts, .world = 3, .option = flies);
     }
+    ranks_do(run_packets, .world = 2, .option = true);
+    ranks_do(run_packets, .world = 3, .option = true);
     ranks_do(run_now, .world = 2, .option = true);
     ranks_do(run_now, .world = 3, .option = true);
     flights_fail();

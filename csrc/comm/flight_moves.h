@@ -1,0 +1,42 @@
+/* What a flight moves: the transfers with each peer, in chunks. Small pieces travel to a peer as one packet, because a
+ * transfer costs tens of microseconds whatever its size: the sender copies them into it, the receiver out of it.
+ */
+#ifndef FSDPC_FLIGHT_MOVES_H
+#define FSDPC_FLIGHT_MOVES_H
+
+#include "comm/comm_impl.h"
+#include "comm/flight.h"
+
+typedef struct fsdpc_load {
+    const fsdpc_comm_part *parts;
+    int count;
+    const fsdpc_landing *landing; /* NULL: a gather, which brings the others' pieces in place */
+    fsdpc_route route;
+} fsdpc_load;
+
+/* A small piece on its way out of a packet. */
+typedef struct fsdpc_small_piece {
+    char *to;
+    const char *from;
+    size_t bytes;
+    int peer;
+} fsdpc_small_piece;
+
+typedef struct fsdpc_moves {
+    fsdpc_comm_move *moves;
+    int count;
+    uint64_t sent_bytes; /* to other hosts */
+    char *packets;       /* NULL: nothing is small */
+    fsdpc_small_piece *small;
+    int small_count;
+} fsdpc_moves;
+
+/* Lists the transfers and fills the packets that this rank sends. After a failure there is nothing to free. */
+int fsdpc_moves_make(const fsdpc_comm *comm, const fsdpc_load *load, const char *what,
+                     fsdpc_moves *out);
+/* After landing: small pieces of ranks that are not skipped (`skip` NULL: of all) go to their places. */
+void fsdpc_moves_unpack(const fsdpc_moves *moves, const bool *skip);
+/* landed false: other ranks may still send to the packets, which stay as long as the process. */
+void fsdpc_moves_free(fsdpc_moves *moves, bool landed);
+
+#endif
