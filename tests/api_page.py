@@ -47,7 +47,7 @@ INTERNAL = {
     "FusedOptimizer": {"state_memory", "settle_states", "finish_states", "leave_check"},
     "Profile": {"named", "end"},
 }
-SPANNED = {"span_forms", "span_states", "take_span_states", "states_device"}
+SPANNED = {"span_forms", "span_owned", "span_states", "take_span_states", "states_device"}
 COLUMNS = 100
 
 

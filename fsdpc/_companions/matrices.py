@@ -63,19 +63,22 @@ class Matrix(NamedTuple):
         return sum(self.rows * width * min(self.rows, width) for width in self.widths)
 
 
-def deal(work: Sequence[int], held: Sequence[Sequence[int]], world: int) -> list[int]:
+def deal(
+    work: Sequence[int], held: Sequence[Sequence[int]], world: int, holders: bool = False
+) -> list[int]:
     """The owner of each matrix, the largest first: the rank that holds most of it (``held[i][r]``
     elements) among those whose load stays below the mean or the largest matrix, else the rank with
-    the least load.
+    the least load. ``holders``: only among ranks that hold some.
     """
     owners = [0] * len(work)
     loads = np.zeros(world, dtype=np.float64)
     share = max(max(work, default=0), -(-sum(work) // world))
     for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
         own = np.asarray(held[i])
-        fits = loads + work[i] <= share
+        may = own > 0 if holders and own.any() else own >= 0
+        fits = (loads + work[i] <= share) & may
         # Of equal ranks the one with the least load, then the first.
-        order = np.lexsort((loads, -own if fits.any() else loads, ~fits))
+        order = np.lexsort((loads, -own if fits.any() else loads, ~fits, ~may))
         owners[i] = int(order[0])
         loads[order[0]] += work[i]
     return owners

@@ -4,7 +4,8 @@
 ``whole``: any other tensor (Adam's 0-dim ``step``), equal on all ranks that hold elements of the
 parameter. ``value``: a number or text, in JSON. ``blocks``: one element per block of so many
 consecutive elements of the whole parameter (``fsdpc.optim``'s scales and means); the rank that has
-a block's first element writes it, and every rank that has elements of it reads it.
+a block's first element writes it, and every rank that has elements of it reads it. A state that one
+rank keeps whole (``Held``) is ``cut`` if it has the parameter's shape, else ``whole``.
 
 An optimizer with ``span_states`` (see ``fsdpc.optim._spanned``) has a state of its own for each
 whole parameter, also where a flat parameter covers several.
@@ -33,7 +34,7 @@ from fsdpc.checkpoint.entries import Entry, OptimParam, flat
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.ranks import Ranks
-from fsdpc.optim._spanned import AVERAGE, Blocks
+from fsdpc.optim._spanned import AVERAGE, Blocks, Held
 from fsdpc.optim.average import average_of, wide
 
 _MOST_SHOWN = 3
@@ -144,14 +145,17 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     for each, (outline, first) in zip(states, merged, strict=True):
         for key, (kind, *rest) in outline.items():
             value = each.state.get(key)
-            for name in each.names:
-                found.kinds.setdefault(name, {})[key] = _kind(kind, rest)
+            for entry, _ in each.covers:
+                found.kinds.setdefault(entry.name, {})[key] = _kind(kind, rest, entry)
             for entry, spans in each.covers if kind != "value" else ():
                 if kind == "cut":
                     made = _cut_entry((entry, spans), key, rest[0], _memory(value, rest[0]))
                 elif kind == "blocks":
                     values = value.values if isinstance(value, Blocks) else None
                     made = _block_entry((entry, spans), key, *rest, _memory(values, rest[0]))
+                elif kind == "held":
+                    values = value.values if isinstance(value, Held) else None
+                    made = _held_entry(entry, key, *rest, _memory(values, rest[0]))
                 else:
                     memory = _memory(value if ranks.rank == first else None, rest[0])
                     spans, name = whole_span(len(memory)), state_name(entry.name, key)
@@ -161,8 +165,10 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     return found
 
 
-def _kind(kind: str, rest: list[Any]) -> Any:
+def _kind(kind: str, rest: list[Any], entry: Entry) -> Any:
     """The form of a kind in JSON."""
+    if kind == "held":
+        return "cut" if tuple(rest[1]) == tuple(entry.shape) else "whole"
     return {"value": ["value", *rest], "blocks": ["blocks", *rest[1:]]}.get(kind, kind)
 
 
@@ -199,6 +205,9 @@ def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any
     for key, value in sorted(each.state.items()):
         if isinstance(value, Blocks):
             form[key] = ["blocks", value.values.dtype, value.length]
+            continue
+        if isinstance(value, Held):
+            form[key] = ["held", value.dtype, value.shape]
             continue
         if not isinstance(value, Tensor):
             form[key] = ["value", value]
@@ -275,6 +284,14 @@ def _block_entry(
     return Entry(
         name, shape, dtype, memory, here, entry.replica, entry.first_writes, borrowed=before
     )
+
+
+def _held_entry(
+    entry: Entry, key: str, dtype: torch.dtype, shape: tuple[int, ...], memory: Tensor
+) -> Entry:
+    """``memory``: all of it at the owner, nothing elsewhere."""
+    name, spans = state_name(entry.name, key), whole_span(len(memory))
+    return Entry(name, shape, dtype, memory, spans, entry.replica, entry.first_writes)
 
 
 def _memory(value: Any, dtype: torch.dtype) -> Tensor:
@@ -406,8 +423,9 @@ class _Maker:
         counts = getattr(self.optimizer, "spans_counted", lambda _: [True] * len(wanted))
         counted = counts(member.param)
         device = self.optimizer.states_device(member.param)
-        every = zip(member.covers, wanted, counted, strict=True)
-        for (entry, spans), forms, has_step in every:
+        owned = self.optimizer.span_owned(member.param)
+        every = zip(member.covers, wanted, counted, owned, strict=True)
+        for (entry, spans), forms, has_step, here in every:
             kind = self.kinds.get(entry.name, {})
             states.append({})
             if AVERAGE in kind and average_of(self.optimizer) is not None:
@@ -417,6 +435,13 @@ class _Maker:
             if not kind or not len(spans):
                 continue
             for key, (dtype, length) in forms.items():
+                if isinstance(length, tuple):
+                    if key in here:
+                        memory = torch.zeros(length, dtype=dtype, device=device)
+                        made = _held_entry(entry, key, dtype, length, memory.view(-1))
+                        self.made.entries.append(made)
+                        states[-1][key] = memory
+                    continue
                 count = len(touched(Span(*spans[0].tolist()), length))
                 memory = states[-1][key] = torch.zeros(count, dtype=dtype, device=device)
                 made = _block_entry((entry, spans), key, dtype, length, memory)
@@ -482,7 +507,7 @@ def _check_forms(
     optimizer: Any,
     entry: Entry,
     kind: dict[str, Any],
-    forms: dict[str, tuple[torch.dtype, int]],
+    forms: dict[str, tuple[torch.dtype, Any]],
     has_step: bool,
     stored: Stored,
 ) -> None:
@@ -496,19 +521,28 @@ def _check_forms(
             expected = entry.shape if each == "cut" else (-(-entry.numel // length),)
             if tuple(shape) != tuple(expected):
                 raise ValueError(f"{state_name(entry.name, key)} has shape {shape}, not {expected}")
-    if found != forms or kind.get("step") != ("whole" if has_step else None):
+        elif each == "whole" and key != "step":
+            dtype, shape = stored[state_name(entry.name, key)]
+            found[key] = (dtype, tuple(shape))
+    wanted = {
+        key: (dtype, 1 if length == tuple(entry.shape) else length)
+        for key, (dtype, length) in forms.items()
+    }
+    if found != wanted or kind.get("step") != ("whole" if has_step else None):
         raise ValueError(
             f"the state of {entry.name!r} is {_shown(found)} in the checkpoint, "
-            f"but {_shown(forms)} in {type(optimizer).__name__}: load into an optimizer of the "
+            f"but {_shown(wanted)} in {type(optimizer).__name__}: load into an optimizer of the "
             "class and options that were saved; its state_dict() loads into this one"
         )
 
 
-def _shown(forms: dict[str, tuple[torch.dtype, int]]) -> str:
-    parts = [
-        f"{key} {dtype}" + (f" per {length} elements" if length > 1 else "")
-        for key, (dtype, length) in sorted(forms.items())
-    ]
+def _shown(forms: dict[str, tuple[torch.dtype, Any]]) -> str:
+    def of(length: Any) -> str:
+        if isinstance(length, tuple):
+            return f" of shape {length}"
+        return f" per {length} elements" if length > 1 else ""
+
+    parts = [f"{key} {dtype}{of(length)}" for key, (dtype, length) in sorted(forms.items())]
     return ", ".join(parts) or "nothing"
 
 

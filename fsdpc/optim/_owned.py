@@ -26,6 +26,8 @@ class Member(NamedTuple):
     matrix: Matrix
     ranks: Sequence[Span]  # every rank's span of that parameter
     options: dict[str, Any]  # of the parameter's group
+    number: int = 0  # of the first of its widths, among the matrices of ``param``
+    several: bool = False  # whether ``param`` has more than one
 
     def piece(self, rank: int) -> tuple[int, int]:
         """Where a rank's part begins in the matrix, and its elements."""
@@ -67,23 +69,33 @@ class Round(NamedTuple):
 
 class Route:
     """The exchange among the ranks of one group, in rounds of about ``ROUND`` elements of each
-    owner, and of about as much work at each.
+    owner, and of about as much work at each. ``work``: of each member; ``lanes``: values of an
+    element on the way to the owner (one comes back); ``holders``: only ranks that have elements of
+    a matrix may own the matrix. Frozen parameters have owners, and are not exchanged.
     """
 
-    def __init__(self, group: Group, members: Sequence[Member]) -> None:
-        self.group, self.members = group, members
+    def __init__(
+        self,
+        group: Group,
+        members: Sequence[Member],
+        work: Sequence[int],
+        lanes: int = 1,
+        holders: bool = False,
+        owners: Sequence[int] | None = None,
+    ) -> None:
+        self.group, self.members, self.lanes = group, members, lanes
         self.device = local_of(members[0].param).device
         world = group.world
-        work = [m.matrix.work * m.options["ns_steps"] for m in members]
-        held = [[m.piece(rank)[1] for rank in range(world)] for m in members]
-        owners = deal(work, held, world)
+        if owners is None:
+            held = [[m.piece(rank)[1] for rank in range(world)] for m in members]
+            owners = deal(work, held, world, holders)
         self.owners = owners
         rounds = rounds_of(work, [m.matrix.numel for m in members], owners, world, ROUND)
         self.rounds: list[Round] = []
         for number in range(max(rounds, default=-1) + 1):
             of: list[list[Member]] = [[] for _ in range(world)]
             for member, owner, its in zip(members, owners, rounds, strict=True):
-                if its == number:
+                if its == number and member.param.requires_grad:
                     of[owner].append(member)
             self.rounds.append(_round(of, group.rank))
 
@@ -94,38 +106,49 @@ class Route:
         apply: Callable[[Member, Tensor], Tensor],
     ) -> Iterator[tuple[Piece, Tensor]]:
         """Each of this rank's pieces with what ``apply`` made of it, in memory that the next one
-        may take. ``fill(piece, memory)`` writes a piece, ``apply(member, matrix)`` returns a matrix
-        of the same shape. Collective.
+        may take. ``fill(piece, lanes)`` writes a piece, one row for each lane; ``apply(member,
+        lanes)`` returns a matrix from one for each lane. Collective.
         """
+        if not self.rounds:
+            return
         begun = self._begin(0, dtype, fill)
         for number, (pieces, owned, sent, received) in enumerate(self.rounds):
             out, whole, end = begun
             end()
             if number + 1 < len(self.rounds):  # on its way while this round's are computed
                 begun = self._begin(number + 1, dtype, fill)
+            given = whole if self.lanes == 1 else whole.new_empty(sum(received))
             for member, parts in owned:
-                shape = member.matrix.rows, member.matrix.columns
+                shape = self.lanes, member.matrix.rows, member.matrix.columns
                 matrix = torch.empty(shape, dtype=dtype, device=self.device)
+                rows = matrix.view(self.lanes, -1)
                 for place, begin, count in parts:
-                    matrix.view(-1)[begin : begin + count].copy_(whole[place : place + count])
+                    rows[:, begin : begin + count].copy_(self._lanes_at(whole, place, count))
                 new = apply(member, matrix).reshape(-1)
                 for place, begin, count in parts:
-                    whole[place : place + count].copy_(new[begin : begin + count])
-            self.group.exchange(out, whole, sent, received, "matrices from their owners")()
+                    given[place : place + count].copy_(new[begin : begin + count])
+            back = out[: sum(sent)]  # over the first lane, which has arrived
+            self.group.exchange(back, given, sent, received, "matrices from their owners")()
             for piece in pieces:
-                yield piece, out[piece.place : piece.place + piece.count]
+                yield piece, back[piece.place : piece.place + piece.count]
+
+    def _lanes_at(self, memory: Tensor, place: int, count: int) -> Tensor:
+        """The lanes of ``count`` elements, each lane behind the one before."""
+        at = place * self.lanes
+        return memory[at : at + count * self.lanes].view(self.lanes, count)
 
     def _begin(
         self, number: int, dtype: torch.dtype, fill: Callable[[Piece, Tensor], None]
     ) -> tuple[Tensor, Tensor, Callable[[], None]]:
         """Send a round's pieces to the owners: the pieces, the owner's memory, what ends it."""
         pieces, _, sent, received = self.rounds[number]
-        out = torch.empty(sum(sent), dtype=dtype, device=self.device)
-        whole = torch.empty(sum(received), dtype=dtype, device=self.device)
+        lanes = self.lanes
+        out = torch.empty(lanes * sum(sent), dtype=dtype, device=self.device)
+        whole = torch.empty(lanes * sum(received), dtype=dtype, device=self.device)
         for piece in pieces:
-            fill(piece, out[piece.place : piece.place + piece.count])
-        what = "matrices to their owners"
-        return out, whole, self.group.exchange(whole, out, received, sent, what)
+            fill(piece, self._lanes_at(out, piece.place, piece.count))
+        counts = [lanes * count for count in received], [lanes * count for count in sent]
+        return out, whole, self.group.exchange(whole, out, *counts, "matrices to their owners")
 
 
 def _round(of: Sequence[Sequence[Member]], rank: int) -> Round:

@@ -115,6 +115,19 @@ class Group:
 
         return end
 
+    def broadcast(self, value: Tensor, owner: int, what: str) -> None:
+        """Give every rank what rank ``owner`` has in ``value``: contiguous, of one shape and dtype
+        on all ranks. Collective over the group.
+        """
+        if self.world == 1:
+            return
+        assert self.group is not None, what
+        staged = value.is_cuda and dist.get_backend(self.group) == "gloo"
+        sent = value.cpu() if staged else value
+        dist.broadcast(sent, group=self.group, group_src=owner)
+        if staged:
+            value.copy_(sent)
+
     def sum_on_gpu(self, own: Tensor, what: str) -> Tensor:
         """The sum over the ranks of a 1-D tensor on a GPU, added alike on all of them, in the order
         of torch's current stream. Collective over the group.

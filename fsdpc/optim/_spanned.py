@@ -35,6 +35,14 @@ class Blocks(NamedTuple):
     length: int
 
 
+class Held(NamedTuple):
+    """A state that one rank keeps whole. ``values``: there, None elsewhere."""
+
+    values: Tensor | None
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 class SpannedOptimizer(FusedOptimizer):
     """Steps span by span, see ``ParamSpan``."""
 
@@ -98,9 +106,12 @@ class BlockOptimizer(SpannedOptimizer):
     """An optimizer whose states are not tensors of the parameter's shape. For checkpoints it has
 
     - ``span_forms(param)``: for each of ``Place.every``, the dtype of every state tensor and how
-      many elements share a value, by name: the same on all ranks;
-    - ``span_states(param)``: for each, its state with ``step``: 1-D tensors, and ``Blocks`` where
-      more than one element shares a value; ``{}`` without elements here, or before the first step;
+      many elements share a value, or its shape if one rank keeps it whole, by name: the same on all
+      ranks;
+    - ``span_states(param)``: for each, its state with ``step``: 1-D tensors, ``Blocks`` where
+      more than one element shares a value, and ``Held``; ``{}`` without elements here, or before
+      the first step;
+    - ``span_owned(param)``: for each, the names of the states that this rank keeps whole;
     - ``spans_counted(param)``: for each, whether its state has ``step``;
     - ``take_span_states(param, states)``: the reverse, with tensors in place of ``Blocks``. Local.
     """
@@ -118,9 +129,13 @@ class BlockOptimizer(SpannedOptimizer):
         """The state as ``state_dict`` has it: with tensors of the parameter's shape."""
         return state
 
-    def span_forms(self, param: Tensor) -> list[dict[str, tuple[torch.dtype, int]]]:
+    def span_forms(self, param: Tensor) -> list[dict[str, Any]]:
         """See the class. Local."""
         raise NotImplementedError
+
+    def span_owned(self, param: Tensor) -> list[set[str]]:
+        """See the class. Local."""
+        return [set() for _ in self._place(param).every]
 
     def span_states(self, param: Tensor) -> list[dict[str, Any]]:
         """See the class. Local."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from fsdpc import optim
 from fsdpc._companions.matrices import Matrix, deal, rounds_of
+from fsdpc.optim._matrices import move
 from fsdpc.optim._owned import Member, Piece
-from fsdpc.optim.muon import _move
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -112,14 +112,14 @@ def test_updates_do_not_depend_on_where_a_piece_ends(dtype):
     [group] = optim.Muon([param], lr=0.02).param_groups
     for widths in ((129,), (100, 29)):
         matrix = Matrix(0, 300, 129, widths)
-        member = Member(param, None, matrix, [], group)
+        member, factors = Member(param, None, matrix, [], group), (0.02, 0.03)[: len(widths)]
         update = torch.randn(matrix.numel, generator=torch.Generator().manual_seed(1)).bfloat16()
         whole, cut = param.detach().clone().view(-1), param.detach().clone().view(-1)
-        _move(whole, update, Piece(member, 0, 0, matrix.numel, 0), None)
+        move(whole, update, Piece(member, 0, 0, matrix.numel, 0), factors, None)
         for at in range(0, matrix.numel, 77):
             some = slice(at, min(at + 77, matrix.numel))
             piece = Piece(member, at, at, some.stop - at, 0)
-            _move(cut[some], update[some], piece, None)
+            move(cut[some], update[some], piece, factors, None)
         assert torch.equal(whole, cut)
         assert not torch.equal(whole, param.detach().view(-1))
 

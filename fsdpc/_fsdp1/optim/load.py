@@ -150,13 +150,13 @@ def _checked(state_dict: Any) -> dict[str, Any]:
 
 
 def sharded_states(
-    book: Book, held: list[tuple[Key, nn.Parameter]], source: Source
+    book: Book, held: list[tuple[Key, nn.Parameter]], source: Source, whole: bool = False
 ) -> dict[Any, Any]:
     """The state of every parameter in the optimizer, by its keys, and the dict's other entries.
-    Collective if the source is.
+    ``whole``: the optimizer takes states of rows and columns. Collective if the source is.
     """
     saved = source.tree["state"]
-    loader = _Loader(source, saved, _numbers(book, saved))
+    loader = _Loader(source, saved, _numbers(book, saved), whole)
     keys = {id(param): key for key, param in held}
     result: dict[Any, Any] = {}
     for entry in book.units:
@@ -205,6 +205,7 @@ class _Loader:
     source: Source
     saved: dict[str, Any]
     numbers: set[str]
+    whole: bool
 
     def fetch(self, value: Any, name: str, of: str) -> Any:
         return self.source.fetch(value, f"optimizer state {name} of {of}")
@@ -257,7 +258,8 @@ class _Loader:
         """The common value of numbers and of tensors with another shape than the parameter's."""
         entry, wholes = sharded.of, []
         for i, value in values.items():
-            _check_no_factor(entry, i, name, value)
+            if not self.whole:
+                _check_no_factor(entry, i, name, value)
             wholes.append(self.fetch(value, name, entry.names[i][0]))
         if not all(equal(whole, wholes[0]) for whole in wholes):
             raise ValueError(

@@ -18,7 +18,7 @@ from torch import nn
 
 from fsdpc import state_dict as _state_dict
 from fsdpc._fsdp1.args import check_model, check_optimizer
-from fsdpc._fsdp1.optim.book import Key, is_named, keys_of_input, keys_of_optimizer, read_book
+from fsdpc._fsdp1.optim.book import Book, Key, is_named, keys_of_input, keys_of_optimizer, read_book
 from fsdpc._fsdp1.optim.groups import keyed_groups, named_groups
 from fsdpc._fsdp1.optim.load import FirstRanksDict, OwnDict, sharded_states
 from fsdpc._fsdp1.optim.rekey import rekey
@@ -69,6 +69,7 @@ def _save(
     )
     for _, param in held:
         book.names_of(param)
+    _keeps_whole(optim, book)
     keeps = not (form.full and form.rank0_only) or dist.get_rank(group) == 0
     kept: dict[Any, Any] = gather_states(book, held, state, form if keeps else None)
     if not keeps:
@@ -101,13 +102,29 @@ def _load(
         source: Any = FirstRanksDict(state_dict, group or dist.group.WORLD, book.device)
     else:
         source = OwnDict(state_dict, book.device)
-    states = sharded_states(book, held, source)
+    states = sharded_states(book, held, source, _keeps_whole(optim, book))
     if named:
         _keep_unsaved(optim, held, states)
     result: StateDict = {"state": states}
     if "param_groups" in source.tree:
         result["param_groups"] = keyed_groups(source.tree["param_groups"], held, book, own)
     return result
+
+
+def _keeps_whole(optim: Any, book: Book) -> bool:
+    """Whether the optimizer takes states of rows and columns. ``NotImplementedError``: and it has
+    flat parameters, of which each has several of these.
+    """
+    if not getattr(optim, "keeps_whole_states", False):
+        return False
+    for sharded in (sharded for entry in book.units for sharded in entry.params):
+        if len(sharded.covers) > 1:
+            raise NotImplementedError(
+                f"the optimizer state of {sharded.text} has tensors of rows and columns of each, "
+                "which a state dict of a flat parameter cannot tell apart: wrap with "
+                "use_orig_params=True, or use fsdpc.checkpoint"
+            )
+    return True
 
 
 def _keep_unsaved(optim: Any, held: list[tuple[Key, nn.Parameter]], states: dict[Any, Any]) -> None:

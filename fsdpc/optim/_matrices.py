@@ -1,0 +1,306 @@
+"""Optimizers of matrices, with AdamW for what is no matrix: which parameters are matrices, and how
+they are cut.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdpc._companions.matrices import ADAPTED, Matrix, is_matrix
+from fsdpc._engine.writeback import owner_of
+from fsdpc.optim._base import Members, Rule, Scaling, check_number
+from fsdpc.optim._owned import Piece
+from fsdpc.optim._places import ParamSpan, names_of
+from fsdpc.optim._spanned import Stretch, part
+from fsdpc.optim._whole import WholeOptimizer, clean
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+Chooser = Callable[[str, tuple[int, ...]], bool | None]
+Split = int | Sequence[int] | tuple[int, int | Sequence[int]]
+SplitRule = Mapping[str, Split] | Callable[[str, tuple[int, ...]], Split | None]
+
+
+class MatrixOptimizer(WholeOptimizer):
+    """A rule for matrices; parameters that are no matrices, embeddings and output layers are
+    stepped by AdamW, as ``fsdpc.optim.AdamW``, in the same groups.
+
+    The first of these rules that knows a parameter decides:
+
+    1. The group's option ``use_muon`` (``use_soap``, ``use_shampoo``): True takes all its
+       parameters of 2 and 3 dimensions, False none.
+    2. ``matrices(name, shape)``.
+    3. Names: ``fsdpc._companions.matrices.is_matrix``.
+    """
+
+    _flag = ""  # the option of a group that says whether its parameters are matrices
+    _of_matrix: tuple[str, ...] = ()  # states of a matrix of one value per element
+    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # by the span's id; none: AdamW
+    _warned = False
+    _matrices: Chooser | None = None
+    _split: SplitRule | None = None
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's, local. With ``use_...=False`` the group's ``lr``, ``betas``, ``eps`` and
+        ``weight_decay`` are AdamW's. ``ValueError``: options that are out of range.
+        """
+        group = dict(param_group)
+        if group.get(self._flag) is False:
+            for name in ("betas", "eps"):
+                if name in group:
+                    group[f"adamw_{name}"] = group.pop(name)
+            group["adamw_lr"] = None if "lr" in group else group.get("adamw_lr")
+            if "weight_decay" in group:
+                group["adamw_weight_decay"] = None
+        full = {**self.defaults, **group}
+        self._check_options(full)
+        # Kept as a factor, so that schedulers, which write lr, change both.
+        factor = 1.0
+        if full["adamw_lr"] is not None:
+            if float(full["lr"]) == 0:
+                raise ValueError("adamw_lr needs an lr that is not 0, or a group of its own")
+            factor = full["adamw_lr"] / float(full["lr"])
+        group.setdefault("adamw_factor", factor)
+        super().add_param_group(group)
+
+    def _check_options(self, options: Mapping[str, Any]) -> None:
+        """``ValueError``: an option is out of range."""
+        if options["adamw_eps"] is not None:
+            check_number(options["adamw_eps"], "adamw_eps")
+        for number, beta in enumerate(options["adamw_betas"] or ()):
+            check_number(beta, f"adamw_betas at index {number}", below=1.0)
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._kinds = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("_matrices", "_split")}
+        return {**super().__getstate__(), **own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # of torch's class
+            group.setdefault("adamw_factor", 1.0)
+
+    # --- which parameters are matrices -----------------------------------------------------------
+
+    def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
+        """The matrices of a whole parameter; none: AdamW steps the parameter."""
+        if self._kinds is None:
+            self._kinds = self._classify()
+        return self._kinds[id(span)]
+
+    def _classify(self) -> dict[int, tuple[Matrix, ...]]:
+        found: dict[int, tuple[Matrix, ...]] = {}
+        skipped: list[str] = []
+        for group in self.param_groups:
+            given = group.get("param_names")
+            every = []
+            for number, param in enumerate(group["params"]):
+                names = names_of(param, given[number] if given else None)
+                if None in names and owner_of(param) is not None:
+                    self._need_names(group)
+                every += list(zip(self._place(param).every, map(clean, names), strict=True))
+            for span, name in every:
+                if self._is_matrix(group, name, span.shape, [s.shape for s, _ in every], skipped):
+                    found[id(span)] = cut(self._split, name, span.shape)
+                else:
+                    found[id(span)] = ()
+        if skipped and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{type(self).__name__}: AdamW steps {', '.join(skipped[:3])}"
+                + (f" and {len(skipped) - 3} more" if len(skipped) > 3 else "")
+                + ", of three or more dimensions: matrices= says which parameters are stacks of "
+                "matrices, for example matrices=lambda name, shape: True if 'experts' in name "
+                "else None, and False for those that AdamW shall step without this warning",
+                stacklevel=2,
+            )
+        return found
+
+    def _need_names(self, group: dict[str, Any]) -> None:
+        if group[self._flag] is None:
+            raise ValueError(
+                f"{type(self).__name__}: the names of these sharded parameters are known after "
+                "the first forward: pass model.named_parameters(), or groups with "
+                f"{self._flag}=True and {self._flag}=False"
+            )
+
+    def _is_matrix(
+        self,
+        group: dict[str, Any],
+        name: str | None,
+        shape: tuple[int, ...],
+        beside: Sequence[tuple[int, ...]],
+        skipped: list[str],
+    ) -> bool:
+        if group[self._flag] is not None or len(shape) < 2:
+            return bool(group[self._flag]) and len(shape) in (2, 3)
+        chosen = self._matrices(name or "", shape) if self._matrices is not None else None
+        if chosen is not None:
+            if chosen and len(shape) not in (2, 3):
+                raise ValueError(
+                    f"{type(self).__name__}: matrices() takes {name!r} of shape {shape}, which has "
+                    "neither 2 nor 3 dimensions: give AdamW that parameter, or the module a "
+                    "parameter of 2"
+                )
+            return chosen
+        if name is None:
+            if any(len(other) != 2 for other in beside):
+                raise ValueError(
+                    f"{type(self).__name__}: a parameter of shape {shape} has no name, which would "
+                    "tell embeddings and output layers from other matrices: pass "
+                    f"model.named_parameters(), groups with {self._flag}=True and "
+                    f"{self._flag}=False, or matrices="
+                )
+            return True
+        found = is_matrix(name, shape)
+        if found is None:
+            skipped.append(f"{name} {shape}")
+        return bool(found)
+
+    def matrix_shapes(self) -> dict[str, list[tuple[int, int]]]:
+        """Shapes of the matrices that the rule takes, by the parameter's name (a number where it has
+        none): what is not here AdamW steps. Local.
+        """
+        found: dict[str, list[tuple[int, int]]] = {}
+        for group in self.param_groups:
+            given = group.get("param_names")
+            for number, param in enumerate(group["params"]):
+                spans = self._place(param).every
+                names = map(clean, names_of(param, given[number] if given else None))
+                for span, name in zip(spans, names, strict=True):
+                    shapes = [(m.rows, w) for m in self._matrices_of(param, span) for w in m.widths]
+                    if shapes:
+                        found[name or str(len(found))] = shapes
+        return found
+
+    # --- states ----------------------------------------------------------------------------------
+
+    def _of_span(self, param: Tensor, span: ParamSpan) -> tuple[str, ...]:
+        return self._of_matrix if self._matrices_of(param, span) else MOMENTS
+
+    def spans_counted(self, param: Tensor) -> list[bool]:
+        """See ``BlockOptimizer``. Local."""
+        every = self._place(param).every
+        return [self.keeps_whole_states or not self._matrices_of(param, span) for span in every]
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        rest = [
+            each
+            for each in self._stretches(found.params, found.values, found.grads)
+            if not self._matrices_of(each.param, each.span)
+        ]
+        if rest:
+            self._step_rest(group, rest, scaling)
+        self._count(found, {id(stretch.param) for stretch in rest}, scaling)
+
+    def _step_rest(self, group: dict[str, Any], rest: list[Stretch], scaling: Scaling) -> None:
+        """AdamW."""
+        given = {name: group[f"adamw_{name}"] for name in ("betas", "eps", "weight_decay")}
+        own = {name: group[name] if of is None else of for name, of in given.items()}
+        beta1, beta2 = own["betas"][:2]
+        rule = Rule(
+            float(group["lr"]) * group["adamw_factor"],
+            beta1,
+            beta2,
+            own["eps"],
+            float(own["weight_decay"]),
+            scaling.scale,
+            scaling.clip,
+            True,
+            False,
+            keeps_grads=scaling.keeps_grads,
+        )
+        self._run(
+            "adam",
+            rule,
+            scaling.control,
+            [stretch.param for stretch in rest],
+            [stretch.value for stretch in rest],
+            [stretch.grad for stretch in rest],
+            tuple([part(self.state[s.param][name], s.span) for s in rest] for name in MOMENTS),
+            [self.state[stretch.param]["step"] for stretch in rest],
+        )
+
+
+def move(
+    values: Tensor, update: Tensor, piece: Piece, factors: Sequence[float], found_inf: Tensor | None
+) -> None:
+    """Decay a piece of a parameter, and add the update. ``factors``: of the update of each of the
+    matrices that stand side by side. Bits do not depend on where the piece is: torch's kernels
+    round sums of narrow types in another way at the end of a tensor.
+    """
+    group, matrix = piece.member.options, piece.member.matrix
+    lr = group["lr"]  # the products of a tensor are float32, as in torch
+    new = values if found_inf is None and values.dtype == torch.float32 else values.clone()
+    new.mul_(float(1 - lr * group["weight_decay"]))
+    wide = new if new.dtype in (torch.float32, torch.float64) else new.float()
+    if len(set(factors)) == 1:
+        wide.add_(update, alpha=-factors[0])
+    else:
+        first = piece.begin % matrix.columns
+        rows = -(-(first + piece.count) // matrix.columns)
+        of_columns = [
+            wide.new_full((rows, w), -f) for w, f in zip(matrix.widths, factors, strict=True)
+        ]
+        alpha = torch.cat(of_columns, 1).view(-1)[first : first + piece.count]
+        wide.addcmul_(update.to(wide.dtype), alpha)
+    if found_inf is not None:
+        wide = torch.where(found_inf == 0, wide.to(values.dtype), values)
+    if wide is not values:
+        values.copy_(wide)
+
+
+def cut(rule: SplitRule | None, name: str | None, shape: tuple[int, ...]) -> tuple[Matrix, ...]:
+    """The matrices of a parameter, in the order of their elements."""
+    stack = shape[0] if len(shape) == 3 else 1
+    rows, columns = shape[-2:]
+    split = split_of(rule, name or "", shape)
+    dim, sizes = split if isinstance(split, tuple) and len(split) == 2 else (0, split)
+    if dim not in (0, 1):
+        raise ValueError(f"split of {name!r} along dimension {dim} of matrices: 0 or 1")
+    widths = sizes_of(name, sizes, (rows, columns)[dim])
+    heights, widths = (widths, (columns,)) if dim == 0 else ((rows,), widths)
+    found, begin = [], 0
+    for _ in range(stack):
+        for height in heights:
+            found.append(Matrix(begin, height, columns, widths))
+            begin += height * columns
+    return tuple(m for m in found if m.numel)
+
+
+def split_of(rule: SplitRule | None, name: str, shape: tuple[int, ...]) -> Split:
+    """A parameter's split; 1: it is one matrix."""
+    if rule is None:
+        return 1
+    if callable(rule):
+        found = rule(name, shape)
+        return 1 if found is None else found
+    parts = [each for each in name.split(".") if each not in ADAPTED]
+    for key, split in rule.items():
+        wanted = key.split(".")
+        ends = (parts, parts[:-1])  # with or without the parameter's own name
+        if any(end[-len(wanted) :] == wanted for end in ends):
+            return split
+    return 1
+
+
+def sizes_of(name: str | None, sizes: Any, size: int) -> tuple[int, ...]:
+    """Sizes of the parts of a dimension. ``ValueError``: they do not fill it."""
+    if isinstance(sizes, int):
+        if sizes < 1 or size % sizes:
+            raise ValueError(f"split of {name!r} into {sizes} equal parts of {size}")
+        return (size // sizes,) * sizes
+    found = tuple(int(each) for each in sizes)
+    if sum(found) != size or min(found) < 1:
+        raise ValueError(f"split of {name!r} into {found}, whose sum must be {size}")
+    return found

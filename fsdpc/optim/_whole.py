@@ -1,0 +1,512 @@
+"""Optimizers whose rule needs a parameter, or a matrix of one, whole.
+
+Each matrix is whole at one rank for a moment of a step, its owner. A class says which matrices a
+parameter has (``_matrices_of``), what ranks send the owner of their parts (``_give``), the rule
+(``_rule``), and what ranks do with what the owner returns (``_take``). States that have no parts
+stay at the owner: ``_held_forms``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fsdpc._companions.matrices import Matrix
+from fsdpc.optim._base import Members, Scaling, step_counter
+from fsdpc.optim._owned import Member, Piece, Route
+from fsdpc.optim._places import Group, ParamSpan, local_of, names_of, spans_of_ranks
+from fsdpc.optim._spanned import BlockOptimizer, Held, Stretch, part
+
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class WholeOptimizer(BlockOptimizer):
+    """See the module. A step is collective over the ranks that share matrices, and every rank must
+    call ``step`` as often as the others. Owners are dealt by the rule's cost, alike on all ranks.
+
+    ``state_dict()`` has the states of all owners on every rank, in the shapes that one process
+    has, and is collective; so is ``load_state_dict``, which leaves each state at its owner.
+    """
+
+    _lanes = 1  # values of an element that go to the owner
+    keeps_whole_states = True  # at owners; FSDP's state dicts ask for it
+    _routes: list[Route] | None = None
+    _local: dict[Tensor, list[Piece]] | None = None  # of parameters that this rank has alone
+    _here: dict[Tensor, list[Member]] | None = None  # what this rank owns
+    _trained: list[tuple[int, bool]] | None = None
+    _counts: dict[Tensor, int] | None = None  # steps, where no GPU must be asked
+
+    # --- what a rule says ------------------------------------------------------------------------
+
+    def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
+        """The matrices of a whole parameter; none: something else steps the parameter."""
+        raise NotImplementedError
+
+    def _work(self, member: Member) -> int:
+        """The cost of a step of a matrix, up to a factor."""
+        return member.matrix.work
+
+    def _wire(self, param: Tensor) -> torch.dtype:
+        """The dtype of what ranks and owners send each other."""
+        return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+    def _give(self, stretch: Stretch, piece: Piece, scaling: Scaling, lanes: Tensor) -> None:
+        """Write what the owner needs of a piece, one row for each lane: here the gradient."""
+        lanes[0].copy_(scaled(piece_of(stretch.grad, piece), scaling))
+
+    def _rule(
+        self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor
+    ) -> Tensor:
+        """Step a matrix at its owner; what ``_take`` gets, of the matrix's shape. ``held``: the
+        states of ``_held_forms``, to be changed or replaced; empty in the first step.
+        """
+        raise NotImplementedError
+
+    def _take(self, stretch: Stretch, piece: Piece, new: Tensor, scaling: Scaling) -> None:
+        """Change a piece of a parameter by what the owner returned."""
+        raise NotImplementedError
+
+    def _held_forms(
+        self, options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Forms:
+        """Dtype and shape of the states of a matrix that stay at its owner. ``dtype``: the
+        parameter's.
+        """
+        return {}
+
+    def _of_span(self, param: Tensor, span: ParamSpan) -> tuple[str, ...]:
+        """States of one value per element, which lie beside the parameter."""
+        return ()
+
+    # --- matrices and their owners ---------------------------------------------------------------
+
+    def _refuse_offload(self, offload: Any) -> None:
+        if offload is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} keeps its states beside the parameters: offload= is not "
+                "supported. AdamW, AdamW8bit and AdamMini offload theirs"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._forget()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()  # it knows the groups from before
+
+    def _forget(self) -> None:
+        self._routes = self._local = self._here = self._counts = None
+
+    def _named_spans(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, ParamSpan, str | None]]:
+        """Whole parameters of a group, by the optimizer's, with their names where known."""
+        given = group.get("param_names")
+        for number, param in enumerate(group["params"]):
+            names = names_of(param, given[number] if given else None)
+            for span, name in zip(self._place(param).every, names, strict=True):
+                yield param, span, clean(name)
+
+    def _members_of(self, group: dict[str, Any], param: Tensor) -> list[Member]:
+        found: list[Member] = []
+        number = 0
+        pairs = zip(self._place(param).every, spans_of_ranks(param), strict=True)
+        for span, ranks in pairs:
+            for matrix in self._matrices_of(param, span):
+                found.append(Member(param, span, matrix, ranks, group, number))
+                number += len(matrix.widths)
+        return [member._replace(several=number > 1) for member in found]
+
+    def _plan(self) -> None:
+        """Deal the matrices, once. Frozen ones cost nothing; owners of states do not change by
+        freezing.
+        """
+        groups = self.param_groups
+        trained = [(id(group), p.requires_grad) for group in groups for p in group["params"]]
+        if self._routes is not None and trained == self._trained:
+            return
+        self._trained, self._local, self._here = trained, {}, {}
+        shared: dict[Any, tuple[Group, list[Member]]] = {}
+        for group in groups:
+            for param in group["params"]:
+                of = self._place(param).group
+                for member in self._members_of(group, param):
+                    if of.world == 1:
+                        piece = Piece(member, 0, member.matrix.begin, member.matrix.numel, 0)
+                        self._local.setdefault(param, []).append(piece)
+                        self._here.setdefault(param, []).append(member)
+                    elif param.requires_grad or self.keeps_whole_states:
+                        key = of.identity, self._wire(param), param.device
+                        _, members = shared.setdefault(key, (of, []))
+                        members.append(member)
+        self._routes = [
+            Route(
+                of, members, [self._work(m) for m in members], self._lanes, self.keeps_whole_states
+            )
+            for of, members in shared.values()
+        ]
+        for route in self._routes:
+            for member, owner in zip(route.members, route.owners, strict=True):
+                if owner == route.group.rank:
+                    self._here.setdefault(member.param, []).append(member)
+
+    def _owned(self, param: Tensor) -> list[Member]:
+        """A parameter's matrices whose states are here."""
+        self._plan()
+        assert self._here is not None
+        return self._here.get(param, []) if self.keeps_whole_states else []
+
+    def _communicates(self) -> bool:
+        return any(
+            self._place(param).group.world > 1 and bool(self._members_of(group, param))
+            for group in self.param_groups
+            for param in group["params"]
+        )
+
+    # --- a step ----------------------------------------------------------------------------------
+
+    def _begin_group(self, group: dict[str, Any], found: Members) -> None:
+        for param in found.params:
+            if param.is_complex():
+                name = type(self).__name__
+                raise RuntimeError(f"{name} does not support complex parameters")
+            state = self.state[param]
+            if any(self.spans_counted(param)) and "step" not in state:
+                state["step"] = step_counter(param)
+            for name in self._names_of(param):
+                if name not in state:
+                    state[name] = self._zeros(param, name)
+
+    def _names_of(self, param: Tensor) -> tuple[str, ...]:
+        """The states of one value per element; a flat parameter has those of all it covers."""
+        names = (name for span in self._place(param).every for name in self._of_span(param, span))
+        return tuple(dict.fromkeys(names))
+
+    def _before_step(self, members: list[Members], scaling: Scaling) -> None:
+        """The step of matrices. Collective over the ranks that share some."""
+        self._plan()
+        assert self._routes is not None and self._local is not None
+        found_inf = scaling.control.found_inf
+        if self.keeps_whole_states and found_inf is not None and bool(found_inf != 0):
+            return  # nothing of the step stays at an owner
+        stretches: dict[int, Stretch] = {}
+        for found in members:
+            for each in self._stretches(found.params, found.values, found.grads):
+                if self._matrices_of(each.param, each.span):
+                    self._check_trained(each)
+                    stretches[id(each.span)] = each
+
+        def give(piece: Piece, lanes: Tensor) -> None:
+            stretch = stretches.get(id(piece.member.span))
+            if stretch is None:  # without a gradient: what the owner returns is not taken
+                lanes.zero_()
+            else:
+                self._give(stretch, piece, scaling, lanes)
+
+        def apply(member: Member, lanes: Tensor) -> Tensor:
+            if self.keeps_whole_states and id(member.span) not in stretches:
+                return lanes[0]
+            return self._apply(member, lanes)
+
+        def take(piece: Piece, new: Tensor) -> None:
+            stretch = stretches.get(id(piece.member.span))
+            if stretch is not None:
+                self._take(stretch, piece, new, scaling)
+
+        for found in members:
+            for param in found.params:
+                for piece in self._local.get(param, ()):
+                    matrix = piece.member.matrix
+                    shape = self._lanes, matrix.rows, matrix.columns
+                    lanes = torch.empty(shape, dtype=self._wire(param), device=param.device)
+                    give(piece, lanes.view(self._lanes, -1))
+                    take(piece, apply(piece.member, lanes).reshape(-1))
+        for route in self._routes:
+            for piece, new in route.run(self._wire(route.members[0].param), give, apply):
+                take(piece, new)
+        if self._counts is not None:
+            for found in members:
+                for param in found.params:
+                    self._counts[param] = self._counts.get(param, 0) + 1
+
+    def _apply(self, member: Member, lanes: Tensor) -> Tensor:
+        """The rule for each of the matrices that stand side by side."""
+        widths, step = member.matrix.widths, self._steps_before(member.param) + 1
+        if len(widths) == 1:
+            shape = self._shape(member, 0)
+            return self._step_one(member, 0, step, [lane.view(shape) for lane in lanes])
+        columns = zip(*(lane.split(widths, 1) for lane in lanes), strict=True)
+        return torch.cat(
+            [
+                self._step_one(member, number, step, [lane.contiguous() for lane in one])
+                for number, one in enumerate(columns)
+            ],
+            1,
+        )
+
+    def _step_one(self, member: Member, number: int, step: int, lanes: list[Tensor]) -> Tensor:
+        state = self.state[member.param]
+        forms = self._forms_of(member, number)
+        held = {name: state[key] for key, (name, *_) in forms.items() if key in state}
+        if len(held) < len(forms) and step > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: the states of a matrix of shape {tuple(lanes[0].shape)} "
+                "are at another rank: groups were added after the first step, or a state dict was "
+                "not loaded on all ranks. Save with state_dict() before such a change and load it "
+                "after"
+            )
+        new = self._rule(member.options, step, held, *lanes)
+        for key, (name, *_) in forms.items():
+            state[key] = held[name]
+        return new
+
+    def _shape(self, member: Member, number: int) -> tuple[int, ...]:
+        matrix = member.matrix
+        if matrix.numel == member.span.numel and len(matrix.widths) == 1:
+            return member.span.shape
+        return matrix.rows, matrix.widths[number]
+
+    def _forms_of(
+        self, member: Member, number: int
+    ) -> dict[str, tuple[str, torch.dtype, tuple[int, ...]]]:
+        """The owner's states of a matrix, by their keys in the parameter's state."""
+        shape = self._shape(member, number)
+        forms = self._held_forms(member.options, shape, member.param.dtype)
+        last = f".{member.number + number}" if member.several else ""
+        return {f"{name}{last}": (name, *form) for name, form in forms.items()}
+
+    def _steps_before(self, param: Tensor) -> int:
+        if self._counts is None:
+            self._counts = {}
+        if param not in self._counts:
+            step = self.state[param].get("step")
+            self._counts[param] = 0 if step is None else int(step)
+        return self._counts[param]
+
+    def _check_trained(self, stretch: Stretch) -> None:
+        if not stretch.param.requires_grad and self._place(stretch.param).group.world > 1:
+            raise RuntimeError(
+                f"{type(self).__name__}: a parameter of shape {stretch.span.shape} is frozen and "
+                "has a gradient: set .grad to None, or requires_grad to True on all ranks"
+            )
+
+    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
+        self._count(found, set(), scaling)
+
+    def _count(self, found: Members, counted: set[int], scaling: Scaling) -> None:
+        """Count the step for the parameters that have not been counted otherwise."""
+        for param in found.params:
+            if "step" in self.state[param] and id(param) not in counted:
+                gone = scaling.control.found_inf
+                self.state[param]["step"].add_(1 if gone is None else (gone == 0).float())
+
+    # --- state dicts -----------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, with the states of all owners on every rank. Collective over the ranks that
+        share matrices, if owners keep states.
+        """
+        self._shown = self._gather_held() if self.keeps_whole_states else {}
+        try:
+            return super().state_dict()
+        finally:
+            del self._shown
+
+    def _expanded(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, **self._shown.get(param, {})}
+
+    def _gather_held(self) -> dict[Tensor, dict[str, Tensor]]:
+        """What other ranks hold, by parameter."""
+        if not any(self._communicating()):
+            return {}
+        self._plan()
+        found: dict[Tensor, dict[str, Tensor]] = {}
+        what = f"states of {type(self).__name__} from their owners"
+        for route in self._routes or ():
+            here = np.array(
+                [
+                    owner == route.group.rank and bool(self._first_held(member))
+                    for member, owner in zip(route.members, route.owners, strict=True)
+                ],
+                dtype=np.float64,
+            )
+            route.group.all_reduce(here, "max", what)
+            for member, owner, any_held in zip(route.members, route.owners, here, strict=True):
+                for number in range(len(member.matrix.widths)) if any_held else ():
+                    for key, (_, dtype, shape) in self._forms_of(member, number).items():
+                        value = self.state.get(member.param, {}).get(key)
+                        if owner != route.group.rank or value is None:
+                            value = torch.empty(shape, dtype=dtype, device=member.param.device)
+                        value = value.contiguous()
+                        route.group.broadcast(value, owner, what)
+                        found.setdefault(member.param, {})[key] = value
+        return found
+
+    def _communicating(self) -> Iterator[bool]:
+        """Of parameters with states on any rank; none before groups have been planned."""
+        return (self._place(p).group.world > 1 for g in self.param_groups for p in g["params"])
+
+    def _first_held(self, member: Member) -> bool:
+        state = self.state.get(member.param, {})
+        return any(key in state for key in self._forms_of(member, 0))
+
+    def _loaded(self, param: Tensor, saved: dict[str, Any]) -> dict[str, Any]:
+        state = super()._loaded(param, saved)
+        kept = {*self._names_of(param)}
+        kept |= {"step"} if any(self.spans_counted(param)) else set()
+        own = {name: value for name, value in state.items() if name in kept or self._is_other(name)}
+        for member in self._all_of(param):
+            for number in range(len(member.matrix.widths)):
+                for key, (_, dtype, _) in self._forms_of(member, number).items():
+                    if isinstance(saved.get(key), Tensor):
+                        value = local_of(saved[key].detach())
+                        own[key] = value.to(param.device, dtype, copy=True).contiguous()
+        return own
+
+    def _is_other(self, name: str) -> bool:
+        """A state that is not this class's own."""
+        return name not in (*self._state_names, "step")
+
+    def _all_of(self, param: Tensor) -> list[Member]:
+        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
+        return self._members_of(group, param) if self.keeps_whole_states else []
+
+    def _after_load(self) -> None:
+        """Leave each state at its owner. What has the matrix's shape may have been cut as a state
+        of each element: owners get the pieces. Collective over the ranks that share matrices.
+        """
+        self._counts = None
+        if not self.keeps_whole_states:
+            return
+        self._plan()
+        for route in self._routes or ():
+            self._gather_pieces(route)
+            for member, owner in zip(route.members, route.owners, strict=True):
+                for number in range(len(member.matrix.widths)):
+                    for key in self._forms_of(member, number):
+                        if owner != route.group.rank:
+                            self.state.get(member.param, {}).pop(key, None)
+
+    def _gather_pieces(self, route: Route) -> None:
+        whole: dict[str, list[Member]] = {}
+        for member in route.members:
+            for key, (_, _, shape) in self._forms_of(member, 0).items():
+                if shape == member.span.shape and not member.several:
+                    whole.setdefault(key, []).append(member)
+        for key, members in sorted(whole.items()):
+            dtype = self._forms_of(members[0], 0)[key][1]
+            owner_of = dict(zip(map(id, route.members), route.owners, strict=True))
+            owners = [owner_of[id(member)] for member in members]
+            its = Route(route.group, members, [1] * len(members), 1, owners=owners)
+
+            def give(piece: Piece, lanes: Tensor, key: str = key) -> None:
+                value = self.state.get(piece.member.param, {}).get(key)
+                lanes.zero_()
+                if value is not None:
+                    first = piece.begin if value.numel() == piece.member.span.numel else piece.at
+                    lanes[0].copy_(value.view(-1)[first : first + piece.count])
+
+            def keep(member: Member, lanes: Tensor, key: str = key) -> Tensor:
+                state = self.state.get(member.param, {})
+                if key in state:
+                    state[key] = lanes[0].reshape(member.span.shape).clone()
+                return lanes[0]
+
+            for _ in its.run(dtype, give, keep):
+                pass
+
+    # --- checkpoints -----------------------------------------------------------------------------
+
+    def span_forms(self, param: Tensor) -> list[dict[str, Any]]:
+        """See ``BlockOptimizer``; of states at owners, dtype and shape. Local."""
+        dtype = self._state_dtype(param)
+        held: dict[int, Any] = {}
+        for member in self._all_of(param):
+            its = held.setdefault(id(member.span), {})
+            its.update({key: form for key, _, form in self._span_keys(member)})
+        return [
+            {name: (dtype, 1) for name in self._of_span(param, span)} | held.get(id(span), {})
+            for span in self._place(param).every
+        ]
+
+    def _span_keys(self, member: Member) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
+        """The owner's states of a matrix: key in a checkpoint, which counts the matrices of a whole
+        parameter; key in the parameter's state; dtype and shape.
+        """
+        beside = self._matrices_of(member.param, member.span)
+        before = sum(len(m.widths) for m in beside if m.begin < member.matrix.begin)
+        several = sum(len(m.widths) for m in beside) > 1
+        for number in range(len(member.matrix.widths)):
+            for key, (name, *form) in self._forms_of(member, number).items():
+                yield f"{name}.{before + number}" if several else name, key, tuple(form)
+
+    def span_owned(self, param: Tensor) -> list[set[str]]:
+        """See ``BlockOptimizer``. Local."""
+        found: dict[int, set[str]] = {}
+        for member in self._owned(param):
+            found.setdefault(id(member.span), set()).update(k for k, *_ in self._span_keys(member))
+        return [found.get(id(span), set()) for span in self._place(param).every]
+
+    def span_states(self, param: Tensor) -> list[dict[str, Any]]:
+        """See ``BlockOptimizer``. Local."""
+        found = super().span_states(param)
+        every = {id(s): i for i, s in enumerate(self._place(param).every)}
+        state = self.state.get(param, {})
+        here = {member.number for member in self._owned(param)}
+        for member in self._all_of(param) if state else ():
+            if not member.span.count:
+                continue
+            for key, own, (dtype, shape) in self._span_keys(member):
+                value = state.get(own) if member.number in here else None
+                found[every[id(member.span)]][key] = Held(value, dtype, shape)
+        return found
+
+    def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
+        for span in self._place(param).spans:
+            names = self._of_span(param, span)
+            yield {name: part(state[name], span).detach().reshape(-1) for name in names}
+
+    def take_span_states(self, param: Tensor, states: list[dict[str, Any]]) -> None:
+        """See ``BlockOptimizer``. Local."""
+        steps = [given["step"] for given in states if "step" in given]
+        new: dict[str, Any] = {"step": steps[0]} if steps else {}
+        new |= {name: self._zeros(param, name) for name in self._names_of(param)}
+        given_of = {}
+        for span, given in zip(self._place(param).every, states, strict=True):
+            given_of[id(span)] = given
+            for name in self._of_span(param, span) if given and span.count else ():
+                part(new[name], span).view(-1).copy_(given[name])
+        for member in self._owned(param):
+            for key, own, (_, shape) in self._span_keys(member):
+                if key in given_of[id(member.span)]:
+                    new[own] = given_of[id(member.span)][key].view(shape)
+        self.state[param] = new
+        self._counts = None
+
+
+def scaled(grad: Tensor, scaling: Scaling) -> Tensor:
+    """A gradient divided by the loss scale, and multiplied by the clipping factor."""
+    control = scaling.control
+    scale = control.grad_scale if control.grad_scale is not None else scaling.scale
+    if control.grad_scale is not None or scale != 1.0:
+        grad = grad.div_(scale) if scaling.writes_grads else grad / scale
+    if control.clip is not None:
+        return (grad * control.clip).to(grad.dtype)
+    return grad if scaling.clip == 1.0 else grad * scaling.clip
+
+
+def piece_of(value: Tensor, piece: Piece) -> Tensor:
+    """A piece of the contiguous memory of a span."""
+    return local_of(value).view(-1)[piece.at : piece.at + piece.count]
+
+
+def clean(name: str | None) -> str | None:
+    """A parameter's name without wrappers' parts."""
+    if name is None:
+        return None
+    return ".".join(each for each in name.split(".") if each not in WRAPPERS)
