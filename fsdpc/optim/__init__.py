@@ -8,6 +8,7 @@ and take torch's arguments. Making one is local. See docs/optimizers.md.
 from fsdpc.optim._disk import Disk, DiskError
 from fsdpc.optim._host import Host
 from fsdpc.optim._in_backward import in_backward
+from fsdpc.optim.adafactor import Adafactor
 from fsdpc.optim.adam import Adam, AdamW
 from fsdpc.optim.adam_mini import AdamMini
 from fsdpc.optim.adamw_8bit import AdamW8bit
@@ -16,9 +17,13 @@ from fsdpc.optim.average import Average
 from fsdpc.optim.lion import Lion
 from fsdpc.optim.muon import Muon
 from fsdpc.optim.sgd import SGD
+from fsdpc.optim.shampoo import Shampoo
+from fsdpc.optim.soap import SOAP
 
 __all__ = [
     "SGD",
+    "SOAP",
+    "Adafactor",
     "Adam",
     "AdamMini",
     "AdamW",
@@ -30,5 +35,6 @@ __all__ = [
     "Host",
     "Lion",
     "Muon",
+    "Shampoo",
     "in_backward",
 ]

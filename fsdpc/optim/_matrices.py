@@ -166,8 +166,8 @@ class MatrixOptimizer(WholeOptimizer):
         return bool(found)
 
     def matrix_shapes(self) -> dict[str, list[tuple[int, int]]]:
-        """Shapes of the matrices that the rule takes, by the parameter's name (a number where it has
-        none): what is not here AdamW steps. Local.
+        """Shapes of the matrices that the rule takes, by the parameter's name (a number where it
+        has none): what is not here AdamW steps. Local.
         """
         found: dict[str, list[tuple[int, int]]] = {}
         for group in self.param_groups:

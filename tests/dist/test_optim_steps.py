@@ -26,6 +26,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW8bit": {},
     "AdamMini": {"block": lambda name, shape: shape[-1] if len(shape) > 1 else None},
     "Muon": {"split": {"d": 2}, "adamw_lr": 0.01},
+    "Adafactor": {"split": {"d": 2}},
+    "SOAP": {"precondition_frequency": 2, "adamw_lr": 0.01},
+    "Shampoo": {"precondition_frequency": 2, "max_precondition_dim": 60},
 }
 STEPS = 3
 
@@ -53,7 +56,7 @@ def wanted(name: str, step: int) -> torch.Tensor:
 
 def make(name: str, model: nn.Module, **more: Any) -> torch.optim.Optimizer:
     params: Any = model.parameters()
-    if name in ("AdamMini", "Muon"):
+    if name in ("AdamMini", "Muon", "Adafactor", "SOAP", "Shampoo"):
         params = list(model.named_parameters())
     return getattr(optim, name)(params, **{**OPTIONS[name], **more})
 

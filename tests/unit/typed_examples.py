@@ -105,6 +105,9 @@ def optimizers(model: nn.Module) -> float:
         optim.SGD(model.parameters(), momentum=0.9),
         optim.Muon(model.named_parameters(), lr=0.02, adamw_lr=3e-4, split={"attn.c_attn": (1, 3)}),
         optim.Muon([{"params": model.parameters(), "use_muon": False}], ns_dtype=torch.float32),
+        optim.Adafactor(model.parameters(), lr=1e-2, eps=(None, 1e-3), split=lambda name, shape: 3),
+        optim.SOAP(model.named_parameters(), betas=(0.9, 0.95), split={"attn": 3}, adamw_lr=1e-3),
+        optim.Shampoo(model.named_parameters(), max_precondition_dim=4096, grafting=False),
     ]
     for one in every:
         one.step()

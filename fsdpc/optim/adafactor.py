@@ -1,0 +1,171 @@
+"""Adafactor: second moments by rows and columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from fsdpc._companions.matrices import Matrix
+from fsdpc.optim._base import Scaling
+from fsdpc.optim._matrices import SplitRule, cut, split_of
+from fsdpc.optim._owned import Member, Piece
+from fsdpc.optim._places import ParamSpan
+from fsdpc.optim._spanned import Stretch
+from fsdpc.optim._whole import Forms, WholeOptimizer, piece_of, scaled
+
+Number = float | Tensor  # a tensor on a GPU, so that the host waits for nothing
+
+
+class Adafactor(WholeOptimizer):
+    """Adafactor (Shazeer and Stern, arXiv 1804.04235), with the arguments, defaults, states and
+    results of ``torch.optim.Adafactor``: 4 bytes of states for each row and each column of a
+    float32 matrix, 4 for each element of a vector.
+
+    Every parameter is stepped at one rank, its owner, which keeps the states: gradients and values
+    travel there, and new values back, in the parameter's dtype. So results do not depend on the
+    number of ranks, and are those of torch's class (``foreach=False``) to the bit on processors
+    with equal numbers of threads. A parameter of three and more dimensions is a stack of matrices
+    with one step size, as in torch. ``foreach`` chooses nothing here.
+
+    ``split``: parameters that hold several matrices, as for ``Muon``: each is stepped as a
+    parameter of its own, with states named ``row_var.0``, ``row_var.1``...
+
+    A step is collective over the ranks that share parameters, and every rank must call ``step`` as
+    often as the others; so are ``state_dict()``, which has all states on all ranks, and
+    ``load_state_dict()``. ``NotImplementedError``: ``offload=``, and DTensors that are not cut by
+    rows.
+    """
+
+    _state_names = ("row_var", "col_var", "variance")
+    _lanes = 2
+    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # by the span's id
+    _split: SplitRule | None = None
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-2,
+        beta2_decay: float = -0.8,
+        eps: tuple[float | None, float] = (None, 1e-3),
+        d: float = 1.0,
+        weight_decay: float = 0.0,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        split: SplitRule | None = None,
+        offload: Any = None,
+    ) -> None:
+        self._refuse_offload(offload)
+        _check(lr, beta2_decay, eps, d, weight_decay)
+        self._split = split
+        options = {"lr": lr, "beta2_decay": beta2_decay, "eps": tuple(eps), "d": d}
+        more = {"weight_decay": weight_decay, "foreach": foreach, "maximize": maximize}
+        Optimizer.__init__(self, params, {**options, **more})
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_split": self._split}
+
+    def _forget(self) -> None:
+        super()._forget()
+        self._kinds = None
+
+    def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
+        if self._kinds is None:
+            self._kinds = {
+                id(each): self._cut(name, each.shape)
+                for group in self.param_groups
+                for _, each, name in self._named_spans(group)
+            }
+        return self._kinds[id(span)]
+
+    def _cut(self, name: str | None, shape: tuple[int, ...]) -> tuple[Matrix, ...]:
+        if len(shape) in (2, 3) and split_of(self._split, name or "", shape) != 1:
+            return cut(self._split, name, shape)
+        columns = shape[-1] if shape else 1
+        rows = math.prod(shape) // columns if columns else 0
+        return (Matrix(0, rows, columns, (columns,)),) if rows else ()
+
+    def _work(self, member: Member) -> int:
+        return member.matrix.numel
+
+    def _wire(self, param: Tensor) -> torch.dtype:
+        return param.dtype
+
+    def _held_forms(
+        self, options: Mapping[str, Any], shape: tuple[int, ...], dtype: torch.dtype
+    ) -> Forms:
+        if len(shape) < 2:
+            return {"variance": (dtype, shape)}
+        rows, columns = (*shape[:-1], 1), (*shape[:-2], 1, shape[-1])
+        return {"row_var": (dtype, rows), "col_var": (dtype, columns)}
+
+    def _give(self, stretch: Stretch, piece: Piece, scaling: Scaling, lanes: Tensor) -> None:
+        grad = scaled(piece_of(stretch.grad, piece), scaling)
+        lanes[0].copy_(-grad if piece.member.options["maximize"] else grad)
+        lanes[1].copy_(piece_of(stretch.value, piece))
+
+    def _rule(
+        self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor
+    ) -> Tensor:
+        """The new values. By torch's operators, in the order of ``torch.optim.Adafactor``."""
+        grad, values = lanes
+        lr, d = options["lr"], options["d"]
+        lr = lr.squeeze() if isinstance(lr, Tensor) else lr  # its products are float32, as in torch
+        eps1, eps2 = options["eps"]
+        eps1 = torch.finfo(values.dtype).eps if eps1 is None else eps1
+        weight = step ** options["beta2_decay"]
+        size = _number(values.norm(2)) / values.numel() ** 0.5
+        alpha = _at_least(size, eps2) * min(lr, 1 / step**0.5)
+        if options["weight_decay"] != 0:
+            values.mul_(1 - lr * options["weight_decay"])
+        if grad.dim() > 1:
+            for name, dim in (("row_var", -1), ("col_var", -2)):
+                mean = torch.norm(grad, dim=dim, keepdim=True).square_().div_(grad.size(dim))
+                held.setdefault(name, torch.zeros_like(mean)).lerp_(mean, weight)
+            square = held["row_var"] @ held["col_var"]
+            square.div_(held["row_var"].mean(dim=-2, keepdim=True).clamp_(min=eps1))
+        else:
+            held.setdefault("variance", torch.zeros_like(grad)).lerp_(grad * grad, weight)
+            square = held["variance"].clone()
+        update = square.clamp_(min=eps1 * eps1).rsqrt_().mul_(grad)
+        size = _number(update.norm(2)) / (update.numel() ** 0.5 * d)
+        factor = -alpha / _at_least(size, 1.0)
+        if values.is_cpu:
+            return values.add_(update, alpha=float(factor))
+        assert isinstance(factor, Tensor)
+        return torch.addcmul(values, update, factor.to(values.dtype))
+
+    def _take(self, stretch: Stretch, piece: Piece, new: Tensor, scaling: Scaling) -> None:
+        piece_of(stretch.value, piece).copy_(new)
+
+
+def _check(lr: Any, beta2_decay: float, eps: Any, d: float, weight_decay: float) -> None:
+    """``ValueError`` in torch's words: an option is out of range."""
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError("Tensor lr must be 1-element")
+    if not 0.0 <= lr:
+        raise ValueError(f"Learning rate should be >= 0 but is: {lr}")
+    if not 0.0 >= beta2_decay:
+        raise ValueError(f"beta2_decay should be <= 0 but is: {beta2_decay}")
+    if eps[0] is not None and not 0.0 <= eps[0]:
+        raise ValueError(f"epsilon1 should be >= 0 but is: {eps[0]}")
+    if not 0.0 <= eps[1]:
+        raise ValueError(f"epsilon2 should be >= 0 but is: {eps[1]}")
+    if not 1.0 <= d:
+        raise ValueError(f"Clipping threshold d should be >= 1 but is: {d}")
+    if not 0.0 <= weight_decay:
+        raise ValueError(f"weight_decay should be >= 0 but is: {weight_decay}")
+
+
+def _number(value: Tensor) -> Number:
+    """A number of the host where that costs no wait: as torch's class takes it."""
+    return float(value) if value.is_cpu else value.double()
+
+
+def _at_least(value: Number, least: float) -> Number:
+    return value.clamp(min=least) if isinstance(value, Tensor) else max(least, value)

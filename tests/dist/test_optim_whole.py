@@ -1,0 +1,195 @@
+"""Adafactor, SOAP and Shampoo on shards: equal to the unsharded step, to the bit, on any number of
+ranks; their states, which stay at owners, in every form of saving.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks
+from test_optim_muon import OPTIONS, STEPS, Model, check, train
+from toys import full_parameters, wrap
+
+import fsdpc
+from fsdpc import checkpoint, optim
+from fsdpc.optim import _owned
+from fsdpc.optim._places import local_of
+
+SPLIT, MATRICES = OPTIONS["split"], OPTIONS["matrices"]
+EVERY: dict[str, dict[str, Any]] = {
+    "Adafactor": {"lr": 0.03, "weight_decay": 0.1, "split": {"qkv": [12, 16, 8]}},
+    "SOAP": {"precondition_frequency": 2, "split": SPLIT, "matrices": MATRICES},
+    "Shampoo": {"precondition_frequency": 2, "split": SPLIT, "matrices": MATRICES},
+}
+KINDS = pytest.mark.parametrize("kind", EVERY)
+
+
+def make(kind: str, model: torch.nn.Module, **more: Any) -> Any:
+    return getattr(optim, kind)(model.named_parameters(), **{**EVERY[kind], **more})
+
+
+def alone(kind: str, steps: int = STEPS, **more: Any) -> tuple[Model, Any]:
+    model = Model()
+    optimizer = make(kind, model, **more)
+    train(model, optimizer, range(steps))
+    return model, optimizer
+
+
+def shard(door: str) -> torch.nn.Module:
+    if door == "fully_shard":
+        return fsdpc.fully_shard(Model())
+    return wrap("fsdpc", Model(), use_orig_params=door == "FSDP")
+
+
+def equal(model: torch.nn.Module, expected: torch.nn.Module) -> None:
+    if isinstance(model, fsdpc.FullyShardedDataParallel):
+        check(model, expected)
+        return
+    for (name, value), other in zip(model.named_parameters(), expected.parameters(), strict=True):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+        assert torch.equal(whole, other), name
+
+
+DOORS = ("FSDP", "flat", "fully_shard")
+
+
+@ranks(2, 3, 4)
+@KINDS
+def test_shards_step_as_one_process(rank, world, kind):
+    _owned.ROUND = 100  # several rounds, in this process
+    expected, _ = alone(kind)
+    for door in DOORS:
+        model = shard(door)
+        optimizer = make(kind, model)
+        train(model, optimizer, range(STEPS))
+        equal(model, expected)
+        assert len(optimizer._routes[0].rounds) > 1
+    total = torch.tensor(float(held_elements(optimizer)))
+    dist.all_reduce(total)
+    assert float(total) == held_elements(alone(kind)[1]), "each state is at one rank"
+
+
+def held_elements(optimizer: Any) -> int:
+    return sum(
+        local_of(value).numel()
+        for state in optimizer.state.values()
+        for key, value in state.items()
+        if key != "step"
+    )
+
+
+@ranks(4)
+@KINDS
+def test_replicas_and_torchs_units(rank, world, kind):
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    expected, _ = alone(kind)
+    hybrid = fsdpc.ShardingStrategy.HYBRID_SHARD
+    models = [
+        wrap("fsdpc", Model(), device_mesh=mesh, sharding_strategy=hybrid),
+        fsdpc.fully_shard(Model(), mesh=mesh),
+        fully_shard(Model(), mesh=dist.init_device_mesh("cpu", (4,))),
+    ]
+    for model in models:
+        optimizer = make(kind, model)
+        train(model, optimizer, range(1))
+        resumed = make(kind, model)
+        resumed.load_state_dict(optimizer.state_dict())
+        train(model, resumed, range(1, STEPS))
+        equal(model, expected)
+
+
+@ranks(2)
+@KINDS
+def test_what_a_step_leaves_out(rank, world, kind):
+    """A parameter without a gradient; a step that an infinity on one rank stops on all; a norm."""
+    from fsdpc.sharded_grad_scaler import ShardedGradScaler
+
+    def run(model: torch.nn.Module, sharded: bool) -> Any:
+        optimizer = make(kind, model)
+        model(0, "down").backward()
+        optimizer.step()
+        scaler = (ShardedGradScaler if sharded else torch.amp.GradScaler)("cpu", init_scale=4.0)
+        for step, factor in ((4, 1.0), (5, float("inf")), (6, 1.0)):
+            optimizer.zero_grad()
+            (scaler.scale(model(step)) * (factor if rank == 1 or not sharded else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == 2.0
+        return optimizer
+
+    expected = Model()
+    run(expected, False)
+    for door in ("FSDP", "fully_shard"):
+        model = shard(door)
+        run(model, True)
+        equal(model, expected)
+    model, other = shard("FSDP"), Model()
+    norms = train(model, make(kind, model), range(STEPS), clip=True)
+    wanted = train(other, make(kind, other), range(STEPS), clip=True)
+    torch.testing.assert_close(norms, wanted, rtol=1e-12, atol=0)
+    for key, value in full_parameters(model).items():
+        torch.testing.assert_close(value, dict(other.named_parameters())[key].detach())
+
+
+@ranks(2, 3)
+@KINDS
+def test_state_dicts(rank, world, kind):
+    """Of shards into the unsharded class, and back. A flat parameter's stay on its ranks."""
+    FSDP = fsdpc.FullyShardedDataParallel
+    expected, whole = alone(kind, split=None)
+    model = shard("FSDP")
+    optimizer = make(kind, model, split=None)
+    train(model, optimizer, range(STEPS))
+    saved = FSDP.full_optim_state_dict(model, optimizer, rank0_only=False)
+    for name, state in saved["state"].items():
+        of_one = whole.state[getattr(expected, name)]
+        assert state.keys() == of_one.keys()
+        for key, value in of_one.items():
+            assert torch.equal(state[key], value), (name, key)
+    resumed = make(kind, model, lr=1.0, split=None)
+    resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
+    other = copy.deepcopy(expected)
+    single = make(kind, other, lr=1.0, split=None)
+    numbered = FSDP.rekey_optim_state_dict(saved, fsdpc.OptimStateKeyType.PARAM_ID, other)
+    single.load_state_dict(numbered)
+    train(model, resumed, range(STEPS, STEPS + 1))
+    train(other, single, range(STEPS, STEPS + 1))
+    equal(model, other)
+    flat = shard("flat")
+    optimizer = make(kind, flat)
+    train(flat, optimizer, range(STEPS))
+    with pytest.raises(NotImplementedError, match="use fsdpc.checkpoint"):
+        FSDP.optim_state_dict(flat, optimizer)
+    with pytest.raises(NotImplementedError, match="use fsdpc.checkpoint"):
+        FSDP.optim_state_dict_to_load(flat, optimizer, saved)
+    resumed = make(kind, flat, lr=1.0)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(flat, resumed, range(STEPS, STEPS + 1))
+    equal(flat, alone(kind, STEPS + 1)[0])
+
+
+@ranks(2, 3)
+@KINDS
+def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    expected, _ = alone(kind, STEPS + 1)
+    for source in (*DOORS, "one"):
+        model = Model() if source == "one" else shard(source)
+        optimizer = make(kind, model)
+        train(model, optimizer, range(STEPS))
+        folder = f"{box[0]}/{source}"
+        checkpoint.save(folder, model, optimizer)
+        for target in (*DOORS, "one"):
+            other = Model() if target == "one" else shard(target)
+            resumed = make(kind, other, lr=1.0)
+            checkpoint.load(folder, other, resumed)
+            train(other, resumed, range(STEPS, STEPS + 1))
+            equal(other, expected)
