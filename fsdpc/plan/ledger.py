@@ -27,7 +27,7 @@ from fsdpc.plan.cards import counted, size
 from fsdpc.plan.engine import EngineMemory, engine_memory, reshards, specs_of
 from fsdpc.plan.model import ITEM_BYTES, Model, Setup, Unit, check
 from fsdpc.plan.rows import ALWAYS, ENGINE, SHARDS, Key, Point, Row
-from fsdpc.plan.states import Optimizer, optimizer
+from fsdpc.plan.states import OF_MATRICES, Optimizer, optimizer
 
 Build = Callable[[Setup], Model]
 
@@ -191,8 +191,8 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
         return _disk_rows(model, setup, kind)
     if setup.host and setup.transport == "stream" and not setup.offload:
         return _host_rows(model, setup, kind)
-    if kind.name == "muon":
-        return _muon_rows(model, setup, kind)
+    if kind.name in OF_MATRICES:
+        return _matrix_rows(model, setup, kind)
     each = {s: kind.state_bytes(ITEM_BYTES[s]) for s in elements}
     where = "host" if setup.offloads else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
@@ -217,36 +217,56 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
     ]
 
 
-def _muon_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """One moment of matrices, two of the rest; what an exchange with the matrices' owners takes.
-    The mean of the ranks: of a cut unit one may have more matrices than another.
+def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
+    """Two moments, of ``muon``'s matrices one; averages, and bases or roots, of the sides of other
+    matrices; what an exchange with the matrices' owners takes. The mean of the ranks: one may have
+    more matrices than another.
     """
     states = moved = 0.0
+    muon = kind.name == "muon"
+    sent = 2 if muon else 4  # bytes of an element that travels
+    most = 0 if muon else _LARGEST_SIDE[kind.name]
     sizes = {p.matrix for unit in model.units for p in unit.params if p.trainable and p.matrix[0]}
     for unit in model.units:
         trained = [param for param in unit.params if param.trainable]
         matrices = sum(param.numel for param in trained if param.matrix[0])
         share = matrices / max(sum(param.numel for param in trained), 1)
         for storage, numel in trained_pieces(unit, setup):
-            states += numel * ITEM_BYTES[storage] * (2 - share)
+            item = ITEM_BYTES[storage]
+            states += numel * (
+                2 * item * (1 - share) + share * (item if muon else 2 * max(item, 4))
+            )
             moved += numel * share
+        for param in trained:
+            squares = sum(side**2 for side in param.matrix if side <= most)
+            stack = param.numel // max(param.matrix[0] * param.matrix[1], 1)
+            states += 2 * 4 * stack * squares / setup.shards
     largest = max((rows * columns for rows, columns in sizes), default=0)
-    # Newton-Schulz holds the matrix, two estimates of it and two products of its shorter side.
-    working = max((3 * m * n + 2 * min(m, n) ** 2 for m, n in sizes), default=0)
+    # Newton-Schulz holds the matrix, two estimates of it and two products of its shorter side; the
+    # others the gradient and three of its size, and of a side, in float64, what is decomposed.
+    if muon:
+        working = max((3 * m * n + 2 * min(m, n) ** 2 for m, n in sizes), default=0)
+    else:
+        sides = [side for size in sizes for side in size if side <= most]
+        working = 4 * largest + 3 * 2 * max(sides, default=0) ** 2
     buffers = 2 if moved <= ROUND else 4  # another round's are on their way
     exchange = buffers * max(min(moved, ROUND), largest) if setup.shards > 1 else 0
     where = "host" if setup.offloads else "device"
-    why = f"each step moves {size(round(2 * moved))} of matrices to their owners and back"
+    why = f"each step moves {size(round(sent * moved))} of matrices to their owners and back"
     return [
         Row("optimizer states", round(states), ALWAYS, kind.source, where=where),
         Row(
             "update's temporaries",
-            round(2 * (exchange + working)),
+            round(sent * (exchange + working)),
             ("step",),
             f"{why}, round by round; the largest has {counted(largest, 'element')}",
             where=where,
         ),
     ]
+
+
+# max_precondition_dim, unless given
+_LARGEST_SIDE = {"soap": 10000, "shampoo": 8192}
 
 
 @lru_cache(maxsize=4096)

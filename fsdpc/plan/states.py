@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+OF_MATRICES = ("muon", "soap", "shampoo")  # with AdamW for the rest
+
 
 @dataclass(frozen=True)
 class Optimizer:
@@ -38,7 +40,7 @@ class Optimizer:
     def offloads(self) -> bool:
         """Whether ``fsdpc.optim`` offloads its states."""
         has_some = self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
-        return has_some and self.name != "muon"
+        return has_some and self.name not in OF_MATRICES
 
     def parts(self, item: int) -> tuple[int, ...]:
         """Bytes per element of each state that ``fsdpc.optim`` offloads, but those of 8 bits.
@@ -112,6 +114,22 @@ OPTIMIZERS = {
             "fsdpc.optim.Muon: one momentum for matrices, two moments for the rest",
             temporaries=0,
             classes=("Muon",),
+        ),
+        Optimizer(
+            "soap",
+            2,
+            0,
+            "fsdpc.optim.SOAP: two moments, averages and bases of both sides of matrices",
+            temporaries=0,
+            classes=("SOAP",),
+        ),
+        Optimizer(
+            "shampoo",
+            2,
+            0,
+            "fsdpc.optim.Shampoo: two moments, averages and roots of both sides of matrices",
+            temporaries=0,
+            classes=("Shampoo",),
         ),
         Optimizer("lion", 1, 0, "Lion: one moment in the parameter's dtype", classes=("Lion",)),
         Optimizer("sgd", 0, 0, "torch.optim.SGD without momentum", temporaries=0, classes=("SGD",)),

@@ -110,6 +110,8 @@ STATES = {
     "adam-mini": optim.AdamMini,
     "lion": optim.Lion,
     "muon": lambda params: optim.Muon([{"params": params, "use_muon": True}]),
+    "soap": lambda params: optim.SOAP([{"params": params, "use_soap": True}]),
+    "shampoo": lambda params: optim.Shampoo([{"params": params, "use_shampoo": True}]),
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
 }
