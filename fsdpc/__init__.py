@@ -49,6 +49,9 @@ _HOME = {
 _REGISTERED_BY = {
     "explain": "fsdpc.plan.noticed",
     "steps": "fsdpc._companions.stepping",
+    "known": "fsdpc._companions.foreign",
+    "instead": "fsdpc._companions.foreign",
+    "name on dtensors": "fsdpc._companions.foreign",
     "watch": "fsdpc.plan.noticed",
 }
 _SUBMODULES = (

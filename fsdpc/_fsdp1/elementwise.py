@@ -14,14 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from fsdpc._engine.companions import registered
 from fsdpc._engine.writeback import owner_of
 
-# What a trial of a few steps does not show, or cannot run.
-_KNOWN = frozenset(
-    "AdaGO AdaMuon DAdaptAdaGrad DAdaptAdan DAdaptLion DAdaptSGD Dion DistributedMuon "
-    "DistributedShampoo FusedLAMB FusedNovoGrad Kron LARS LoRARite Muon MuonClip NorMuon Prodigy "
-    "PytorchLARS SWATS ScalableShampoo SpectralSphere".split()
-)
 _ELEMENTWISE = frozenset(
     kind
     for kind in vars(torch.optim).values()
@@ -54,9 +49,10 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     if param is None:
         return
     options = {**optimizer.defaults, **group}
-    if kind.__name__ in _KNOWN or not _is_elementwise(kind, options, param.device):
+    if registered("known")(kind) or not _is_elementwise(kind, options, param.device):
         _said.add(kind)
-        instead = "Muon of fsdpc.optim" if "Muon" in kind.__name__ else "an elementwise optimizer"
+        ours = registered("instead")(kind)
+        instead = "an elementwise optimizer" if ours is None else f"{ours} of fsdpc.optim"
         warnings.warn(
             f"{kind.__name__} steps an element by other elements of its parameter, and sees flat "
             "parts of parameters under FullyShardedDataParallel: results are not those of an "

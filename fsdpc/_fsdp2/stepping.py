@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 import weakref
 from typing import Any
 
@@ -12,11 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdpc._engine.companions import registered
-from fsdpc._engine.writeback import gathered_of, owner_of
+from fsdpc._engine.writeback import gathered_of
 from fsdpc._torch import INIT_GROUP
 
 _checked: weakref.WeakSet[Any] = weakref.WeakSet()
-_named: set[type] = set()
 
 
 @functools.cache
@@ -31,7 +29,7 @@ def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
         return
     if optimizer not in _checked:
         _refuse_gathered(optimizer)
-        _name_inexact(optimizer)
+        registered("name on dtensors")(optimizer)
         _checked.add(optimizer)
     for group in optimizer.param_groups:
         if group.get("fused"):
@@ -55,27 +53,6 @@ def _refuse_gathered(optimizer: Any) -> None:
                     "program puts into modules until the next forward. Make the optimizer at "
                     "another time, or after model.reshard()"
                 )
-
-
-def _name_inexact(optimizer: Any) -> None:
-    """Warn, once by class, of a step whose results depend on the number of ranks. (Other classes
-    that are not elementwise raise on DTensors.)
-    """
-    kind = type(optimizer)
-    if "Muon" not in kind.__name__ or kind in _named:
-        return
-    if kind.__module__.split(".")[0] in ("fsdpc", "dion"):  # made for shards
-        return
-    params = (param for group in optimizer.param_groups for param in group["params"])
-    if any(type(param) is DTensor and owner_of(param) is not None for param in params):
-        _named.add(kind)
-        warnings.warn(
-            f"{kind.__name__} multiplies matrices that are sharded: results depend on the number "
-            "of ranks, which sum the products in another order than one process, and each product "
-            "gathers. fsdpc.optim.Muon has the rule and the states of torch.optim.Muon and the "
-            "unsharded run's results",
-            stacklevel=2,
-        )
 
 
 def _lay_like(param: Any, state: dict[str, Any]) -> None:

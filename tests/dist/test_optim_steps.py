@@ -263,7 +263,11 @@ class Prodigy(SOAP):
     """Neither, and it is known by name."""
 
 
-MISLED = [Lamb, Rows, Prodigy, torch.optim.Adafactor, torch.optim.LBFGS]
+class Adam_mini(SOAP):  # noqa: N801  the package's name
+    """As its package's: wants the model's names."""
+
+
+MISLED = [Lamb, Rows, Prodigy, Adam_mini, torch.optim.Adafactor, torch.optim.LBFGS]
 NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, optim.Lion]
 
 
@@ -292,7 +296,7 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
                 closure()
                 optimizer.step(closure)
         assert torch.equal(state, torch.random.get_rng_state())
-        return [str(w.message) for w in found if "elementwise" in str(w.message)]
+        return [str(w.message) for w in found if "steps an element" in str(w.message)]
 
     def by_class(model: nn.Module, **options: Any) -> nn.Module:
         return fsdpc.FSDP(model, device_id=torch.device("cpu"), use_orig_params=True, **options)
@@ -305,4 +309,6 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
         found = said(kind, by_class)
         assert len(found) == (kind in MISLED), (kind, found)
         assert all(text.startswith(f"{kind.__name__} steps an element") for text in found)
+        ours = {torch.optim.Adafactor: "Adafactor of fsdpc.optim", Adam_mini: "AdamMini of"}
+        assert all(f"Use {ours.get(kind, 'an elementwise')}" in text for text in found)
         assert not said(kind, by_class), "said once"

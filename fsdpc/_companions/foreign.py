@@ -1,0 +1,67 @@
+"""Optimizers of other libraries whose rule needs whole parameters: known by the names of their
+classes, and what has the unsharded run's results in their place.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch.distributed.tensor import DTensor
+
+from fsdpc._engine.companions import register
+from fsdpc._engine.writeback import owner_of
+
+# What a trial of a few steps on flat parts does not show, or cannot run.
+KNOWN = frozenset(
+    "AdaGO AdaMuon AdamMini Adam_mini DAdaptAdaGrad DAdaptAdan DAdaptLion DAdaptSGD Dion "
+    "DistributedMuon DistributedShampoo FusedLAMB FusedNovoGrad Kron LARS LoRARite Muon MuonClip "
+    "NorMuon Prodigy PytorchLARS SWATS ScalableShampoo SpectralSphere".split()
+)
+_OURS = ("Muon", "Adafactor", "SOAP", "Shampoo", "AdamMini")
+_RIGHT_ON_DTENSORS = ("AdamMini",)
+_FOR_SHARDS = ("fsdpc", "dion")  # packages whose classes are made for shards
+_named: set[type] = set()
+
+
+def known(kind: type) -> bool:
+    """Whether the rule of a class is known to need whole parameters."""
+    return kind.__name__ in KNOWN
+
+
+def instead(kind: type) -> str | None:
+    """The class of ``fsdpc.optim`` with a rule of that name. Local."""
+    name = kind.__name__.lower().replace("_", "")
+    return next((ours for ours in _OURS if ours.lower() in name), None)
+
+
+def name_on_dtensors(optimizer: Any) -> None:
+    """Warn, once by class, before steps of a rule for whole matrices on DTensors. Local."""
+    kind = type(optimizer)
+    ours = instead(kind)
+    if ours is None or ours in _RIGHT_ON_DTENSORS or kind in _named:
+        return
+    if kind.__module__.split(".")[0] in _FOR_SHARDS:
+        return
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    if not any(type(param) is DTensor and owner_of(param) is not None for param in params):
+        return
+    _named.add(kind)
+    if ours == "Muon":
+        what = (
+            "multiplies matrices that are sharded: results depend on the number of ranks, which "
+            "sum the products in another order than one process, and each product gathers"
+        )
+    else:
+        what = "needs whole matrices and sees DTensors: torch's operators raise on some of them"
+    rule = "rule and the states of torch's class" if ours in ("Muon", "Adafactor") else "rule"
+    warnings.warn(
+        f"{kind.__name__} {what}. fsdpc.optim.{ours} has the {rule} and the unsharded run's "
+        "results on any number of ranks",
+        stacklevel=2,
+    )
+
+
+register("known", known)
+register("instead", instead)
+register("name on dtensors", name_on_dtensors)
