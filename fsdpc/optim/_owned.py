@@ -71,7 +71,8 @@ class Route:
     """The exchange among the ranks of one group, in rounds of about ``ROUND`` elements of each
     owner, and of about as much work at each. ``work``: of each member; ``lanes``: values of an
     element on the way to the owner (one comes back); ``holders``: only ranks that have elements of
-    a matrix may own the matrix. Frozen parameters have owners, and are not exchanged.
+    a matrix may own the matrix. Frozen parameters have owners, and are exchanged only where
+    ``owners`` are given.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Route:
         self.group, self.members, self.lanes = group, members, lanes
         self.device = local_of(members[0].param).device
         world = group.world
+        given = owners is not None
         if owners is None:
             held = [[m.piece(rank)[1] for rank in range(world)] for m in members]
             owners = deal(work, held, world, holders)
@@ -95,7 +97,7 @@ class Route:
         for number in range(max(rounds, default=-1) + 1):
             of: list[list[Member]] = [[] for _ in range(world)]
             for member, owner, its in zip(members, owners, rounds, strict=True):
-                if its == number and member.param.requires_grad:
+                if its == number and (given or member.param.requires_grad):
                     of[owner].append(member)
             self.rounds.append(_round(of, group.rank))
 

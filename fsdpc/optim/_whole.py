@@ -41,6 +41,7 @@ class WholeOptimizer(BlockOptimizer):
     _here: dict[Tensor, list[Member]] | None = None  # what this rank owns
     _trained: list[tuple[int, bool]] | None = None
     _counts: dict[Tensor, int] | None = None  # steps, where no GPU must be asked
+    _group_of: dict[Tensor, dict[str, Any]] | None = None
 
     # --- what a rule says ------------------------------------------------------------------------
 
@@ -102,7 +103,7 @@ class WholeOptimizer(BlockOptimizer):
         self._forget()  # it knows the groups from before
 
     def _forget(self) -> None:
-        self._routes = self._local = self._here = self._counts = None
+        self._routes = self._local = self._here = self._counts = self._group_of = None
 
     def _named_spans(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, ParamSpan, str | None]]:
         """Whole parameters of a group, by the optimizer's, with their names where known."""
@@ -322,7 +323,8 @@ class WholeOptimizer(BlockOptimizer):
 
     def _gather_held(self) -> dict[Tensor, dict[str, Tensor]]:
         """What other ranks hold, by parameter."""
-        if not any(self._communicating()):
+        params = (param for group in self.param_groups for param in group["params"])
+        if all(self._place(param).group.world == 1 for param in params):
             return {}
         self._plan()
         found: dict[Tensor, dict[str, Tensor]] = {}
@@ -347,10 +349,6 @@ class WholeOptimizer(BlockOptimizer):
                         found.setdefault(member.param, {})[key] = value
         return found
 
-    def _communicating(self) -> Iterator[bool]:
-        """Of parameters with states on any rank; none before groups have been planned."""
-        return (self._place(p).group.world > 1 for g in self.param_groups for p in g["params"])
-
     def _first_held(self, member: Member) -> bool:
         state = self.state.get(member.param, {})
         return any(key in state for key in self._forms_of(member, 0))
@@ -373,8 +371,12 @@ class WholeOptimizer(BlockOptimizer):
         return name not in (*self._state_names, "step")
 
     def _all_of(self, param: Tensor) -> list[Member]:
-        group = next(g for g in self.param_groups if any(p is param for p in g["params"]))
-        return self._members_of(group, param) if self.keeps_whole_states else []
+        """A parameter's matrices whose owners keep states."""
+        if not self.keeps_whole_states:
+            return []
+        if self._group_of is None:
+            self._group_of = {p: group for group in self.param_groups for p in group["params"]}
+        return self._members_of(self._group_of[param], param)
 
     def _after_load(self) -> None:
         """Leave each state at its owner. What has the matrix's shape may have been cut as a state

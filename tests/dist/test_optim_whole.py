@@ -154,7 +154,9 @@ def test_state_dicts(rank, world, kind):
         for key, value in of_one.items():
             assert torch.equal(state[key], value), (name, key)
     resumed = make(kind, model, lr=1.0, split=None)
+    model.requires_grad_(False)  # owners do not change by that
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
+    model.requires_grad_(True)
     other = copy.deepcopy(expected)
     single = make(kind, other, lr=1.0, split=None)
     numbered = FSDP.rekey_optim_state_dict(saved, fsdpc.OptimStateKeyType.PARAM_ID, other)
@@ -193,3 +195,27 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
             checkpoint.load(folder, other, resumed)
             train(other, resumed, range(STEPS, STEPS + 1))
             equal(other, expected)
+
+
+@ranks(2)
+@KINDS
+def test_torchs_distributed_checkpoints(rank, world, kind):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    model = shard("fully_shard")
+    optimizer = make(kind, model, split=None)
+    train(model, optimizer, range(STEPS))
+    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=box[0])
+    optimizer.zero_grad()
+    resumed = make(kind, model, lr=0.5, split=None)
+    loaded = get_optimizer_state_dict(model, resumed)  # after a step of nothing
+    dcp.load(loaded, checkpoint_id=box[0])
+    set_optimizer_state_dict(model, resumed, loaded)
+    train(model, resumed, range(STEPS, STEPS + 1))
+    equal(model, alone(kind, STEPS + 1, split=None)[0])
