@@ -61,6 +61,7 @@ def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> t
     return tensor if shape is None else tensor.view(shape)
 
 
+@torch.inference_mode(False)  # tensors made in that mode have no counter
 def version_counter(device: torch.device) -> torch.Tensor:
     """A tensor whose version counter ``counted`` shares with others."""
     return torch.empty(16, dtype=torch.uint8, device=device)

@@ -380,3 +380,18 @@ def test_weights_that_are_tied_after_sharding(rank, world):
         assert model.head.weight is model.embed.weight
         for one, other in zip(model.parameters(), source.parameters(), strict=True):
             torch.testing.assert_close(one.full_tensor(), other)
+
+
+@ranks(2)
+def test_a_first_forward_in_inference_mode(rank, world):
+    """Also where the root has no parameters: its unit is made then."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    with torch.inference_mode():
+        expected = model(torch.ones(1, 4))
+    output = model(torch.ones(1, 4))
+    output.sum().backward()
+    assert torch.equal(output.detach(), expected)
+    assert all(param.grad is not None for param in model.parameters())
