@@ -205,6 +205,7 @@ class FlatParameter:
         divide: float = 1.0,
         reshard: bool = True,
         offload: bool = False,
+        foreign: bool = False,
     ) -> None: ...
     name: str
     @property
@@ -235,10 +236,12 @@ class FlatParameter:
     on_changed: Callable[[], object] | None
     on_kept: Callable[[], object] | None
     on_moved: Callable[[], object] | None
+    on_values: Callable[[bool], object] | None
     shown: bool
     @property
     def in_use(self) -> bool: ...
     def replace_param(self, number: int, param: Any) -> None: ...
+    def replace_full(self, number: int, tensor: Any) -> None: ...
     def place_param(self, number: int, dict: dict[str, Any], key: str) -> None: ...
     def replace_grad(self, number: int, grad: Any) -> None: ...
     @property

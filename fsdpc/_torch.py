@@ -164,6 +164,7 @@ _find("torch.autograd.profiler", PROFILES)
 # Autograd's check of saved tensors compares version counters.
 set_version_counters = _find("torch._C", "_autograd._unsafe_set_version_counter")
 increment_version_counters = _find("torch._C", "_increment_version")
+preserved_versions = _find("torch.autograd.grad_mode", "_unsafe_preserve_version_counter")
 _storage_use_count = _find("torch._C", "_storage_Use_Count")
 # Norms and averages of many tensors by one call.
 foreach_norm = _find("torch", "_foreach_norm")

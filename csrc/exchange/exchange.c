@@ -251,6 +251,8 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
         if (status != FSDPC_OK) {
             return explain(status, "gather", unit);
         }
+    } else {
+        fsdpc_unit_count_gather(unit);
     }
     use->refs = 1;
     fsdpc_exchange_note(x, FSDPC_TRACE_GATHER, unit, x->copied_bytes);

@@ -67,7 +67,8 @@ landing_bytes(const fsdpc_layout *layout, int senders)
 fsdpc_footprint
 fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *options)
 {
-    const bool direct = layout->world == 1 && needs_no_cast(layout) && !options->offload;
+    const bool reads_master = layout->world == 1 && needs_no_cast(layout) && !options->offload;
+    const bool direct = options->foreign || reads_master;
     /* One rank does not cast its gradients to the reduce dtype. */
     const size_t packed = layout->world > 1 ? layout->reduce_bytes : layout->grad_bytes;
     const size_t full = layout->full_bytes ? layout->full_bytes : 1;

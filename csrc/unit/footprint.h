@@ -11,13 +11,14 @@ typedef struct fsdpc_footprint_options {
     bool replicate; /* gradients are also summed over replicas */
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
-    int senders; /* ranks whose gradients land apart, because this rank cannot read their memory */
+    bool foreign; /* the gathered values are made elsewhere */
+    int senders;  /* ranks whose gradients land apart, because this rank cannot read their memory */
     size_t range_grain; /* size of a page of host memory, or the device's grain */
     size_t page_bytes;  /* of host memory */
 } fsdpc_footprint_options;
 
 typedef struct fsdpc_footprint {
-    bool direct; /* the gathered values are the master shard: one rank and nothing to cast */
+    bool direct; /* no range: the master shard is read (one rank, no cast), or foreign */
     size_t master_bytes;
     size_t grad_bytes;     /* shard gradient, accumulate dtype */
     size_t grad_out_bytes; /* the gradient in the storage dtype, where that is narrower; else 0 */

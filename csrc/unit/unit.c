@@ -91,6 +91,7 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     unit->divide = options->divide;
     unit->reshard = options->reshard;
     unit->offload = options->offload;
+    unit->foreign = options->foreign;
     unit->name = fsdpc_mem_strdup(options->name);
     if (!unit->name) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for unit %s", options->name), fail);

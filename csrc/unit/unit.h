@@ -26,6 +26,7 @@ typedef struct fsdpc_unit_options {
     bool reshard;          /* released after forward, gathered again for backward */
     bool
         offload; /* master shard and shard gradient lie in host memory; a no-op on the CPU device */
+    bool foreign; /* the caller makes the gathered values, exchanges count references to them */
 } fsdpc_unit_options;
 
 /* A gradient or any other dense tensor that is read: borrowed pointers. data NULL: absent. */
@@ -79,8 +80,10 @@ bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);
  * else a no-op). A synchronised backward and a forward without a backward end with it; every call below
  * that accesses them begins with it. */
 int fsdpc_unit_settle(fsdpc_unit *unit);
-/* True when the gathered values are the master itself (one rank, no cast): no slot is needed. */
+/* True when the gathered values are the master itself (one rank, no cast) or foreign: no slot is needed. */
 bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
+/* How often a direct unit has got its first reference. */
+uint64_t fsdpc_unit_gathers(const fsdpc_unit *unit);
 
 /* Makes further segments trainable (one byte per segment): allocates their gradients. Values and
  * gradients are kept; old pointers to gradients stay valid memory, but are no longer the unit's gradient.
@@ -159,6 +162,7 @@ int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
 struct fsdpc_unit_use;
 struct fsdpc_unit_use *fsdpc_unit_use(const fsdpc_unit *unit);
 void fsdpc_unit_set_use(fsdpc_unit *unit, struct fsdpc_unit_use *use);
+void fsdpc_unit_count_gather(fsdpc_unit *unit);
 
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_replicate(const fsdpc_unit *unit); /* NULL without replicas */

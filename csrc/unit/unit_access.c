@@ -15,6 +15,18 @@ fsdpc_unit_set_use(fsdpc_unit *unit, struct fsdpc_unit_use *use)
     unit->use = use;
 }
 
+void
+fsdpc_unit_count_gather(fsdpc_unit *unit)
+{
+    unit->gathers++;
+}
+
+uint64_t
+fsdpc_unit_gathers(const fsdpc_unit *unit)
+{
+    return unit->gathers;
+}
+
 fsdpc_device *
 fsdpc_unit_device(const fsdpc_unit *unit)
 {

@@ -70,6 +70,8 @@ struct fsdpc_unit {
 
     fsdpc_range range;
     bool direct; /* as in the footprint */
+    bool foreign;
+    uint64_t gathers; /* of a direct unit */
 
     uint32_t *digests; /* per parameter, NULL until the first pass (unit_digest.c); */
     bool noted;        /* they are those of the latest pass */

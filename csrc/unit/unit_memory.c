@@ -70,6 +70,7 @@ fsdpc_unit_plan(fsdpc_unit *unit)
     fsdpc_footprint_options options = {
         .replicate = unit->replicate != NULL,
         .offload = unit->offload,
+        .foreign = unit->foreign,
         .senders = senders_of(unit),
         .range_grain = fsdpc_device_get_caps(unit->device)->host_memory
                            ? page

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,11 +16,17 @@ from fsdpc._engine.containers import is_dataclass, within
 def copy_outputs(output: Any, begin: int, end: int) -> Any:
     """``output`` with a differentiable copy in place of each tensor whose memory lies in the
     addresses ``[begin, end)``. Local.
+    """
+    return copy_within(output, [(begin, end)])
+
+
+def copy_within(output: Any, ranges: Sequence[tuple[int, int]]) -> Any:
+    """As ``copy_outputs``, for several ranges of addresses.
 
     Lists, dicts and dataclasses keep their identity and get new items; tuples, sets and registered
     pytree nodes are rebuilt. Each container is visited once.
     """
-    return _Copies(begin, end).of(output)
+    return _Copies(ranges).of(output)
 
 
 def inner_tensors(output: Any) -> list[torch.Tensor]:
@@ -39,8 +46,8 @@ def inner_tensors(output: Any) -> list[torch.Tensor]:
 
 
 class _Copies:
-    def __init__(self, begin: int, end: int) -> None:
-        self.begin, self.end = begin, end
+    def __init__(self, ranges: Sequence[tuple[int, int]]) -> None:
+        self.ranges = ranges
         self.done: dict[int, Any] = {}
         self.kept: list[Any] = []  # keeps objects alive, so that their ids stay unique
 
@@ -76,6 +83,7 @@ class _Copies:
 
     def _lies_in(self, tensor: torch.Tensor) -> bool:
         try:
-            return self.begin <= tensor.data_ptr() < self.end
+            address = tensor.data_ptr()
         except RuntimeError:  # no memory, e.g. a meta tensor
             return False
+        return any(begin <= address < end for begin, end in self.ranges)

@@ -70,6 +70,7 @@ class Unit(WholeValues):
     readable_outside = "inside summon_full_params"
     dtensors = False  # the optimizer sees DTensors around this rank's rows
     released_class = ReleasedParameter
+    foreign = False  # the gathered tensors are not in the engine's memory
 
     def __init__(
         self,
@@ -121,6 +122,7 @@ class Unit(WholeValues):
             divide=groups.divide,
             reshard=reshard_after_forward,
             offload=offload,
+            foreign=self.foreign,
         )
         # Device of the shard; gathered parameters are on `device`.
         self.own_device = CPU if self.flat.offloaded else self.device

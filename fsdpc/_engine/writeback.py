@@ -81,6 +81,8 @@ def adopt_values(unit: Any) -> None:
         return
     adopt_objects(unit)
     for index, (param, _, _) in enumerate(unit.optim_params):
+        if unit.foreign and unit.adopt_own(index):
+            continue
         view, now = unit.views[index], unit.local(param).detach()
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
         # share_memory_() moves the storage of all views; torch calls any GPU tensor shared.

@@ -16,6 +16,7 @@ from fsdpc._engine.modules import collect, has_replicate, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
 from fsdpc._fsdp2.args import DataMesh
+from fsdpc._fsdp2.extension import extends
 
 
 def state_of(module: nn.Module) -> Any:
@@ -91,11 +92,10 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
             f"parameter {name!r} of {what} is a flat parameter of FullyShardedDataParallel: use "
             "FullyShardedDataParallel or fully_shard for a module, not both"
         )
-    if hasattr(param, "fsdp_pre_all_gather") or hasattr(param, "fsdp_post_all_gather"):
+    if extends(param) and not isinstance(param, DTensor) and not extends(type(param)):
         raise NotImplementedError(
-            f"parameter {name!r} of {what} is a {type(param).__name__} with "
-            "fsdp_pre_all_gather/fsdp_post_all_gather: fsdpc gathers plain values in its own "
-            "memory and calls no code of the tensor; convert the parameter to a plain tensor"
+            f"fsdp_pre_all_gather was set on the parameter {name!r} of {what}, whose shard is "
+            "another tensor: set it on param._local_tensor after fully_shard, or in a class"
         )
     if param.dim() == 0:
         raise ValueError(

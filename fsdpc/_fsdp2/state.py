@@ -25,6 +25,8 @@ from fsdpc._fsdp2 import tied as _tied
 from fsdpc._fsdp2.all_reduce_hook import sum_and_call
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
+from fsdpc._fsdp2.extended import ExtendedUnit
+from fsdpc._fsdp2.extension import extends
 from fsdpc._fsdp2.unit import RowUnit, check_materialized
 from fsdpc._torch import global_backward_hooks, tree_leaves
 
@@ -111,7 +113,10 @@ class State:
         adopted: Sequence[nn.Parameter] = (),
         parallel: Sequence[Any] = (),
     ) -> RowUnit:
-        unit = RowUnit(
+        make: Any = RowUnit
+        if any(extends(param) for param in adopted or [info.param for info in infos]):
+            make = partial(ExtendedUnit, policy=self.precision)
+        unit: RowUnit = make(
             self._name,
             infos,
             self.data_mesh,
@@ -315,7 +320,8 @@ class State:
                     f"but its shard is on {unit.own_device}: move the model before fully_shard, or "
                     "pass a mesh of that device type"
                 )
-        if [tensor.dtype for tensor in local] == unit.dtypes:
+        patched = not unit.foreign and any(map(extends, local))
+        if [tensor.dtype for tensor in local] == unit.dtypes and not patched:
             _writeback.adopt_values(unit)
         else:
             self.remake()
@@ -347,7 +353,7 @@ class State:
             for param, view, tensor in zip(adopted, new.views, local, strict=True):
                 if tensor.is_meta:
                     param._local_tensor = tensor
-                else:
+                elif view is not tensor:
                     view.copy_(tensor)
             new.flat.sync = unit.flat.sync
             new.flat.divide = unit.flat.divide

@@ -7,7 +7,7 @@ optimizer sees a DTensor on both meshes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,17 +85,22 @@ class RowUnit(Unit):
         param._local_tensor = local
         param.__dict__.update(full.__dict__)
         if self.trainable[i]:
-            kept = (*self.data_mesh.replicate_dims, *self.data_mesh.shard_dims)
-            param.register_hook(lambda grad: _as_placed(grad, spec, kept))
+            param.register_hook(self.grad_of_parallel(i))
         return param
+
+    def grad_of_parallel(self, i: int) -> Callable[[Any], Any] | None:
+        """What brings gradients of a parameter to its placements on the tensor-parallel mesh; None
+        without such a mesh. Local.
+        """
+        spec = self.parallel[i]
+        kept = (*self.data_mesh.replicate_dims, *self.data_mesh.shard_dims)
+        return None if spec is None else lambda grad: _as_placed(grad, spec, kept)
 
     # --- sharded parameters ----------------------------------------------------------------------
 
     def _shard_originals(self) -> None:
         for i, info in enumerate(self.infos):
-            local = self.shard_view(i)
-            meta = info.param.is_meta
-            shown = torch.empty_like(local, device="meta") if meta else local
+            local, shown = self._first_local(i)
             if self.adopted:
                 param: Any = self.adopted[i]
                 param._local_tensor = local
@@ -110,6 +115,12 @@ class RowUnit(Unit):
                 (param, self.grad_view(i) if self.trainable[i] else None, (i,))
             )
             self.views.append(local)
+
+    def _first_local(self, i: int) -> tuple[Tensor, Tensor]:
+        """This rank's rows of parameter ``i``, and what the parameter shows of them at first."""
+        local = self.shard_view(i)
+        meta = self.infos[i].param.is_meta
+        return local, torch.empty_like(local, device="meta") if meta else local
 
     def distributed(self, local: Tensor, i: int) -> Tensor:
         """A DTensor of parameter ``i`` around this rank's rows, without a copy. Local."""

@@ -298,6 +298,11 @@ def _block_of(tensor: DTensor, shape: tuple[int, ...], what: str) -> _Block:
 
 def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
     shape, local = tuple(tensor.shape), tensor.to_local()
+    if hasattr(type(local), "fsdp_pre_all_gather"):
+        raise TypeError(
+            f"{what} is a {type(local).__name__}, whose memory only its own code knows: save the "
+            "state dict with torch.distributed.checkpoint"
+        )
     sizes, replica, spans, ranks = _block_of(tensor, shape, what)
     if sizes is None:
         return Entry(name, shape, tensor.dtype, flat(local)[:0])

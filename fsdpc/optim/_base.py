@@ -347,6 +347,17 @@ class FusedOptimizer(Optimizer):
                 copy.copy_(param)
         self._copies = dict(copies) if copies else None
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. ``TypeError``: a parameter whose memory only its own code knows."""
+        super().add_param_group(param_group)
+        for param in self.param_groups[-1]["params"]:
+            if hasattr(type(local_of(param)), "fsdp_pre_all_gather"):
+                raise TypeError(
+                    f"{type(self).__name__} steps on plain memory, but a parameter of shape "
+                    f"{tuple(param.shape)} is a {type(local_of(param)).__name__}: use an optimizer "
+                    "of torch.optim for it"
+                )
+
     def step_and_clip(self, max_norm: float) -> Tensor:
         """``step(max_norm=max_norm)``; returns the norm before clipping, a float64 0-dim tensor.
 

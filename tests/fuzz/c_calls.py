@@ -139,6 +139,7 @@ class Caller(Companions):
             specs,
             divide=self.rng.choice([1.0, 2.0]),
             reshard=self.rng.random() < 0.7,
+            foreign=self.rng.random() < 0.1,
         )
         if self.rng.random() < 0.7:
             self.bind(made, specs)
@@ -475,7 +476,7 @@ class Caller(Companions):
         kind = self.rng.choice(["flat", "flat", "tree"])
         names = {
             "flat": ["name", "sync", "shown", "on_unattached", "after_backward", "on_changed"]
-            + ["on_kept", "on_moved", "comm_hook", "observed", "members_left"]
+            + ["on_kept", "on_moved", "on_values", "comm_hook", "observed", "members_left"]
             + ["reshards", "keeps", "divide"],
             "tree": ["before_end", "before_pass", "on_thaw", "observer", "step_unit", "phase"],
         }[kind]
@@ -649,7 +650,7 @@ class Caller(Companions):
         )
 
     def call_replace(self) -> None:
-        name = self.rng.choice(["replace_param", "replace_grad", "place_param"])
+        name = self.rng.choice(["replace_param", "replace_grad", "replace_full", "place_param"])
         if name == "place_param":
             self.method("flat", name, 0, {}, "w")
         else:

@@ -13,7 +13,7 @@ static int
 note_full(fsdpc_py_flat *flat)
 {
     const int count = fsdpc_unit_layout(flat->unit)->param_count;
-    for (int i = 0; i < count; i++) {
+    for (int i = 0; !flat->foreign && i < count; i++) {
         if (flat->full[i] && fsdpc_py_full_data(flat, i, &flat->full_data[i]) < 0) {
             return -1;
         }
@@ -48,6 +48,35 @@ PyObject *
 fsdpc_py_flat_note_full(fsdpc_py_flat *self, PyObject *Py_UNUSED(ignored))
 {
     return note_full(self) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+/* replace_full(number, tensor): the gathered tensor of a parameter from now on. */
+PyObject *
+fsdpc_py_flat_replace_full(fsdpc_py_flat *self, PyObject *args)
+{
+    int number;
+    PyObject *tensor;
+    if (!PyArg_ParseTuple(args, "iO:replace_full", &number, &tensor)) {
+        return NULL;
+    }
+    const bool exists = number >= 0 && number < fsdpc_unit_layout(self->unit)->param_count;
+    if (!self->foreign || !exists || !self->full[number] || !fsdpc_py_is_torch(tensor)) {
+        PyErr_SetString(PyExc_ValueError, "replace_full: a unit that is bound as foreign, the "
+                                          "index of a parameter of it, and a tensor are needed");
+        return NULL;
+    }
+    PyObject *old = self->full[number];
+    for (int i = 0; i < self->site_count; i++) {
+        if (self->sites[i].full == old) {
+            Py_SETREF(self->sites[i].full, Py_NewRef(tensor));
+        }
+    }
+    self->full[number] = Py_NewRef(tensor);
+    Py_DECREF(old);
+    if (fsdpc_py_watch_again(self, number) < 0) {
+        return NULL;
+    }
+    Py_RETURN_NONE;
 }
 
 /* A row of one of bind's lists. */
@@ -158,7 +187,7 @@ bind_sharded(fsdpc_py_flat *flat, PyObject *list)
         }
         sharded->requires_grad = sharded->grad != NULL;
         sharded->param_version = -1;
-        if (fsdpc_py_local_data(flat, param, &sharded->param_data) < 0) {
+        if (!flat->foreign && fsdpc_py_local_data(flat, param, &sharded->param_data) < 0) {
             return -1;
         }
         flat->expected += sharded->grad ? sharded->cover_count : 0;

@@ -51,6 +51,14 @@ fsdpc_py_watch_all(fsdpc_py_flat *flat)
     return 0;
 }
 
+int
+fsdpc_py_watch_again(fsdpc_py_flat *flat, int param)
+{
+    const bool watched = flat->hooked[param];
+    flat->hooked[param] = 0;
+    return watched || flat->watch_all ? watch_one(flat, param) : 0;
+}
+
 /* --- flags ----------------------------------------------------------------------------------- */
 
 static int

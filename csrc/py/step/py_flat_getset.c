@@ -3,6 +3,12 @@
 
 #include <limits.h>
 
+static bool
+is_readable(const fsdpc_py_flat *self)
+{
+    return fsdpc_unit_refs(self->unit) > 0 || (fsdpc_unit_is_direct(self->unit) && !self->foreign);
+}
+
 /* Attributes that are read by one call. */
 #define GET(name, value) FSDPC_PY_GETTER(fsdpc_py_flat, name, value)
 
@@ -10,7 +16,7 @@
 GET(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)))
 GET(offloaded, PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit)))
 GET(refs, PyLong_FromLong(fsdpc_unit_refs(self->unit)))
-GET(readable, PyBool_FromLong(fsdpc_unit_is_direct(self->unit) || fsdpc_unit_refs(self->unit) > 0))
+GET(readable, PyBool_FromLong(is_readable(self)))
 GET(attached, PyBool_FromLong(self->tree != NULL && !self->own_tree))
 GET(in_use, PyBool_FromLong(self->installed > 0))
 GET(kept, PyBool_FromLong(fsdpc_unit_has_local(self->unit)))
@@ -194,6 +200,11 @@ PyGetSetDef fsdpc_py_flat_getset[] = {
     {"on_kept", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called before a backward writes gradients that the user has cleared, but keeps.",
      FSDPC_PY_MEMBER(fsdpc_py_flat, on_kept)},
+    {"on_values", fsdpc_py_get_member, fsdpc_py_set_member,
+     "Of a foreign unit: called with True when its gathered values have to be made, with False "
+     "when\n"
+     "they can be dropped.",
+     FSDPC_PY_MEMBER(fsdpc_py_flat, on_values)},
     {"on_moved", fsdpc_py_get_member, fsdpc_py_set_member,
      "Called when the gradients, which are not shown, have got another address: grad_part and\n"
      "grad_segment have the memory.",

@@ -60,14 +60,14 @@ unbind_late(PyObject *self)
 static PyObject *
 flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
 {
-    static char *names[] = {"name",   "comm",    "params",  "replicate",
-                            "divide", "reshard", "offload", NULL};
+    static char *names[] = {"name",    "comm",    "params",  "replicate", "divide",
+                            "reshard", "offload", "foreign", NULL};
     const char *name;
     PyObject *comm, *params, *replicate = Py_None;
     double divide = 1.0;
-    int reshard = 1, offload = 0;
-    if (!PyArg_ParseTupleAndKeywords(args, keywords, "sOO|Odpp:FlatParameter", names, &name, &comm,
-                                     &params, &replicate, &divide, &reshard, &offload)) {
+    int reshard = 1, offload = 0, foreign = 0;
+    if (!PyArg_ParseTupleAndKeywords(args, keywords, "sOO|Odppp:FlatParameter", names, &name, &comm,
+                                     &params, &replicate, &divide, &reshard, &offload, &foreign)) {
         return NULL;
     }
     fsdpc_py_flat *self = (fsdpc_py_flat *)type->tp_alloc(type, 0);
@@ -79,8 +79,12 @@ flat_new(PyTypeObject *type, PyObject *args, PyObject *keywords)
     self->gate.late = unbind_late;
     self->shard_comm = Py_NewRef(comm);
     self->replicate_comm = replicate == Py_None ? NULL : Py_NewRef(replicate);
-    const fsdpc_unit_options options = {
-        .name = name, .divide = divide, .reshard = reshard != 0, .offload = offload != 0};
+    self->foreign = foreign != 0;
+    const fsdpc_unit_options options = {.name = name,
+                                        .divide = divide,
+                                        .reshard = reshard != 0,
+                                        .offload = offload != 0,
+                                        .foreign = foreign != 0};
     if (make_unit(self, options, params) < 0) {
         Py_DECREF(self);
         return NULL;
@@ -102,6 +106,7 @@ flat_traverse(fsdpc_py_flat *self, visitproc visit, void *arg)
     Py_VISIT(self->on_changed);
     Py_VISIT(self->on_kept);
     Py_VISIT(self->on_moved);
+    Py_VISIT(self->on_values);
     Py_VISIT(self->versions);
     Py_VISIT(self->versions_thrice);
     Py_VISIT((PyObject *)self->call);
@@ -135,6 +140,7 @@ flat_clear(fsdpc_py_flat *self)
     Py_CLEAR(self->on_changed);
     Py_CLEAR(self->on_kept);
     Py_CLEAR(self->on_moved);
+    Py_CLEAR(self->on_values);
     Py_CLEAR(self->call);
     Py_CLEAR(self->tree);
     return 0;
@@ -251,6 +257,8 @@ hook_of(fsdpc_py_flat *self, PyObject *args)
       "Multiplies this rank's gradients in place.") \
     X(ONE, replace_param, METH_VARARGS, "(number, param)", \
       "Replaces the parameter in row `number` of bind()'s `sharded`, over the same memory.") \
+    X(ONE, replace_full, METH_VARARGS, "(number, tensor)", \
+      "Of a foreign unit: the gathered tensor of a parameter from now on.") \
     X(ONE, place_param, METH_VARARGS, "(number, dict, key)", \
       "The module entry where the parameter in that row has to stand when a forward begins.") \
     X(ONE, replace_grad, METH_VARARGS, "(number, grad)", \
@@ -348,12 +356,13 @@ static PyType_Slot slots[] = {
     {Py_tp_getset, fsdpc_py_flat_getset},
     {Py_tp_doc,
      "FlatParameter(name, comm, params, replicate=None, divide=1.0, reshard=True, "
-     "offload=False)\n--\n\n"
+     "offload=False, foreign=False)\n--\n\n"
      "The parameters of one unit laid end to end and cut into equal pieces, one per rank of comm.\n"
      "params: (name, numel, storage, compute, reduce, trainable[, row_numel]) each; with\n"
      "row_numel > 0 the parameter is cut between rows, as by torch.chunk. offload: shard and "
      "gradient\n"
-     "lie in host memory (where comm's device has other). Collective over comm."},
+     "lie in host memory (where comm's device has other). foreign: on_values makes the gathered\n"
+     "tensors. Collective over comm."},
     {0, NULL},
 };
 

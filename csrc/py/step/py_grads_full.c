@@ -25,6 +25,17 @@ is_sparse(PyObject *grad)
     return result;
 }
 
+/* A tensor around others. Keeps the exception that is set. */
+static bool
+is_a_wrapper(PyObject *tensor)
+{
+    PyObject *type, *value, *traceback;
+    PyErr_Fetch(&type, &value, &traceback);
+    const bool wraps = PyObject_HasAttrString(tensor, "__tensor_flatten__");
+    PyErr_Restore(type, value, traceback);
+    return wraps;
+}
+
 /* A lazily negated gradient (complex arithmetic makes them) is written out first. */
 static int
 view_grad(fsdpc_py_flat *flat, int i)
@@ -53,7 +64,15 @@ view_grad(fsdpc_py_flat *flat, int i)
         return -1;
     }
     Py_SETREF(flat->held[i], plain);
-    return fsdpc_py_torch_view_on(plain, fsdpc_py_full_device(flat), &flat->views[i]);
+    int result = fsdpc_py_torch_view_on(plain, fsdpc_py_full_device(flat), &flat->views[i]);
+    if (result < 0 && PyErr_ExceptionMatches(PyExc_BufferError) && is_a_wrapper(plain)) {
+        PyErr_Format(fsdpc_py_current()->state_error,
+                     "the gradient of parameter %s of unit %s is a %.100s, which only its own code "
+                     "reads, as an input of the module was one: pass plain tensors to the module",
+                     fsdpc_unit_layout(flat->unit)->params[i].name, fsdpc_unit_name(flat->unit),
+                     Py_TYPE(plain)->tp_name);
+    }
+    return result;
 }
 
 /* The unit's memory has the dimension first along which the parameter is cut. */

@@ -33,7 +33,7 @@ int fsdpc_py_hook_exec(PyObject *module);
 extern PyGetSetDef fsdpc_py_flat_getset[];
 /* Methods of FlatParameter in py_bind.c, py_flat_enter.c, py_unshard.c and py_flat_hooked.c. */
 fsdpc_py_flat_fast fsdpc_py_flat_bind;
-fsdpc_py_flat_method fsdpc_py_flat_note_full;
+fsdpc_py_flat_method fsdpc_py_flat_note_full, fsdpc_py_flat_replace_full;
 fsdpc_py_flat_method fsdpc_py_flat_enter_forward, fsdpc_py_flat_leave_forward;
 fsdpc_py_flat_method fsdpc_py_flat_unshard, fsdpc_py_flat_reshard;
 fsdpc_py_flat_method fsdpc_py_flat_grad_bits, fsdpc_py_flat_pack_grads, fsdpc_py_flat_take_sums;
@@ -80,6 +80,8 @@ void fsdpc_py_graph_dropped(fsdpc_py_tree *tree);
 
 /* Puts a gradient hook on every trainable gathered tensor from now on. */
 int fsdpc_py_watch_all(fsdpc_py_flat *flat);
+/* The same for one whose gathered tensor is another one, if the earlier one had a hook. */
+int fsdpc_py_watch_again(fsdpc_py_flat *flat, int param);
 /* Copies requires_grad of the sharded parameters to the gathered ones. 1: a parameter without gradient
  * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);

@@ -107,9 +107,32 @@ close_values(fsdpc_py_flat *flat)
     return written < 0 ? -1 : result;
 }
 
+static int
+call_on_values(fsdpc_py_flat *flat, bool gathered)
+{
+    flat->gathered = 0; /* also if the call fails */
+    PyObject *result = PyObject_CallOneArg(flat->on_values, gathered ? Py_True : Py_False);
+    if (!result) {
+        return -1;
+    }
+    Py_DECREF(result);
+    flat->gathered = gathered ? fsdpc_unit_gathers(flat->unit) : 0;
+    return 0;
+}
+
+static int
+mark_foreign(fsdpc_py_flat *flat)
+{
+    uint64_t now = fsdpc_unit_refs(flat->unit) > 0 ? fsdpc_unit_gathers(flat->unit) : 0;
+    return now == flat->gathered || !flat->on_values ? 0 : call_on_values(flat, now > 0);
+}
+
 int
 fsdpc_py_mark(fsdpc_py_flat *flat)
 {
+    if (flat->foreign) {
+        return mark_foreign(flat);
+    }
     bool gathered = fsdpc_unit_refs(flat->unit) > 0;
     if (gathered == flat->marked || fsdpc_unit_is_direct(flat->unit)) {
         return 0;

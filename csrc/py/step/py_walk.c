@@ -376,7 +376,7 @@ contains(const fsdpc_py_flat *flat, const void *data)
 {
     const char *begin = fsdpc_unit_full(flat->unit);
     const char *end = begin + fsdpc_unit_layout(flat->unit)->full_bytes;
-    return (const char *)data >= begin && (const char *)data < end;
+    return !flat->foreign && (const char *)data >= begin && (const char *)data < end;
 }
 
 static int

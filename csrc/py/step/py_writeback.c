@@ -30,6 +30,9 @@ static int
 param_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
     const void *data;
+    if (flat->foreign) { /* its function reads the parameters wherever they lie */
+        return 0;
+    }
     if (sharded->dict && PyDict_GetItemWithError(sharded->dict, sharded->key) != sharded->param) {
         return PyErr_Occurred() ? -1 : 1;
     }
@@ -43,7 +46,7 @@ int
 fsdpc_py_check_gathered(const fsdpc_py_flat *flat)
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(flat->unit);
-    for (int i = 0; i < layout->param_count; i++) {
+    for (int i = 0; !flat->foreign && i < layout->param_count; i++) {
         const void *data = NULL;
         if (flat->full[i] && fsdpc_py_full_data(flat, i, &data) < 0) {
             return -1;
@@ -96,7 +99,7 @@ fsdpc_py_flat_replace_param(fsdpc_py_flat *self, PyObject *args)
         return NULL;
     }
     fsdpc_py_sharded *sharded = &self->sharded[number];
-    if (fsdpc_py_local_data(self, param, &sharded->param_data) < 0) {
+    if (!self->foreign && fsdpc_py_local_data(self, param, &sharded->param_data) < 0) {
         return NULL;
     }
     for (int i = 0; i < self->site_count; i++) {

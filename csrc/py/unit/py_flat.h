@@ -73,6 +73,7 @@ typedef struct fsdpc_py_flat {
     PyObject *on_changed;   /* takes over parameters that the user changed */
     PyObject *on_kept;      /* gives cleared gradients that the program keeps their own memory */
     PyObject *on_moved;     /* makes new tensors over the gradients, which have another address */
+    PyObject *on_values;    /* of a foreign unit: makes the gathered values, or drops them */
     PyObject *comm_hook;    /* sums the gradients over the ranks instead of the engine, or NULL */
     PyObject **full;        /* per parameter: the gathered tensor, or NULL */
     const void **full_data; /* its memory when it was bound */
@@ -92,7 +93,9 @@ typedef struct fsdpc_py_flat {
     /* Tuples of a tensor that shares the gathered tensors' version counter: with that tensor once, and three
      * times. */
     PyObject *versions, *versions_thrice;
-    bool marked; /* as gathered */
+    bool marked;       /* as gathered */
+    bool foreign;      /* the parameters' values are not in the unit's memory */
+    uint64_t gathered; /* fsdpc_unit_gathers of the values that on_values made; 0: none */
     long gathered_version, released_version;
     long writes; /* to the sharded parameters, as autograd had counted them: fsdpc_py_was_touched */
     bool unsharded;   /* by unshard(): the modules show gathered parameters without a forward */

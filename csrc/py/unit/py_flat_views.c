@@ -56,6 +56,17 @@ fsdpc_py_flat_grad_part(fsdpc_py_flat *self, PyObject *index)
 }
 
 /* full_param(i, shape): shape in elements of the compute dtype. */
+static int
+refuse_foreign(const fsdpc_py_flat *self)
+{
+    if (self->foreign) {
+        PyErr_Format(fsdpc_py_current()->state_error,
+                     "the gathered values of unit %s are not in the engine's memory",
+                     fsdpc_unit_name(self->unit));
+    }
+    return self->foreign ? -1 : 0;
+}
+
 PyObject *
 fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -92,6 +103,9 @@ fsdpc_py_flat_full_param(fsdpc_py_flat *self, PyObject *const *args, Py_ssize_t 
                      "parameter %s of unit %s has %lld elements, but the shape has %lld",
                      layout->params[i].name, fsdpc_unit_name(self->unit),
                      (long long)layout->params[i].numel, (long long)numel);
+        return NULL;
+    }
+    if (refuse_foreign(self) < 0) {
         return NULL;
     }
     char *base = fsdpc_unit_full(self->unit);
@@ -205,7 +219,7 @@ fsdpc_py_flat_get_shard(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 PyObject *
 fsdpc_py_flat_get_full(fsdpc_py_flat *self, void *Py_UNUSED(closure))
 {
-    return whole_view(self, true);
+    return refuse_foreign(self) < 0 ? NULL : whole_view(self, true);
 }
 
 PyObject *
