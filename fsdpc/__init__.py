@@ -42,6 +42,7 @@ _HOME = {
     "memory_report": "fsdpc.plan.report",
     "memory_stats": "fsdpc._engine.root",
     "profile_memory": "fsdpc.plan.profile",
+    "QuantizedPolicy": "fsdpc._fsdp2.quantized",
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
@@ -88,6 +89,7 @@ __all__ = [
     "OptimStateKeyType",
     "OutOfMemoryError",
     "PeerError",
+    "QuantizedPolicy",
     "ShardedOptimStateDictConfig",
     "ShardedStateDictConfig",
     "ShardingStrategy",
@@ -129,6 +131,7 @@ if TYPE_CHECKING:
         register_fsdp_forward_method,
         share_comm_ctx,
     )
+    from fsdpc._fsdp2.quantized import QuantizedPolicy
     from fsdpc._install import install, uninstall
     from fsdpc.api import *
     from fsdpc.fsdp import FSDP, FullyShardedDataParallel

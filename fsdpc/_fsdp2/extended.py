@@ -1,4 +1,5 @@
-"""A unit that is gathered in Python: some parameters bring their own gather (``extension.py``).
+"""A unit that is gathered in Python: some parameters bring their own gather (``extension.py``), or
+travel in 8 bits (``quantized.py``).
 
 The engine holds, releases and sums the unit as any other. What the parameters send goes end to end
 into one buffer of bytes, one collective gathers the buffers, and the gathered tensors are made of
@@ -25,6 +26,7 @@ from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.extension import Extension, extends
 from fsdpc._fsdp2.gathered import Gathered
+from fsdpc._fsdp2.quantized import Quantized, codes
 from fsdpc._fsdp2.unit import RowUnit
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import without_transforms
@@ -90,7 +92,8 @@ class ExtendedUnit(RowUnit):
         padded = torch.Size(rows_shape(self.shapes[i], self.groups.shard.world, 0))
         options = padded, self._compute_dtype(i), self.device
         if not self.extended[i]:
-            return Gathered(*options)
+            coded = codes(self.policy, self.shapes[i], self.dtypes[i])
+            return Quantized(*options) if coded else Gathered(*options)
         size, module = self.shapes[i], self.infos[i].sites[0][0]
         stride = torch.empty(size, device="meta").stride()
         return Extension((self.shard_mesh, size, stride, module, self.policy), *options)

@@ -27,6 +27,7 @@ from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
 from fsdpc._fsdp2.extended import ExtendedUnit
 from fsdpc._fsdp2.extension import extends
+from fsdpc._fsdp2.quantized import codes
 from fsdpc._fsdp2.unit import RowUnit, check_materialized
 from fsdpc._torch import global_backward_hooks, tree_leaves
 
@@ -114,7 +115,8 @@ class State:
         parallel: Sequence[Any] = (),
     ) -> RowUnit:
         make: Any = RowUnit
-        if any(extends(param) for param in adopted or [info.param for info in infos]):
+        params = list(adopted) or [info.param for info in infos]
+        if any(extends(p) or codes(self.precision, p.shape, p.dtype) for p in params):
             make = partial(ExtendedUnit, policy=self.precision)
         unit: RowUnit = make(
             self._name,

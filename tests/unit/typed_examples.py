@@ -68,6 +68,7 @@ def sharded(blocks: nn.ModuleList, model: nn.Sequential) -> nn.Sequential:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in blocks:
         fsdpc.fully_shard(block, mp_policy=policy, offload_policy=CPUOffloadPolicy())
+    fsdpc.fully_shard(blocks[2], mp_policy=fsdpc.QuantizedPolicy(param_dtype=torch.bfloat16))
     assert_type(fsdpc.fully_shard([blocks[0], blocks[1]]), list[nn.Module])
     fsdpc.register_fsdp_forward_method(model, "generate")
     root = fsdpc.fully_shard(model, reshard_after_forward=False)

@@ -1,0 +1,120 @@
+"""Weights that are gathered in 8 bits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import ranks
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+import fsdpc
+import fsdpc.checkpoint
+import fsdpc.optim
+from fsdpc import _C, QuantizedPolicy, fully_shard
+
+SHAPES = [(100, 300), (64, 512), (65, 64)]
+
+
+def through_codes(weight):
+    """What a whole weight is gathered as, row by row."""
+    out = torch.empty_like(weight)
+    for row, value in zip(weight, out, strict=True):
+        codes, scales = torch.empty(len(row), dtype=torch.int8), torch.empty(-(-len(row) // 256))
+        _C.activation_pack(row.contiguous(), codes, scales)
+        _C.activation_unpack(value, codes, scales)
+    return out
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.ModuleList(nn.Linear(columns, rows) for rows, columns in SHAPES)
+
+
+class Parts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = layers()
+        self.norm = nn.LayerNorm(300)
+
+    def forward(self, x):
+        x = self.parts[0](self.norm(x)).tanh()
+        x = self.parts[1](torch.cat([x] * 6, 1)[:, :512]).tanh()
+        return self.parts[2](x)
+
+
+@ranks(1, 2, 3)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_values_depend_on_the_whole_weight_alone(rank, world, dtype):
+    model = fully_shard(Parts(), mp_policy=QuantizedPolicy(param_dtype=dtype))
+    with torch.no_grad():
+        model.norm.weight.uniform_(-1, 1)
+    norm = model.norm.weight.full_tensor().to(dtype)
+    model.unshard()
+    for layer, plain in zip(model.parts, layers(), strict=True):
+        expected = through_codes(plain.weight.detach())
+        assert torch.equal(layer.weight.detach(), expected.to(dtype))
+        bound = plain.weight.abs().amax() / 252 + 1e-6
+        assert (expected - plain.weight).abs().max() <= bound
+        assert torch.equal(layer.bias.detach(), plain.bias.detach().to(dtype))
+    assert torch.equal(model.norm.weight.detach(), norm)
+    model.reshard()
+
+
+@ranks(2)
+def test_what_is_not_finite_makes_its_block_nan(rank, world):
+    model = fully_shard(nn.Linear(300, 64), mp_policy=QuantizedPolicy())
+    with torch.no_grad():
+        if rank == 1:
+            model.weight._local_tensor[3, 299] = float("inf")
+    model.unshard()
+    bad = model.weight.isnan()
+    assert bad[35, 256:].all()
+    assert bad.sum() == 300 - 256
+
+
+def train(policy, steps=30):
+    torch.manual_seed(0)
+    model = Parts()
+    for layer in model.parts:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = fsdpc.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        x = torch.randn(16, 300)
+        loss = (model(x) - x[:, :65].tanh()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss))
+    return model, torch.tensor(losses)
+
+
+@ranks(2)
+def test_training(rank, world, tmp_path):
+    """As without codes, nearly; shards, states and checkpoints are plain."""
+    _, expected = train(MixedPrecisionPolicy())
+    model, losses = train(QuantizedPolicy())
+    assert expected[-1] < 0.9 * expected[0]
+    torch.testing.assert_close(losses, expected, rtol=0.01, atol=0)
+    assert not torch.equal(losses, expected)
+    fsdpc.checkpoint.save(tmp_path / "model", model)
+    before = [param.full_tensor() for param in model.parameters()]
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    fsdpc.checkpoint.load(tmp_path / "model", model)
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(param.full_tensor(), value)
+
+
+@ranks(2)
+def test_bytes(rank, world):
+    model = fully_shard(Parts(), mp_policy=QuantizedPolicy(param_dtype=torch.bfloat16))
+    model(torch.ones(1, 300))
+    unit = model._get_fsdp_state()._unit
+    sent = sum(size.numel() * dtype.itemsize for g in unit.gathered for size, dtype in g.kinds)
+    narrow = sum(2 * param.numel() for param in model.parameters()) / world
+    assert sent < narrow / 1.85
