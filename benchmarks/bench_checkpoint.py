@@ -279,6 +279,11 @@ def forget(folder: Path) -> None:
 
 def peak_of(call: Callable[[], object]) -> float:
     """MB by which the rank's memory grows in the call, at most; the larger rank's."""
+    return reduced(own_peak(call), "MAX")
+
+
+def own_peak(call: Callable[[], object]) -> float:
+    """The same of this process."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
     resident, shared = memory("VmRSS"), pss_mb("self")
@@ -293,7 +298,7 @@ def peak_of(call: Callable[[], object]) -> float:
     call()
     done.set()
     watcher.join()
-    return reduced(max((memory("VmHWM") - resident) / 1e6, max(seen) - shared), "MAX")
+    return max((memory("VmHWM") - resident) / 1e6, max(seen) - shared)
 
 
 def memory(name: str) -> float:

@@ -38,6 +38,8 @@ from fsdpc.checkpoint.several import (
     run_several,
     states_of,
 )
+from fsdpc.checkpoint.stream_reader import StreamedSet, StreamReader
+from fsdpc.checkpoint.tap import WeightInfo, WeightStream, stream
 from fsdpc.checkpoint.torch_dcp import check_options, save_dcp
 
 __all__ = [
@@ -48,9 +50,14 @@ __all__ = [
     "Preemption",
     "Pretrained",
     "SaveHandle",
+    "StreamReader",
+    "StreamedSet",
+    "WeightInfo",
+    "WeightStream",
     "load",
     "load_pretrained",
     "save",
+    "stream",
 ]
 
 

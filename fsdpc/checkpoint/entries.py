@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ class Entry:
     steady: bool = True  # only optimizers write the values, no forward
     on_host: bool = False  # even where CPU tensors count as memory of a simulated GPU
     ranks: int = 0
+    unit: Any = None  # of a flat parameter, in which the tensor has this number
+    number: int = 0
 
     @property
     def numel(self) -> int:

@@ -191,6 +191,8 @@ def _unit_entries(named: UnitEntry) -> list[Entry]:
                 replica,
                 on_host=unit.flat.offloaded,
                 ranks=named.comm.world * replica[1],
+                unit=unit,
+                number=i,
             )
         )
     return entries

@@ -33,6 +33,8 @@ ALLOWED = {
     ): "what the core hands to a c10d communicator is host memory",
     ("plan/compare.py", "numpy"): "digests are made of host copies",
     ("checkpoint/torch_files.py", "frombuffer"): "files are read into host memory",
+    ("checkpoint/outlet.py", "frombuffer"): "memory that processes of the host share",
+    ("checkpoint/stream_reader.py", "frombuffer"): "memory that processes of the host share",
     ("checkpoint/keymap.py", "numpy"): "files are read into host memory",
     ("checkpoint/lazy.py", "from_numpy"): "files are read into host memory",
     ("checkpoint/several.py", "numpy"): "random numbers of the host",

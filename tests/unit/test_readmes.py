@@ -108,7 +108,8 @@ def test_the_picture_of_the_core_is_that_of_its_includes():
     assert layers_picture.PICTURE.read_text() == layers_picture.picture(), "run `make docs`"
 
 
-SAYS_FOR_ALL = ("FSDPModule", "Profile", "FusedOptimizer")  # classes that say so of their methods
+# Classes that say so of their methods.
+SAYS_FOR_ALL = ("FSDPModule", "Profile", "FusedOptimizer", "Url")
 
 
 def test_every_public_name_says_what_it_does_and_who_must_call():
