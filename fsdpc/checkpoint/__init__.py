@@ -38,9 +38,12 @@ from fsdpc.checkpoint.several import (
     run_several,
     states_of,
 )
+from fsdpc.checkpoint.storage import Url, place_of
 from fsdpc.checkpoint.stream_reader import StreamedSet, StreamReader
 from fsdpc.checkpoint.tap import WeightInfo, WeightStream, stream
 from fsdpc.checkpoint.torch_dcp import check_options, save_dcp
+from fsdpc.checkpoint.upload import FILE_BYTES as UPLOADED_BYTES
+from fsdpc.checkpoint.upload import Upload
 
 __all__ = [
     "CheckpointError",
@@ -52,6 +55,7 @@ __all__ = [
     "SaveHandle",
     "StreamReader",
     "StreamedSet",
+    "Url",
     "WeightInfo",
     "WeightStream",
     "load",
@@ -81,6 +85,7 @@ def save(
     only: Only = None,
     hf: bool = False,
     tokenizer: Any = None,
+    staging: str | os.PathLike[str] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle | None:
     """Save a checkpoint folder. Collective over ``group`` (default: all ranks).
@@ -89,7 +94,8 @@ def save(
     folder appears under its name complete and durable, or not at all.
 
     Args:
-        path: the folder to make, the same on every rank; not there yet, unless ``overwrite``.
+        path: the folder to make, the same on every rank; not there yet, unless ``overwrite``. Or
+            a URL of a driver of fsspec (``s3://bucket/run``).
         model: a model, or a dict of several by names (``{"model": ..., "ema": ...}``), of which
             each becomes a folder in ``path`` that can also be loaded for itself.
         optimizer: any torch optimizer over the model's parameters; its state is saved by
@@ -122,6 +128,8 @@ def save(
             without an optimizer, in the names and forms of the Hub, with ``config.json`` and the
             generation's configuration. ``load_pretrained`` reads it back.
         tokenizer: with ``hf``: a tokenizer or processor, whose files are written, too (rank 0's).
+        staging: for a URL: the local folder through which the checkpoint goes; default the one for
+            temporary files. Ranks on several hosts need one that all of them see.
 
     Raises:
         CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
@@ -129,7 +137,7 @@ def save(
         KeyboardInterrupt: on the rank that was interrupted; the others raise ``CheckpointError``.
     """
     ranks = ranks_of(group)
-    target = local_path(path)
+    target = place_of(path)
     with ranks.together():
         make_room(when_busy, group)
         if format != "safetensors":
@@ -148,16 +156,26 @@ def save(
             }
             with ranks.step(f"saving checkpoint {target}"):
                 check_options(format, [name for name, is_given in given.items() if is_given])
-            save_dcp(target, ranks, model, optimizer, scheduler, overwrite=overwrite)  # type: ignore[arg-type]
+                folder = local_path(path)
+            save_dcp(folder, ranks, model, optimizer, scheduler, overwrite=overwrite)  # type: ignore[arg-type]
             return None
         with ranks.step(f"saving checkpoint {target}"):
             if hf and (optimizer is not None or only is not None):
                 raise TypeError("hf=True is for a model alone, without optimizer= and only=")
             if tokenizer is not None and not hf:
                 raise TypeError("tokenizer= is for hf=True")
+            if overwrite and isinstance(target, Url):
+                raise ValueError(
+                    f"overwrite=True: {target} cannot be replaced as a whole, and would be lost if "
+                    "the upload failed: choose another name, or use Checkpointer"
+                )
             scheduler, objects = states_of(scheduler, states, rng)
+        upload = None
+        if isinstance(target, Url):
+            upload = Upload(ranks, target, staging, replaces=False)
+            file_bytes = UPLOADED_BYTES if file_bytes == FILE_BYTES else file_bytes
         plan = plan_of(
-            target,
+            target if upload is None else upload.local,
             ranks,
             model,
             optimizer,
@@ -171,10 +189,14 @@ def save(
             only=only,
             form=HubForm(tokenizer) if hf else None,
         )
+        if upload is not None:
+            plan.published = upload.published
         advance = bar(plan, ranks, progress)
         if async_:
-            return start(plan, ranks, advance=advance)
+            return start(plan, ranks, advance=advance, after=upload, target=target)
         write_plan(plan, ranks, advance=advance)
+        if upload is not None:
+            upload()
     return None
 
 
@@ -201,7 +223,8 @@ def load(
 
     Args:
         path: a folder of ``save``, any folder of safetensors with an index or a single
-            ``model.safetensors``, or one safetensors file; a folder of torch's distributed
+            ``model.safetensors``, or one safetensors file, also as a URL of a driver of fsspec,
+            which is read by ranges; a folder of torch's distributed
             checkpoints (DCP) or a ``torch.save`` file, of a model or of a dict with ``"model"``,
             ``"optimizer"`` and ``"scheduler"`` (docs/checkpoints.md has the other keys). No pickle
             runs code.
@@ -223,12 +246,11 @@ def load(
     Raises:
         CheckpointError: on every rank. Except with ``verify="during"`` and for disks that fail
             while values are read, the model is unchanged.
-        ValueError: ``path`` is a URL.
         KeyboardInterrupt: on the rank that was interrupted; its note, and the error of the others,
             says if the model was being written already.
     """
     ranks = ranks_of(group)
-    target = local_path(path)
+    target = place_of(path)
     with ranks.together():
         finish_running()
         with ranks.step(f"loading checkpoint {target}"):

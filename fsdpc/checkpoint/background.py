@@ -10,7 +10,6 @@ import atexit
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -24,6 +23,7 @@ from fsdpc.checkpoint.layout import Layout
 from fsdpc.checkpoint.ranks import Ranks, ranks_of
 from fsdpc.checkpoint.saving import Advance, Plan, write_plan
 from fsdpc.checkpoint.staging import Landing, in_host_memory, room_of, snapshot, spans_over
+from fsdpc.checkpoint.storage import AnyPath
 
 WhenBusy = Literal["wait", "raise"]
 
@@ -34,7 +34,7 @@ _running: list[SaveHandle] = []
 class SaveHandle:
     """A save in the background."""
 
-    def __init__(self, target: Path, landing: Landing) -> None:
+    def __init__(self, target: AnyPath, landing: Landing) -> None:
         self.target = target
         self._landing = landing
         self._done = threading.Event()
@@ -107,11 +107,12 @@ def start(
     advance: Advance | None = None,
     failpoint: Callable[[str], object] | None = None,
     after: Callable[[], object] | None = None,
+    target: AnyPath | None = None,
 ) -> SaveHandle:
-    """Copy what this rank writes and return; a thread writes it, then calls ``after``. Collective
-    over ``ranks``. ``CheckpointError``: a rank has no memory for the copy. Of GPUs the copy may
-    still be on its way then: the thread waits for it, and so does the stream of the next optimizer
-    step.
+    """Copy what this rank writes and return; a thread writes it, then calls ``after``, which takes
+    it to ``target`` (default: the plan's). Collective over ``ranks``. ``CheckpointError``: a rank
+    has no memory for the copy. Of GPUs the copy may still be on its way then: the thread waits for
+    it, and so does the stream of the next optimizer step.
     """
     landing = Landing(plan.params)
     try:
@@ -121,7 +122,7 @@ def start(
         landing.join()  # what is copied for nothing may be freed
         raise
     landing.await_write()
-    handle = SaveHandle(plan.target, landing)
+    handle = SaveHandle(plan.target if target is None else target, landing)
 
     def reach(name: str) -> None:
         if name == "create":  # in the first step that ends well on all ranks or on none

@@ -20,12 +20,16 @@ from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint import steps as _steps
 from fsdpc.checkpoint.background import SaveHandle
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.loading import Loaded, Verify
 from fsdpc.checkpoint.names import Only, lasting
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import write_plan
 from fsdpc.checkpoint.several import Models, Optimizers, States, plan_of, run_several, states_of
+from fsdpc.checkpoint.storage import AnyPath, Url, place_of
+from fsdpc.checkpoint.upload import FILE_BYTES as UPLOADED_BYTES
+from fsdpc.checkpoint.upload import Upload
 
 
 class Checkpointer:
@@ -36,7 +40,8 @@ class Checkpointer:
     ``abandoned()`` has them, and ``keep`` removes them first.
 
     Args:
-        directory: made if it is not there.
+        directory: made if it is not there. Or a URL of a driver of fsspec (``s3://bucket/run``): a
+            step without ``fsdpc.json`` is no checkpoint there, and is removed with the next ones.
         keep: this many of the newest stay; ``None`` keeps all. One is removed only when a newer
             one is durable, and never the one that ``latest`` names or that was resumed from, or
             one whose ``fsdpc.json`` is damaged.
@@ -50,9 +55,10 @@ class Checkpointer:
         dtype: of the model's floats in the files.
         when_busy, progress: see ``fsdpc.checkpoint.save``.
         only: what is saved and loaded; see ``fsdpc.checkpoint.save`` and ``load``.
+        staging: for a URL; see ``fsdpc.checkpoint.save``.
         group: the ranks that save together; default all.
 
-    Local. ``ValueError``: a number below 1; ``best`` is no such word; ``directory`` is a URL.
+    Local. ``ValueError``: a number below 1; ``best`` is no such word.
     """
 
     def __init__(
@@ -70,6 +76,7 @@ class Checkpointer:
         when_busy: _background.WhenBusy = "wait",
         progress: bool = False,
         only: Only = None,
+        staging: str | os.PathLike[str] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if best not in (None, "min", "max"):
@@ -78,7 +85,8 @@ class Checkpointer:
         for name, value in counts.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
-        self.directory = _folders.local_path(directory)
+        self.directory = place_of(directory)
+        self._staging = staging
         self.keep, self.every, self.async_ = keep, every, async_
         self._keep_every, self._best, self._keep_best = keep_every, best, keep_best
         self._protected = frozenset(protected)
@@ -88,7 +96,7 @@ class Checkpointer:
         self._resumed: int | None = None
         self._told: set[int] = set()  # abandoned steps that were logged
 
-    def path(self, step: int) -> Path:
+    def path(self, step: int) -> AnyPath:
         """The folder of a step. Local."""
         return _steps.folder_of(self.directory, step)
 
@@ -118,6 +126,8 @@ class Checkpointer:
         ranks = ranks_of(self._group)
 
         def after() -> None:
+            if upload is not None:
+                upload()
             with ranks.step(f"naming checkpoint {self.path(step)} the latest"):
                 if ranks.rank == 0:
                     self._published(step)
@@ -131,8 +141,11 @@ class Checkpointer:
                     raise ValueError(f"metric must be a finite number, not {metric}")
             if any(value != metric for value in given.values):
                 raise CheckpointError(f"ranks give other metrics: {given.values}")
+            target, upload = self.path(step), None
+            if isinstance(target, Url):
+                upload = Upload(ranks, target, self._staging, replaces=True)
             plan = plan_of(
-                self.path(step),
+                target if upload is None else upload.local,
                 ranks,
                 model,
                 optimizer,
@@ -143,11 +156,14 @@ class Checkpointer:
                 step=step,
                 overwrite=True,
                 only=self._only,
+                file_bytes=FILE_BYTES if upload is None else UPLOADED_BYTES,
             )
             plan.metric = metric
+            if upload is not None:
+                plan.published = upload.published
             advance = bar(plan, ranks, self._progress)
             if self.async_:
-                return _background.start(plan, ranks, advance=advance, after=after)
+                return _background.start(plan, ranks, advance=advance, after=after, target=target)
             write_plan(plan, ranks, advance=advance)
             after()
         return None
@@ -208,14 +224,14 @@ class Checkpointer:
                         self._go_back(step)
             return loaded
 
-    def latest(self) -> Path | None:
+    def latest(self) -> AnyPath | None:
         """The newest complete checkpoint: the one that was published last. Local.
         ``CheckpointError``: the newest one is not known, see ``resume``.
         """
         newest = self._newest(_steps.read_steps(self.directory))
         return None if newest is None else self.path(newest)
 
-    def best(self) -> Path | None:
+    def best(self) -> AnyPath | None:
         """The complete checkpoint with the best metric; ``None``: there is none. Local.
         ``ValueError``: without ``best=``.
         """
@@ -273,12 +289,12 @@ class Checkpointer:
             known = _manifest.decode(path.read_bytes())
             number = _steps.next_number(self.path(step))
             known = dataclasses.replace(known, published=number)
-            _folders.replace_durably(path, known.encode())
+            _replace(path, known.encode())
         self._name_latest(step)
 
     def _name_latest(self, step: int) -> _steps.Steps:
         content = f"{self.path(step).name}\n".encode()
-        _folders.replace_durably(self.directory / _steps.LATEST, content)
+        _replace(self.directory / _steps.LATEST, content)
         found = _steps.read_steps(self.directory)
         left = [each for each in sorted(found.abandoned) if each not in self._told]
         if left:
@@ -302,14 +318,30 @@ class Checkpointer:
         for old in (found.live + found.abandoned)[self.keep :]:
             if old in stay:
                 continue
-            try:
-                _folders.remove(self.path(old))
-            except OSError as error:  # the new one is there all the same
-                logging.getLogger("fsdpc").warning(f"{self.path(old)} cannot be removed: {error}")
+            self._remove(self.path(old))
+        if isinstance(self.directory, Url):
+            for folder in _steps.incomplete(self.directory):
+                self._remove(folder)
+
+    def _remove(self, folder: AnyPath) -> None:
+        try:
+            if isinstance(folder, Url):
+                folder.remove(_manifest.NAME)
+            else:
+                _folders.remove(folder)
+        except Exception as error:  # the new one is there all the same
+            logging.getLogger("fsdpc").warning(f"{folder} cannot be removed: {error}")
 
     def _clean(self) -> None:
-        if self.directory.is_dir():
+        if isinstance(self.directory, Path) and self.directory.is_dir():
             for step in self.directory.iterdir():
                 match = re.match(r"\.(?:new|old)-(?:\.new-)?(step-\d{6,})-", step.name)
                 if match:
                     _folders.clean(self.directory / match[1])
+
+
+def _replace(path: AnyPath, content: bytes) -> None:
+    if isinstance(path, Url):
+        path.write_bytes(content)
+    else:
+        _folders.replace_durably(path, content)

@@ -10,6 +10,7 @@ import sys
 
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import local_path
+from fsdpc.checkpoint.storage import place_of
 
 _PATHS = {"path", "one", "other", "source", "target"}
 
@@ -49,8 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen subcommand. Returns the exit code."""
     try:
+        as_path = local_path if args.checkpoint_command == "convert" else place_of
         for name in _PATHS & vars(args).keys():
-            setattr(args, name, local_path(getattr(args, name)))
+            setattr(args, name, as_path(getattr(args, name)))
         return _COMMANDS[args.checkpoint_command](args)
     except BrokenPipeError:
         raise

@@ -9,7 +9,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import re
 import shutil
 import threading
 import uuid
@@ -20,28 +19,25 @@ from pathlib import Path
 
 from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.storage import place_of
 
-_NEW, _OLD = ".new-", ".old-"
+NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
 _SYNCS_AT_ONCE = 8
 _LONGEST_NAME = 200  # of a folder's; a temporary name has more
 _HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # bytes of a character that was cut
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")  # `Path` makes one slash of two
 _removing: dict[Path, threading.Thread] = {}
 
 
 def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path, absolute. ``ValueError``: a URL, of which a local folder would be made."""
-    text = os.fspath(path)
-    found = _SCHEME.match(text) if isinstance(text, str) else None
-    if found:
+    """The path, absolute. ``ValueError``: a URL, where only a local folder will do."""
+    found = place_of(path)
+    if not isinstance(found, Path):
         raise ValueError(
-            f"{text!r} is a URL: checkpoints are folders of a local or network file system, and "
-            f"{found[1]}:// is not supported. Mount the storage, or copy the folder there after "
-            f"the save (a local folder of this name: './{text}')"
+            f"{str(found)!r} is a URL, and this needs a local folder: copy it, or mount the storage"
         )
-    return Path(os.path.abspath(text))
+    return found
 
 
 class Draft:
@@ -66,10 +62,10 @@ class Draft:
                 raise FileExistsError(f"{target} is no checkpoint, so it is not replaced")
         target.parent.mkdir(parents=True, exist_ok=True)
         clean(target)
-        self.path = target.parent / f"{_NEW}{_short(target.name)}-{uuid.uuid4().hex[:8]}"
+        self.path = target.parent / f"{NEW}{_short(target.name)}-{uuid.uuid4().hex[:8]}"
         self.path.mkdir()
         self._named = False
-        self._lock = _lock(self.path)
+        self._lock = lock(self.path)
 
     def create(self, name: str, nbytes: int, header: bytes) -> None:
         """A file of a size, its space taken now, with its header but for the first eight bytes,
@@ -145,9 +141,9 @@ class Draft:
 
     def _unlock(self) -> None:
         if self._lock is not None:
-            lock, self._lock = self._lock, None
+            held, self._lock = self._lock, None
             with suppress(OSError):
-                os.close(lock)
+                os.close(held)
 
 
 def _short(name: str) -> str:
@@ -173,7 +169,7 @@ def replace_durably(path: Path, content: bytes) -> None:
     of them, and no draft is left.
     """
     clean(path)
-    draft = path.with_name(f"{_NEW}{path.name}-{uuid.uuid4().hex[:8]}")
+    draft = path.with_name(f"{NEW}{path.name}-{uuid.uuid4().hex[:8]}")
     try:
         write_durably(draft, content)
         os.replace(draft, path)
@@ -238,13 +234,13 @@ def finish_removing() -> bool:
 def leftovers(target: Path) -> Iterator[Path]:
     """Temporary folders and files of saves of ``target`` that no process works on any more."""
     name = _short(target.name)
-    names = (f"{_NEW}{name}-", f"{_OLD}{name}-", f"{_OLD}{_NEW}{name}-")
+    names = (f"{NEW}{name}-", f"{_OLD}{name}-", f"{_OLD}{NEW}{name}-")
     for path in sorted(target.parent.iterdir()):
         removed = path in _removing and _removing[path].is_alive()
         if path.name.startswith(names) and not path.is_symlink() and not removed:
-            lock = _lock(path)
-            if lock is not None:
-                os.close(lock)
+            free = lock(path)
+            if free is not None:
+                os.close(free)
                 yield path
 
 
@@ -257,7 +253,7 @@ def clean(target: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _lock(path: Path) -> int | None:
+def lock(path: Path) -> int | None:
     """A descriptor that holds the lock, ``None`` if another process has it or locks do not work."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)

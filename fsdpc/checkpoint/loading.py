@@ -13,7 +13,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -42,6 +41,7 @@ from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import EXTRA_JSON, joined
 from fsdpc.checkpoint.staging import by_device, in_host_memory
 from fsdpc.checkpoint.state_keys import check_keys
+from fsdpc.checkpoint.storage import MOST_AT_ONCE, AnyPath, RemoteFile
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.trial import try_states
 from fsdpc.checkpoint.values import from_json
@@ -63,7 +63,7 @@ class Loaded:
     ``Checkpointer``.
     """
 
-    path: Path
+    path: AnyPath
     step: int | None
     world: int
     extra: Any
@@ -93,7 +93,7 @@ def run_load(*args: Any, **options: Any) -> Loaded:
 
 
 def load_steps(
-    path: Path,
+    path: AnyPath,
     ranks: Ranks,
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,
@@ -227,7 +227,7 @@ def _read_states(found: Found, ranks: Ranks, states: Mapping[str, Any]) -> dict[
     return given
 
 
-def open_together(path: Path, ranks: Ranks, what: str, *, links: bool = False) -> Found:
+def open_together(path: AnyPath, ranks: Ranks, what: str, *, links: bool = False) -> Found:
     """The same checkpoint on every rank, also where another process replaces it meanwhile: then it
     is opened again. ``CheckpointError``: the ranks see different files.
     """
@@ -470,7 +470,7 @@ def _by_number(found: Found, held: list[list[list[str]]]) -> Callable[[str], str
 
 
 def _refuse_tables(
-    path: Path,
+    path: AnyPath,
     kinds: dict[str, dict[str, Any]],
     where: dict[str, tuple[StoredFile, Place]],
     shapes: dict[str, tuple[int, ...]],
@@ -678,7 +678,8 @@ def _read_tables(
         file, rows = item
         table = np.concatenate(rows)
         table = table[np.argsort(table[:, OFFSET], kind="stable")]
-        parts = takewhile(lambda _: not stopped.is_set(), waves(table, _WAVE_BYTES))
+        most = MOST_AT_ONCE if isinstance(file.held, RemoteFile) else _WAVE_BYTES
+        parts = takewhile(lambda _: not stopped.is_set(), waves(table, most))
         return [read_part(file, part) for part in parts]
 
     def read_part(file: StoredFile, part: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -706,11 +707,25 @@ def read_rows(file: StoredFile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def read_table(file: StoredFile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Read one table of ranges of a safetensors file. Returns fragments and their digests."""
+    if isinstance(file.held, RemoteFile):
+        held = file.held
+        return joined(_read_fetched(file, part, held) for part in waves(rows, MOST_AT_ONCE))
     assert file.held is not None
+    return _read_from(file, rows, file.held.fd)
+
+
+def _read_fetched(
+    file: StoredFile, rows: np.ndarray, held: RemoteFile
+) -> tuple[np.ndarray, np.ndarray]:
+    with held.fetched(rows) as fd:
+        return _read_from(file, rows, fd)
+
+
+def _read_from(file: StoredFile, rows: np.ndarray, fd: int) -> tuple[np.ndarray, np.ndarray]:
     parts = fragments(rows)
     digests = np.zeros(len(parts), dtype=np.uint32)
     table = np.ascontiguousarray(rows[:, :_COLUMNS])
-    _C.ckpt_read(str(file.path), table, BLOCK_BYTES, digests, file.held.fd)
+    _C.ckpt_read(str(file.path), table, BLOCK_BYTES, digests, fd)
     return parts, digests
 
 

@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.manifest import Manifest
 from fsdpc.checkpoint.saving import OPTIMIZER, OPTIMIZER_JSON, STATE_JSON
 from fsdpc.checkpoint.steps import folder_of, read_steps
+from fsdpc.checkpoint.storage import AnyPath, RemoteFile, RemoteFolder, Url
 from fsdpc.checkpoint.values import from_json
 
 _MOST_HEADER_BYTES = 100_000_000
@@ -36,12 +36,12 @@ _MOST_SHOWN = 12
 class StoredFile:
     """A safetensors file and its tensors, in the order in which they lie."""
 
-    path: Path
+    path: AnyPath
     name: str  # in the manifest
     nbytes: int
     places: list[Place]
     metadata: dict[str, str]
-    held: Held | None = None
+    held: Held | RemoteFile | None = None
     read: Callable[[np.ndarray], None] | None = None  # reads ranges where it is another format
     leaves: Sequence[Any] | None = None  # then: its tensors one by one, see ``Stored``
 
@@ -64,9 +64,9 @@ class Opened:
 
     numbered = False  # parameters of the optimizer have names
 
-    def __init__(self, path: Path, *, links: bool = False) -> None:
+    def __init__(self, path: AnyPath, *, links: bool = False) -> None:
         self.path = path
-        self.root = Root(path if path.is_dir() else path.parent, links=links)
+        self.root = _root_of(path if path.is_dir() else path.parent, links)
         self.manifest: Manifest | None = None
         self._small: dict[str, CheckpointError] = {}
         if path.is_dir():
@@ -264,7 +264,11 @@ class Opened:
         return found
 
 
-def _inside(root: Path) -> str:
+def _root_of(path: AnyPath, links: bool) -> Root | RemoteFolder:
+    return RemoteFolder(path) if isinstance(path, Url) else Root(path, links=links)
+
+
+def _inside(root: AnyPath) -> str:
     """The checkpoints in a folder, for a message."""
     held = read_steps(root)
     notes = {folder_of(root, step).name: " (abandoned)" for step in held.abandoned}
@@ -312,7 +316,7 @@ def _collect(files: list[StoredFile]) -> StoredSet:
     return found
 
 
-def file_names(table: Any, index: Path) -> list[str]:
+def file_names(table: Any, index: AnyPath) -> list[str]:
     """The files of an index, each a plain name in its folder."""
     if not isinstance(table, dict) or not all(
         isinstance(name, str) and isinstance(file, str) for name, file in table.items()
@@ -325,7 +329,7 @@ def file_names(table: Any, index: Path) -> list[str]:
     return list(names)
 
 
-def compare_index(table: dict[str, str], found: StoredSet, index: Path) -> None:
+def compare_index(table: dict[str, str], found: StoredSet, index: AnyPath) -> None:
     held = {name: file.path.name for name, (file, _) in found.where.items()}
     for name in sorted(table.keys() | held.keys()):
         if table.get(name) != held.get(name):
@@ -335,7 +339,7 @@ def compare_index(table: dict[str, str], found: StoredSet, index: Path) -> None:
             )
 
 
-def _read_header(held: Held, path: Path) -> bytes:
+def _read_header(held: Held | RemoteFile, path: AnyPath) -> bytes:
     """A file's bytes before its data; the length is checked before it is used."""
     if held.size < 8:
         raise CheckpointError(f"{path} has {held.size} bytes: no safetensors file is so short")

@@ -51,6 +51,7 @@ class Plan:
     params: list[torch.Tensor]  # as their users hold them
     parts: list[str] = field(default_factory=list)  # folders with manifests of their own
     metric: float | None = None
+    published: int | None = None  # see ``steps``; None: by the folders beside ``target``
 
 
 class Form(Protocol):
@@ -192,7 +193,9 @@ def write_plan(
         with ranks.step(what):
             reach("finish")
             if draft is not None:
-                made = _manifest.Manifest(plan.step, ranks.world, metric=plan.metric)
+                made = _manifest.Manifest(
+                    plan.step, ranks.world, published=plan.published, metric=plan.metric
+                )
                 finish(draft, _digested(plan, parts), plan.files, made, reach, plan.parts)
     except BaseException:
         if draft is not None:
@@ -293,7 +296,8 @@ def finish(
     if parts:
         _manifest.split(made, parts, draft.write_file)
         written += [draft.path / part / _manifest.NAME for part in parts]
-    made.published = next_number(draft.target)
+    if made.published is None:
+        made.published = next_number(draft.target)
     draft.write_file(_manifest.NAME, made.encode())
     reach("publish")
     draft.publish([*written, draft.path / _manifest.NAME])

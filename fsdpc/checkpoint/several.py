@@ -22,6 +22,7 @@ from fsdpc.checkpoint.layout import lay_out
 from fsdpc.checkpoint.loading import Loaded, load_steps, open_together, parts_in
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import Plan, make_plan
+from fsdpc.checkpoint.storage import AnyPath
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
@@ -179,7 +180,7 @@ def plan_of(
 
 
 def run_several(
-    path: Path,
+    path: AnyPath,
     ranks: Ranks,
     models: Models,
     optimizers: Optimizers,

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.storage import AnyPath, Url
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -31,11 +31,11 @@ class Steps:
     damaged: list[int]
 
 
-def folder_of(directory: Path, step: int) -> Path:
+def folder_of(directory: AnyPath, step: int) -> AnyPath:
     return directory / f"step-{step:06d}"
 
 
-def read_steps(directory: Path) -> Steps:
+def read_steps(directory: AnyPath) -> Steps:
     """Local. Folders without numbers count as the oldest; of equal numbers the one comes first that
     the file ``latest`` names, then the higher step.
     """
@@ -51,7 +51,7 @@ def read_steps(directory: Path) -> Steps:
     return found
 
 
-def read_metrics(directory: Path, steps: Iterable[int]) -> dict[int, float]:
+def read_metrics(directory: AnyPath, steps: Iterable[int]) -> dict[int, float]:
     """The metrics of those that have one and whose manifest is whole. Local."""
     found = {}
     for step in steps:
@@ -65,7 +65,7 @@ def read_metrics(directory: Path, steps: Iterable[int]) -> dict[int, float]:
     return found
 
 
-def named_latest(directory: Path) -> int | None:
+def named_latest(directory: AnyPath) -> int | None:
     """The step that the file ``latest`` names. Local."""
     try:
         match = _NAME.fullmatch((directory / LATEST).read_text().strip())
@@ -74,28 +74,43 @@ def named_latest(directory: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def next_number(target: Path) -> int | None:
+def next_number(target: AnyPath) -> int | None:
     """The number of a step that is about to be published; ``None``: the folder is no step's."""
     if not _NAME.fullmatch(target.name):
         return None
     return 1 + max((number or 0 for number in _numbers(target.parent).values()), default=0)
 
 
-def _numbers(directory: Path) -> dict[int, int | None]:
+def _numbers(directory: AnyPath) -> dict[int, int | None]:
     if not directory.is_dir():
         return {}
     steps = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return {int(match[1]): _number(path) for match, path in steps if match and _holds_some(path)}
+    return {int(match[1]): _number(path) for match, path in steps if match and _is_one(path)}
 
 
-def _holds_some(folder: Path) -> bool:
+def incomplete(directory: Url) -> list[Url]:
+    """Folders of steps without a manifest: of saves that have failed, or are going on. Local."""
+    if not directory.is_dir():
+        return []
+    steps = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
+    return [path for path in steps if not _is_one(path)]
+
+
+def _is_one(folder: AnyPath) -> bool:
+    """In object storage folders without a manifest are no checkpoints yet."""
+    if isinstance(folder, Url):
+        return (folder / _manifest.NAME).exists()
+    return _holds_some(folder)
+
+
+def _holds_some(folder: AnyPath) -> bool:
     try:
         return any(folder.iterdir())
     except OSError:  # no folder, or one that is being removed
         return False
 
 
-def _number(folder: Path) -> int | None:
+def _number(folder: AnyPath) -> int | None:
     try:
         text = (folder / _manifest.NAME).read_bytes()
     except OSError:

@@ -32,6 +32,7 @@ from fsdpc.checkpoint.held import Held, Root, opened_whole
 from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
 from fsdpc.checkpoint.manifest import NAME as MANIFEST
 from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet, file_names
+from fsdpc.checkpoint.storage import AnyPath, Url
 
 MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state",
@@ -214,11 +215,14 @@ def stored_file(path: Path, name: str, places: list[Place], leaves: Sequence[Sto
 
 
 def open_any(
-    path: Path, *, trust: bool = False, prefix: str = "", links: bool = False
+    path: AnyPath, *, trust: bool = False, prefix: str = "", links: bool = False
 ) -> Opened | TorchFiles:
     """Any checkpoint that ``load`` takes. Local. ``prefix``: see ``TorchFiles``; not for
-    safetensors. ``links``: see ``Root``. ``CheckpointError``.
+    safetensors. ``links``: see ``Root``. In object storage: safetensors alone.
+    ``CheckpointError``.
     """
+    if isinstance(path, Url):
+        return Opened(path)
     return opened_whole(path, lambda: _open_any(path, trust, prefix, links))
 
 

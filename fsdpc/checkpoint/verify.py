@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,6 +16,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import Place, fragments
 from fsdpc.checkpoint.loading import parts_in, read_table
 from fsdpc.checkpoint.opened import Opened, StoredFile
+from fsdpc.checkpoint.storage import AnyPath
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.write import rows_of
 
@@ -58,7 +58,7 @@ class Report:
     damaged: list[str]
 
 
-def verify(path: Path, advance: Advance | None = None) -> Report:
+def verify(path: AnyPath, advance: Advance | None = None) -> Report:
     """Compare every byte of a checkpoint with its manifest. ``CheckpointError``: headers, sizes or
     the manifest are damaged, so the tensors are unknown.
     """
@@ -99,7 +99,7 @@ def _places(found: Opened | TorchFiles) -> Iterator[tuple[StoredFile, Place]]:
         yield from stored.where.values()
 
 
-def compare(one: Path, other: Path, *, quick: bool = False) -> list[str]:
+def compare(one: AnyPath, other: AnyPath, *, quick: bool = False) -> list[str]:
     """Lines that state how the tensors of two checkpoints differ: names, shapes, dtypes, values by
     their digests, and which of them are damaged. Empty: they are equal. ``quick``: the digests of
     the manifests are believed where there are some.
@@ -136,7 +136,7 @@ def _form(place: Place) -> str:
     return f"{str(place.dtype).removeprefix('torch.')}{list(place.shape)}"
 
 
-def describe(path: Path) -> Iterator[str]:
+def describe(path: AnyPath) -> Iterator[str]:
     """Lines about a checkpoint: its files and every tensor."""
     found = open_any(path)
     yield f"{path}: {found.kind}"

@@ -141,14 +141,24 @@ def checkpoints(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     checkpoint.save(path, model, hf=True, tokenizer=rule)
     checkpoint.load(path, several, rng=True)
     keeper = checkpoint.Checkpointer(path, keep=2, every=100, best="min", keep_every=9)
+    checkpoint.save("s3://bucket/run", model, staging=path)
+    with checkpoint.stream(model, dtype=torch.bfloat16, only="*.weight") as tap:
+        names = [name for name, tensor in tap if tensor.is_cpu]
+        tap.send(lambda bucket: names.append(bucket[0][0]))
+        tap.publish("run/weights.sock", readers=2, deadline=60, step=3)
+        assert_type(tap.metadata(), list[checkpoint.WeightInfo])
+    with checkpoint.StreamReader("run/weights.sock", deadline=60) as reader:
+        for weights in reader:
+            assert_type(weights.step, int | None)
+            print(dict(weights))
     with checkpoint.Preemption(within=30) as preemption:
         keeper.save(100, model, optimizer, metric=0.5, force=preemption.agreed())
-    assert_type(keeper.best(), Path | None)
+    assert_type(keeper.best(), Path | checkpoint.Url | None)
     try:
         resumed = keeper.resume(model, optimizer)
     except checkpoint.CheckpointError as error:
         raise SystemExit(str(error)) from error
-    assert_type(keeper.latest(), Path | None)
+    assert_type(keeper.latest(), Path | checkpoint.Url | None)
     return None if resumed is None else resumed.step
 
 

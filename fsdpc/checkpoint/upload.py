@@ -1,0 +1,132 @@
+"""Saves into object storage: written into a local staging folder as ever, then uploaded by all
+ranks, each whole files; the manifest comes last.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from fsdpc.checkpoint import folders as _folders
+from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.saving import STATE_JSON
+from fsdpc.checkpoint.steps import next_number
+from fsdpc.checkpoint.storage import Url
+
+FILE_BYTES = 1_000_000_000  # smaller files than on a disk: each is one rank's to upload
+_NAME = "fsdpc-upload"
+
+
+class Upload:
+    """One save. ``local``: the folder to write; ``published``: see ``steps``. Calling it uploads
+    that folder and removes it.
+
+    Collective. ``CheckpointError``: there is a checkpoint at ``url`` and ``replaces`` is False, the
+    driver is missing, or the staging folder is not one that all ranks see. ``replaces``: the old
+    one goes before the new one comes.
+    """
+
+    def __init__(
+        self, ranks: Ranks, url: Url, staging: str | os.PathLike[str] | None, *, replaces: bool
+    ) -> None:
+        self._ranks, self._url = ranks, url
+        self.discard: Callable[[], object] = lambda: None  # also when this object goes
+        self._what = f"saving checkpoint {url}"
+        self.published: int | None = None
+        parent = Path(os.path.abspath(tempfile.gettempdir() if staging is None else staging))
+        with ranks.step(self._what) as made:
+            url.fs  # noqa: B018  every rank needs the driver
+            if ranks.rank == 0:
+                if not replaces and (url / _manifest.NAME).exists():
+                    raise FileExistsError(
+                        f"{url} exists: choose another name (object storage cannot replace a "
+                        "folder as a whole; Checkpointer removes old ones)"
+                    )
+                self.published = next_number(url)
+                made.value = str(self._make(parent))
+        self._folder = Path(made.values[0])
+        self.local = self._folder / url.name
+        with ranks.step(self._what):
+            if not self._folder.is_dir():
+                raise CheckpointError(
+                    f"the staging folder {self._folder} is not there: ranks on several hosts need "
+                    "staging=, a folder that all of them see"
+                )
+
+    def _make(self, parent: Path) -> Path:
+        parent.mkdir(parents=True, exist_ok=True)
+        target = parent / _NAME
+        _folders.clean(target)  # of processes that were killed
+        folder = parent / f"{_folders.NEW}{_NAME}-{uuid.uuid4().hex[:8]}"
+        folder.mkdir(mode=0o700)
+        self.discard = weakref.finalize(self, _discard, folder, _folders.lock(folder))
+        return folder
+
+    def __call__(self) -> None:
+        try:
+            self._upload()
+        finally:
+            self.discard()
+
+    def _upload(self) -> None:
+        ranks = self._ranks
+        with ranks.step(self._what) as listed:
+            if ranks.rank == 0:
+                self._clear()
+                found = self._files()
+                marks = [name for name in found if name.endswith(STATE_JSON)]
+                self._put(marks)  # from here on readers know what an incomplete folder is
+                last = [name for name in found if name.endswith(_manifest.NAME)]
+                last.sort(key=lambda name: -name.count("/"))  # parts before the whole
+                listed.value = [name for name in found if name not in (*marks, *last)]
+        with ranks.step(self._what):
+            self._put(share(listed.values[0], self.local, ranks.rank, ranks.world))
+        with ranks.step(self._what):
+            if ranks.rank == 0:
+                self._put(last)
+
+    def _clear(self) -> None:
+        """What an upload that failed has left, or what is replaced."""
+        if self._url.is_dir():
+            self._url.remove(_manifest.NAME)
+
+    def _files(self) -> list[str]:
+        paths = (path for path in self.local.rglob("*") if path.is_file())
+        return sorted(str(path.relative_to(self.local)) for path in paths)
+
+    def _put(self, names: Iterable[str]) -> None:
+        for name in names:
+            target = self._url / name
+            try:
+                target.fs.put_file(str(self.local / name), target.path)
+            except Exception as error:  # each driver has classes of its own
+                text = f"{type(error).__name__}: {error}"
+                raise CheckpointError(f"uploading {target}: {text}") from error
+
+
+def _discard(folder: Path, lock: int | None) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    if lock is not None:
+        with suppress(OSError):
+            os.close(lock)
+
+
+def share(names: list[str], folder: Path, rank: int, world: int) -> list[str]:
+    """A rank's files: the largest go to whoever has the fewest bytes so far. Local."""
+    sizes = {name: (folder / name).stat().st_size for name in names}
+    loads = [0] * world
+    own = []
+    for name in sorted(names, key=lambda name: (-sizes[name], name)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[name]
+        if least == rank:
+            own.append(name)
+    return own
