@@ -113,8 +113,8 @@ void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
 int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                             int missing_count);
 
-/* FSDPC_E_PEER: `rank` has left although this rank waits for it. */
-int fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what);
+/* FSDPC_E_PEER: `rank` has left although this rank waits for it; or the failure of the group that came before. */
+int fsdpc_shm_left_error(fsdpc_shm *shm, int rank, const fsdpc_wait *what);
 
 /* --- waits that a rank may also end by itself: [Note: stuck] in shm_stuck.c -------------------- */
 

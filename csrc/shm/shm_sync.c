@@ -33,7 +33,7 @@ list_missing(const fsdpc_shm *shm, uint32_t round, int *missing)
 
 /* A rank that leaves may have arrived just before: what is read first is that the rank has left. */
 static int
-check_missing_left(const fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
+check_missing_left(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
 {
     for (int i = 0; i < shm->world; i++) {
         if (fsdpc_shm_left(shm, i) &&

@@ -257,10 +257,12 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
     return late_error(shm, what, missing ? numbers : NULL, missing_count, more);
 }
 
+/* A rank whose group has failed leaves, too, and is not the cause: it failed before it left. */
 int
-fsdpc_shm_left_error(const fsdpc_shm *shm, int rank, const fsdpc_wait *what)
+fsdpc_shm_left_error(fsdpc_shm *shm, int rank, const fsdpc_wait *what)
 {
     char op[FSDPC_SHM_WAIT_TEXT];
+    FSDPC_TRY(fsdpc_shm_check(shm, what));
     fsdpc_shm_describe(what, op, sizeof op);
     return fsdpc_error(FSDPC_E_PEER,
                        "rank %d has left (its program ended or closed the group) while rank %d "
