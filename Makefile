@@ -8,6 +8,7 @@
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
 # make ctest-arm the same for 64-bit ARM, under emulation  make test-versions  oldest and newest Python and torch
 # make simgpu    tests on the simulated GPU (T=schedule)    make simgpu-py  Python tests on it
+# make simcluster  the engine's ranks in one process, on a simulated world (SEEDS=10000); simcluster-faults
 # make gpu       tests and benchmarks on a GPU, in ten minutes (OUT=dir: results go there, too)
 # make gpu-dry   the same lines, small, on the simulated GPU
 #
@@ -26,7 +27,7 @@ export FSDPC_TEST_AGAIN ?= 1
 .PHONY: default build test test-all test-more test-versions test-version pytest pytest-others pytest-version \
         check format-check lint layering ctest ctest-arm ctest-run \
         both programs simgpu simgpu-run \
-        simgpu-step simgpu-py simlibs pytest-jitter fuzz asan asan-c asan-py tsan fmt docs wheel size bench demo gpu gpu-dry clean
+        simgpu-step simgpu-py simlibs simcluster simcluster-faults cluster-run pytest-jitter fuzz asan asan-c asan-py tsan fmt docs wheel size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -96,7 +97,7 @@ build: $(STAMPS)/extension
 test: build simlibs $(STAMPS)/clients
 	$(call say,C tests and tests on the simulated GPU beside Python tests)
 	@$(MAKE) -j$(JOBS) programs
-	@$(MAKE) TEST_JOBS=1 both C="ctest-run simgpu-run" PYTHON_TESTS=pytest
+	@$(MAKE) TEST_JOBS=1 both C="ctest-run simgpu-run cluster-run SEEDS=1500" PYTHON_TESTS=pytest
 	$(call say,C tests and Python tests passed)
 
 # Both must pass; Ctrl-C ends both.
@@ -247,7 +248,53 @@ $(SIMDIR)/test_%: $(SIMDIR)/test_%.o $(SIMDIR)/model.o $(CDIR)/libcore.a $(SIMLI
 $(SIMDIR)/test_%_rows: $(SIMDIR)/test_%
 	@ln -sf $(<F) $@
 
-programs: $(CPROGRAMS) $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
+# The simulated cluster: ranks as fibers of one process, on copies of the core whose calls of the world the
+# linker turns to the simulation (tests/simcluster/world.list).
+CLUSTER := $(CDIR)/simcluster
+CLUSTER_CORE := $(filter csrc/base/% csrc/device/% csrc/shm/% csrc/comm/% csrc/unit/% csrc/exchange/% csrc/tree/% \
+    kernels/%,$(CORE))
+CLUSTER_POINTS := $(filter csrc/shm/% csrc/comm/% csrc/exchange/%,$(CLUSTER_CORE))
+CLUSTER_WRAPS := $(shell sed -n 's/^wrap \([a-z0-9_]*\)$$/-Wl,--wrap=\1/p' tests/simcluster/world.list)
+CLUSTER_PARTS := $(patsubst %,$(CLUSTER)/%.o,main schedule world sockets)
+CLUSTER_CFLAGS := $(CTEST_CFLAGS) -Itests/simcluster
+
+$(CLUSTER)/core/%.o: %.c Makefile
+	@mkdir -p $(@D) && $(CC) $(CLUSTER_CFLAGS) -fPIC $(CLUSTER_EXTRA) -c $< -o $@
+
+$(CLUSTER_POINTS:%.c=$(CLUSTER)/core/%.o): CLUSTER_EXTRA := -include tests/simcluster/points.h
+$(CLUSTER_POINTS:%.c=$(CLUSTER)/core/%.o): tests/simcluster/points.h
+
+$(CLUSTER)/core.a: $(CLUSTER_CORE:%.c=$(CLUSTER)/core/%.o)
+	@rm -f $@ && ar rcs $@ $^
+
+$(CLUSTER)/program.o: tests/simcluster/program.c Makefile
+	@mkdir -p $(@D) && $(CC) $(CLUSTER_CFLAGS) -fPIC -c $< -o $@
+
+$(CLUSTER)/core.so: $(CLUSTER)/program.o $(CLUSTER)/core.a tests/simcluster/world.list
+	@$(CC) -shared -Wl,-z,now -Wl,-Bsymbolic $(CLUSTER_WRAPS) $(filter %.o %.a,$^) -o $@ -lm
+
+$(CLUSTER_PARTS): $(CLUSTER)/%.o: tests/simcluster/%.c Makefile
+	@mkdir -p $(@D) && $(CC) $(CLUSTER_CFLAGS) -c $< -o $@
+
+$(CLUSTER)/simcluster: $(CLUSTER_PARTS)
+	@$(CC) -rdynamic $^ -o $@ -ldl
+
+cluster-run: $(CLUSTER)/simcluster $(CLUSTER)/core.so
+	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --count $(SEEDS) $(ARGS)
+
+# `make simcluster SEEDS=1000000`; ARGS="--ranks 16 --first 7".
+SEEDS := 10000
+simcluster:
+	$(call say,the simulated cluster: $(SEEDS) seeds)
+	@$(MAKE) -j$(JOBS) cluster-run
+
+simcluster-faults:
+	$(call say,the simulated cluster on planted faults)
+	@$(MAKE) -j$(JOBS) $(CLUSTER)/simcluster $(CLUSTER)/core.so
+	@CLUSTER_CC="$(CC) $(filter-out -MMD -MP,$(CLUSTER_CFLAGS))" CLUSTER_WRAPS="$(CLUSTER_WRAPS)" \
+	  $(PY) tests/simcluster/faults.py --build $(CLUSTER) --count $(SEEDS) --jobs $(JOBS) $(ARGS)
+
+programs: $(CPROGRAMS) $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2 $(CLUSTER)/simcluster $(CLUSTER)/core.so
 
 simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW="test_schedule test_step_cost" \

@@ -16,7 +16,7 @@ import layers_picture
 import pytest
 
 ROOT = Path(__file__).parents[2]
-MAPPED = ("csrc", "kernels", "fsdpc", "tests/c", "tests/probe", "tests/simgpu")
+MAPPED = ("csrc", "kernels", "fsdpc", "tests/c", "tests/probe", "tests/simgpu", "tests/simcluster")
 CODE_SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h", ".inc", ".py", ".sh"}
 
 

@@ -1,0 +1,491 @@
+/* Seeds to cases, runs, judgement. `simcluster --help` says how it is called; README.md what it checks.
+ *
+ * Each rank has a copy of the core of its own, a library loaded once per rank, so that what a process has in global
+ * variables a rank has, too. Before each run every copy's variables are as they were after loading.
+ */
+#include <dlfcn.h>
+#include <elf.h>
+#include <errno.h>
+#include <execinfo.h>
+#include <fcntl.h>
+#include <link.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/sendfile.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "sim.h"
+
+enum { PARTS = 4, SLACK_MS = 30, NO_MEMORY = -3 };
+
+typedef struct copy {
+    void *handle;
+    sim_program *program;
+    void (*boot)(void);
+    /* What the copy may write, and how it was after loading. */
+    struct {
+        char *at, *before;
+        size_t bytes;
+    } parts[PARTS];
+    int count;
+} copy;
+
+static struct options {
+    const char *library;
+    uint64_t first, count;
+    int ranks, units, steps, fault;
+    bool trace, quiet, until_found;
+} options = {.first = 1, .count = 1000, .fault = -1};
+
+static copy copies[SIM_RANKS];
+static int loaded;
+static char violation[1024];
+static uint64_t seed_now;
+
+/* --- copies of the core ---------------------------------------------------------------------- */
+
+static void
+fail(const char *what)
+{
+    fprintf(stderr, "simcluster: %s: %s\n", what, strerror(errno));
+    exit(2);
+}
+
+/* In whole pages between the relocated part, which is read-only, and the end. */
+static int
+find_parts(struct dl_phdr_info *info, size_t bytes, void *argument)
+{
+    copy *self = argument;
+    const char *program = (const char *)(uintptr_t)self->program;
+    uintptr_t fixed_begin = 0, fixed_end = 0;
+    bool mine = false;
+    (void)bytes;
+    for (int i = 0; i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *part = &info->dlpi_phdr[i];
+        const char *at = (const char *)(info->dlpi_addr + part->p_vaddr);
+        mine = mine || (part->p_type == PT_LOAD && program >= at && program < at + part->p_memsz);
+        if (part->p_type == PT_GNU_RELRO) {
+            fixed_begin = (uintptr_t)at;
+            fixed_end = (uintptr_t)(at + part->p_memsz + 4095) & ~(uintptr_t)4095;
+        }
+    }
+    for (int i = 0; mine && i < info->dlpi_phnum; i++) {
+        const ElfW(Phdr) *part = &info->dlpi_phdr[i];
+        uintptr_t at = info->dlpi_addr + part->p_vaddr, end = at + part->p_memsz;
+        if (part->p_type != PT_LOAD || !(part->p_flags & PF_W)) {
+            continue;
+        }
+        at = at >= fixed_begin && at < fixed_end ? fixed_end : at;
+        if (at < end && self->count < PARTS) {
+            self->parts[self->count].at = (char *)at;
+            self->parts[self->count++].bytes = end - at;
+        }
+    }
+    return mine;
+}
+
+static void
+load(copy *self)
+{
+    char path[64];
+    struct stat found;
+    int from = open(options.library, O_RDONLY | O_CLOEXEC);
+    int to = memfd_create("simcluster-core", MFD_CLOEXEC);
+    if (from < 0 || to < 0 || fstat(from, &found) != 0) {
+        fail(options.library);
+    }
+    for (off_t at = 0; at < found.st_size;) {
+        if (sendfile(to, from, &at, (size_t)(found.st_size - at)) <= 0) {
+            fail("copying the core");
+        }
+    }
+    snprintf(path, sizeof path, "/proc/self/fd/%d", to);
+    self->handle = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (!self->handle) {
+        fprintf(stderr, "simcluster: %s\n", dlerror());
+        exit(2);
+    }
+    *(void **)&self->program = dlsym(self->handle, "sim_rank_main");
+    *(void **)&self->boot = dlsym(self->handle, "sim_boot");
+    if (!self->program || !self->boot) {
+        fail("the library has no program");
+    }
+    self->boot();
+    dl_iterate_phdr(find_parts, self);
+    for (int i = 0; i < self->count; i++) {
+        self->parts[i].before = malloc(self->parts[i].bytes);
+        memcpy(self->parts[i].before, self->parts[i].at, self->parts[i].bytes);
+    }
+    close(from);
+}
+
+static void
+renew_copies(int world)
+{
+    for (; loaded < world; loaded++) {
+        load(&copies[loaded]);
+    }
+    for (int r = 0; r < world; r++) {
+        for (int i = 0; i < copies[r].count; i++) {
+            memcpy(copies[r].parts[i].at, copies[r].parts[i].before, copies[r].parts[i].bytes);
+        }
+    }
+}
+
+/* --- cases ----------------------------------------------------------------------------------- */
+
+static int
+draw_world(uint64_t *state)
+{
+    uint64_t kind = sim_random(state) % 8, any = sim_random(state);
+    return (int)(kind < 6 ? 2 + any % 3 : kind < 7 ? 5 + any % 4 : 9 + any % 8);
+}
+
+static void
+draw_fault(sim_case *c, uint64_t *state)
+{
+    static const uint64_t most[SIM_FAULTS] = {[SIM_DIES] = 12,
+                                              [SIM_STOPS] = 12,
+                                              [SIM_PAUSES] = 12,
+                                              [SIM_RAISES] = 3,
+                                              [SIM_NO_MEMORY] = 7};
+    uint64_t draw = sim_random(state) % 16;
+    c->fault = draw < SIM_FAULTS ? (enum sim_fault)draw : SIM_NO_FAULT;
+    c->fault = options.fault >= 0 ? (enum sim_fault)options.fault : c->fault;
+    c->victim = (int)(sim_random(state) % (uint64_t)c->world);
+    c->at = 1 + sim_random(state) % (UINT64_C(1) << (2 + sim_random(state) % (most[c->fault] + 1)));
+    /* A deadline passes in many short sleeps, so it is long in some cases only. */
+    c->timeout_s =
+        sim_random(state) % 64 == 0 || (c->fault != SIM_STOPS && c->fault != SIM_PAUSES) ? 600 : 2;
+    c->at = c->fault == SIM_NO_FAULT ? 0 : c->at;
+}
+
+static sim_case
+draw_case(uint64_t seed)
+{
+    static const int means[] = {1, 2, 4, 16, 64, 512};
+    uint64_t state = seed * UINT64_C(0x2545f4914f6cdd1d);
+    sim_case c = {.seed = seed};
+    c.world = draw_world(&state);
+    c.units = 2 + (int)(sim_random(&state) % (SIM_UNITS - 1));
+    c.steps = 1 + (int)(sim_random(&state) % 3);
+    c.world = options.ranks ? options.ranks : c.world;
+    c.units = options.units ? options.units : c.units;
+    c.steps = options.steps ? options.steps : c.steps;
+    c.rounds = sim_random(&state) % 2 ? 1 : 1 + (int)(sim_random(&state) % 3);
+    c.own_order = sim_random(&state) % 2;
+    c.skips = sim_random(&state) % 2;
+    c.evaluates = sim_random(&state) % 2;
+    c.poison = sim_random(&state) % 8 == 0;
+    c.backward_prefetch = (int)(sim_random(&state) % 3);
+    c.forward_prefetch = sim_random(&state) % 2;
+    c.gather_slots = 1 + (int)(sim_random(&state) % 2);
+    c.reduce_slots = 1 + (int)(sim_random(&state) % 2);
+    c.cores = sim_random(&state) % 8 == 0 ? c.world : 1;
+    c.without_waitv = sim_random(&state) % 8 == 0;
+    c.without_pidfd = sim_random(&state) % 8 == 0;
+    c.priorities = sim_random(&state) % 2;
+    c.changes = (int)(sim_random(&state) % 8);
+    c.mean = means[sim_random(&state) % (sizeof means / sizeof *means)];
+    c.naps = sim_random(&state) % 4 == 0;
+    c.spurious = sim_random(&state) % 4 == 0;
+    draw_fault(&c, &state);
+    return c;
+}
+
+static const char *const fault_names[SIM_FAULTS] = {"none",   "dies",   "stops",
+                                                    "pauses", "raises", "no memory"};
+
+static void
+print_case(const sim_case *c)
+{
+    printf(
+        "  %d ranks, %d units, %d steps of %d backwards%s%s%s%s; %d gather slots, %d reduce slots; "
+        "%s%s%s%s%s; fault: %s",
+        c->world, c->units, c->steps, c->rounds, c->own_order ? ", own order" : "",
+        c->skips ? ", units skipped" : "", c->evaluates ? ", evaluation" : "",
+        c->poison ? ", poison" : "", c->gather_slots, c->reduce_slots,
+        c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
+        c->spurious ? ", spurious wakes" : "", c->without_waitv ? ", no futex_waitv" : "",
+        c->without_pidfd ? ", no pidfd" : "", fault_names[c->fault]);
+    if (c->fault) {
+        printf(" (rank %d at %llu, deadline %g s)", c->victim, (unsigned long long)c->at,
+               c->timeout_s);
+    }
+    printf("\n");
+}
+
+/* --- the trace and violations ---------------------------------------------------------------- */
+
+void
+sim_say(const char *format, ...)
+{
+    if (sim_tracing) {
+        va_list args;
+        va_start(args, format);
+        printf("%14.6f ms  rank %2d  ", (double)(sim_now_ns() - 1000000000) * 1e-6, sim_rank());
+        vprintf(format, args);
+        printf("\n");
+        va_end(args);
+    }
+}
+
+void
+sim_violation(const char *format, ...)
+{
+    char text[sizeof violation];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    sim_say("VIOLATION: %s", text);
+    if (!violation[0]) {
+        memcpy(violation, text, sizeof violation);
+    }
+}
+
+/* --- judgement ------------------------------------------------------------------------------- */
+
+/* "rank 3", or in a list: "ranks 1, 3 and 5". A rank that stops on its way into a barrier cannot be told from the
+ * others: "the other ranks". */
+static bool
+names(const char *text, int rank)
+{
+    if (strstr(text, "for the other ranks")) {
+        return true;
+    }
+    for (const char *at = text; (at = strstr(at, "rank")) != NULL;) {
+        at += strlen("rank");
+        at += *at == 's';
+        while (*at == ' ' || *at == ',' || strncmp(at, " and ", 5) == 0) {
+            at += strncmp(at, " and ", 5) == 0 ? 5 : 1;
+            char *end;
+            long number = strtol(at, &end, 10);
+            if (end == at) {
+                break;
+            }
+            if (number == rank) {
+                return true;
+            }
+            at = end;
+        }
+    }
+    return false;
+}
+
+static void
+judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *out)
+{
+    const bool joined = out->joined && run->out[c->victim].joined;
+    /* Once the ranks have met, a death is seen at once. A stop is seen by the deadline of a wait that may begin after
+     * others, for private memory, have ended. */
+    const double most_s = joined && c->fault != SIM_STOPS ? 0 : 1.2 * c->timeout_s;
+    const int64_t slack_ns = (int64_t)(most_s * 1e9) + SLACK_MS * INT64_C(1000000);
+    if (!run->struck || c->fault == SIM_PAUSES) {
+        sim_violation("rank %d raises without a cause: %s", rank, out->text);
+    } else if (rank == c->victim && c->fault == SIM_NO_MEMORY) {
+        if (out->status != NO_MEMORY) {
+            sim_violation("rank %d, without memory, raises %d: %s", rank, out->status, out->text);
+        }
+    } else if (joined && !names(out->text, c->victim)) {
+        sim_violation("rank %d does not name rank %d: %s", rank, c->victim, out->text);
+    } else if (out->end_ns - run->fault_ns > slack_ns + run->napped_ns) {
+        sim_violation("rank %d raises %.1f s after the cause: %s", rank,
+                      (double)(out->end_ns - run->fault_ns) * 1e-9, out->text);
+    }
+}
+
+static void
+judge(const sim_case *c, const sim_run *run)
+{
+    for (int r = 0; r < c->world; r++) {
+        const sim_outcome *out = &run->out[r];
+        const bool victim = r == c->victim && (c->fault == SIM_DIES || c->fault == SIM_STOPS);
+        const char *left = sim_world_leftovers(r, out->died || !out->finished);
+        if (!out->finished) {
+            if (!victim || !run->struck) {
+                sim_violation("rank %d has not ended%s", r, run->stuck);
+            }
+            continue;
+        }
+        if (out->status != 0) {
+            judge_error(c, run, r, out);
+        }
+        if (left[0] || out->live || run->threads_left[r]) {
+            sim_violation("rank %d leaves %s, %lld counted blocks, %d threads", r, left,
+                          (long long)out->live, run->threads_left[r]);
+        }
+    }
+}
+
+/* --- runs ------------------------------------------------------------------------------------ */
+
+static void
+main_of(int rank, const sim_case *c, sim_outcome *out)
+{
+    copies[rank].program(rank, c, out);
+}
+
+static struct {
+    uint64_t points, switches, struck;
+} total;
+
+static bool
+run_seed(uint64_t seed)
+{
+    static sim_outcome out[SIM_RANKS];
+    const sim_case c = draw_case(seed);
+    sim_run run = {.c = &c, .main_of = main_of, .out = out};
+    violation[0] = '\0';
+    seed_now = seed;
+    memset(out, 0, sizeof *out * (size_t)c.world);
+    renew_copies(c.world);
+    sim_world_begin(&c);
+    if (options.trace) {
+        print_case(&c);
+    }
+    (void)sim_schedule(&run);
+    judge(&c, &run);
+    sim_world_end();
+    total.points += run.points;
+    total.switches += run.switches;
+    total.struck += run.struck;
+    if (violation[0] && !options.quiet) {
+        printf("VIOLATION %s\n", violation);
+        print_case(&c);
+        printf("  again: simcluster %s --first %llu --count 1 --trace", options.library,
+               (unsigned long long)seed);
+        if (options.ranks || options.units || options.steps || options.fault >= 0) {
+            printf(" (with the same limits)");
+        }
+        printf("\n");
+    }
+    return !violation[0];
+}
+
+/* A crash is a violation that ends the program: it says which seed it was. */
+static void
+on_crash(int number)
+{
+    static const char text[] = "VIOLATION a crash, in seed ";
+    char digits[24];
+    void *frames[32];
+    int at = sizeof digits;
+    digits[--at] = '\n';
+    for (uint64_t left = seed_now; at > 0; left /= 10) {
+        digits[--at] = (char)('0' + left % 10);
+        if (left < 10) {
+            break;
+        }
+    }
+    (void)!write(1, text, sizeof text - 1);
+    (void)!write(1, digits + at, sizeof digits - (size_t)at);
+    backtrace_symbols_fd(frames, backtrace(frames, 32), 2);
+    (void)signal(number, SIG_DFL);
+    (void)raise(number);
+}
+
+static void
+catch_crashes(void)
+{
+    static char stack[64 << 10];
+    const stack_t other = {.ss_sp = stack, .ss_size = sizeof stack};
+    struct sigaction caught = {.sa_handler = on_crash, .sa_flags = SA_ONSTACK};
+    (void)sigaltstack(&other, NULL);
+    (void)sigaction(SIGSEGV, &caught, NULL);
+    (void)sigaction(SIGABRT, &caught, NULL);
+    (void)sigaction(SIGFPE, &caught, NULL);
+}
+
+static double
+seconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
+    return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
+}
+
+static int
+usage(void)
+{
+    printf("simcluster LIBRARY [--first SEED] [--count N] [--ranks N] [--units N] [--steps N]\n"
+           "  [--fault 0..%d] [--trace] [--quiet] [--until-found]\n"
+           "Runs N seeds; ends with 1 if an invariant was violated. --until-found ends at the "
+           "first one\n"
+           "and prints \"found SEEDS\", or \"not found\".\n",
+           SIM_FAULTS - 1);
+    return 2;
+}
+
+static bool
+read_options(int count, char **words)
+{
+    for (int i = 1; i < count; i++) {
+        const char *word = words[i];
+        if (word[0] != '-') {
+            options.library = word;
+            continue;
+        }
+        options.trace |= strcmp(word, "--trace") == 0;
+        options.quiet |= strcmp(word, "--quiet") == 0;
+        options.until_found |= strcmp(word, "--until-found") == 0;
+        if (strcmp(word, "--trace") == 0 || strcmp(word, "--quiet") == 0 ||
+            strcmp(word, "--until-found") == 0) {
+            continue;
+        }
+        if (i + 1 == count) {
+            return false;
+        }
+        const uint64_t value = strtoull(words[++i], NULL, 10);
+        if (strcmp(word, "--first") == 0) {
+            options.first = value;
+        } else if (strcmp(word, "--count") == 0) {
+            options.count = value;
+        } else if (strcmp(word, "--ranks") == 0) {
+            options.ranks = (int)value;
+        } else if (strcmp(word, "--units") == 0) {
+            options.units = (int)value;
+        } else if (strcmp(word, "--steps") == 0) {
+            options.steps = (int)value;
+        } else if (strcmp(word, "--fault") == 0) {
+            options.fault = (int)value;
+        } else {
+            return false;
+        }
+    }
+    return options.library && options.ranks <= SIM_RANKS && options.ranks != 1 &&
+           options.units <= SIM_UNITS && options.units != 1 && options.fault < SIM_FAULTS;
+}
+
+int
+main(int count, char **words)
+{
+    if (!read_options(count, words)) {
+        return usage();
+    }
+    sim_tracing = options.trace;
+    catch_crashes();
+    setvbuf(stdout, NULL, _IOLBF, 0);
+    const double begin = seconds();
+    uint64_t wrong = 0, run = 0;
+    for (; run < options.count && !(options.until_found && wrong); run++) {
+        wrong += !run_seed(options.first + run);
+    }
+    if (options.until_found) {
+        wrong ? printf("found %llu\n", (unsigned long long)run) : printf("not found\n");
+        return wrong ? 0 : 1;
+    }
+    const double took = seconds() - begin;
+    printf("%llu seeds from %llu, %llu with a fault that struck: %llu violations; %.0f seeds, %.1f "
+           "million points and %.1f million switches a second of the processor\n",
+           (unsigned long long)run, (unsigned long long)options.first,
+           (unsigned long long)total.struck, (unsigned long long)wrong, (double)run / took,
+           (double)total.points / took * 1e-6, (double)total.switches / took * 1e-6);
+    return wrong ? 1 : 0;
+}

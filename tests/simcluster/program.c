@@ -1,0 +1,436 @@
+/* What each rank does: it makes a group, units and a tree, and trains. And the model that its values must equal.
+ *
+ * The program is linked into each copy of the core. It follows from the case alone, so that the ranks agree on what
+ * must be the same, and each of them knows what the others do. Values are whole numbers, of which those of another
+ * unit, position or version differ. Gradients are fractions, so that a sum in another order differs in its last bits.
+ */
+#include <pthread.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "base/mem.h"
+#include "base/status.h"
+#include "sim.h"
+#include "tree/tree.h"
+#include "unit/unit_impl.h"
+
+enum { PARAMS = 2, NUMEL_MOST = 64, ROOT = 0 };
+
+typedef struct model {
+    const sim_case *c;
+    int rank, version, step;
+    fsdpc_comm *comm;
+    fsdpc_unit *units[SIM_UNITS];
+    fsdpc_tree *tree;
+} model;
+
+static fsdpc_device *device;
+
+/* Here, because libgcc has a function of this name, for split stacks, which the linker would take. */
+int sim_pthread_create(pthread_t *out, void *(*function)(void *), void *argument);
+int __wrap_pthread_create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
+int
+__wrap_pthread_create(pthread_t *out, const pthread_attr_t *attr, void *(*function)(void *),
+                      void *argument)
+{
+    (void)attr;
+    return sim_pthread_create(out, function, argument);
+}
+
+void sim_boot(void);
+sim_program sim_rank_main;
+
+/* --- the plain model ------------------------------------------------------------------------- */
+
+static uint64_t
+drawn(const sim_case *c, int a, int b, int d, int e)
+{
+    return sim_mix(c->seed * 31 + (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)d * 1009 +
+                   (uint64_t)e * 101 + 1);
+}
+
+static int64_t
+numel_of(const sim_case *c, int unit, int param)
+{
+    return 1 + (int64_t)(drawn(c, 1, unit, param, 0) % (param == 0 ? NUMEL_MOST : 9));
+}
+
+static float
+value_of(int unit, int64_t i, int version)
+{
+    return (float)((i * 7 + unit * 31 + version * 3) % 251);
+}
+
+static float
+grad_of(int rank, int unit, int param, int64_t i, int step, int round)
+{
+    int64_t mixed = i * 7919 + rank * 104729 + unit * 3101 + param * 1777 + step * 911 + round * 57;
+    return (float)((double)(mixed % 10007) / 1000.0 - 5.0);
+}
+
+/* Whether a rank runs a unit in a round of a step, and whether a parameter of it gets a gradient then. */
+static bool
+runs(const sim_case *c, int rank, int unit, int step, int round)
+{
+    return unit == ROOT || !c->skips || drawn(c, 2 + rank, unit, step, round) % 4 != 0;
+}
+
+static bool
+gets(const sim_case *c, int rank, int unit, int param, int step, int round)
+{
+    return runs(c, rank, unit, step, round) &&
+           drawn(c, 100 + rank, unit * PARAMS + param, step, round) % 4 != 0;
+}
+
+/* What a rank sends of an element: its rounds one after the other. */
+static float
+sent(const model *m, int rank, int unit, int param, int64_t i)
+{
+    float sum = 0;
+    for (int round = 0; round < m->c->rounds; round++) {
+        if (gets(m->c, rank, unit, param, m->step, round)) {
+            sum += grad_of(rank, unit, param, i, m->step, round);
+        }
+    }
+    return sum;
+}
+
+static float
+expected_sum(const model *m, int unit, int param, int64_t i)
+{
+    float sum = 0;
+    for (int r = 0; r < m->c->world; r++) {
+        sum += sent(m, r, unit, param, i);
+    }
+    return sum * (float)(1.0 / m->c->world);
+}
+
+static bool
+any_runs(const model *m, int unit)
+{
+    for (int r = 0; r < m->c->world; r++) {
+        for (int round = 0; round < m->c->rounds; round++) {
+            if (runs(m->c, r, unit, m->step, round)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+static bool
+any_gets(const model *m, int unit, int param)
+{
+    for (int r = 0; r < m->c->world; r++) {
+        for (int round = 0; round < m->c->rounds; round++) {
+            if (gets(m->c, r, unit, param, m->step, round)) {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+/* --- invariants ------------------------------------------------------------------------------ */
+
+/* Invariant 1. */
+static void
+check_values(const model *m, int u)
+{
+    const fsdpc_segment *seg = &m->units[u]->layout->segments[0];
+    const float *full = (const float *)fsdpc_unit_full(m->units[u]);
+    for (int64_t i = 0; i < seg->piece_numel * m->c->world; i++) {
+        if (full[i] != value_of(u, i, m->version)) {
+            sim_violation(
+                "values: rank %d reads %g in element %lld of unit %d at step %d, version %d "
+                "has %g",
+                m->rank, (double)full[i], (long long)i, u, m->step, m->version,
+                (double)value_of(u, i, m->version));
+            return;
+        }
+    }
+}
+
+static float
+expected_at(const model *m, int u, int64_t at)
+{
+    const fsdpc_layout *layout = m->units[u]->layout;
+    for (int p = 0; p < PARAMS; p++) {
+        const fsdpc_param_place *place = &layout->params[p];
+        if (at >= place->offset && at < place->offset + place->numel) {
+            return expected_sum(m, u, p, at - place->offset);
+        }
+    }
+    return 0;
+}
+
+/* Invariant 2. */
+static void
+check_sums(const model *m)
+{
+    for (int u = 0; u < m->c->units; u++) {
+        const fsdpc_unit *unit = m->units[u];
+        const fsdpc_segment *seg = &unit->layout->segments[0];
+        const float *sums = (const float *)((const char *)unit->grad + seg->grad_offset);
+        for (int64_t k = 0; any_runs(m, u) && k < seg->piece_numel; k++) {
+            int64_t at = seg->piece_numel * m->rank + k;
+            float expected = expected_at(m, u, at);
+            if (memcmp(&sums[k], &expected, sizeof expected) != 0 && sums[k] + expected != 0) {
+                sim_violation(
+                    "sums: rank %d has %.9g in element %lld of unit %d's gradient at step %d, "
+                    "not %.9g",
+                    m->rank, (double)sums[k], (long long)at, u, m->step, (double)expected);
+                return;
+            }
+        }
+        for (int p = 0; p < PARAMS; p++) {
+            if (unit->grads.used[p] != any_gets(m, u, p)) {
+                sim_violation("sums: parameter %d of unit %d has the mark %d on rank %d at step %d",
+                              p, u, unit->grads.used[p], m->rank, m->step);
+            }
+        }
+    }
+}
+
+/* --- the program ----------------------------------------------------------------------------- */
+
+/* As an optimizer step: this rank's shards change, and gradients begin anew. */
+static void
+set_version(model *m, int version)
+{
+    m->version = version;
+    for (int u = 0; u < m->c->units; u++) {
+        fsdpc_unit *unit = m->units[u];
+        const fsdpc_segment *seg = &unit->layout->segments[0];
+        float *piece = unit->master;
+        for (int64_t i = 0; i < seg->piece_numel; i++) {
+            piece[i] = value_of(u, seg->piece_numel * m->rank + i, version);
+        }
+        unit->grads.add = false;
+        memset(unit->grads.used, 0, PARAMS);
+    }
+}
+
+static int
+make_unit(model *m, int u)
+{
+    char name[16];
+    snprintf(name, sizeof name, "u%d", u);
+    const fsdpc_unit_options options = {
+        .name = name, .shard = m->comm, .divide = m->c->world, .reshard = u != ROOT};
+    fsdpc_param_spec specs[PARAMS];
+    for (int p = 0; p < PARAMS; p++) {
+        specs[p] = (fsdpc_param_spec){.name = p ? "b" : "a",
+                                      .numel = numel_of(m->c, u, p),
+                                      .storage = FSDPC_F32,
+                                      .compute = FSDPC_F32,
+                                      .reduce = FSDPC_F32,
+                                      .trainable = true};
+    }
+    return fsdpc_unit_new(&options, specs, PARAMS, &m->units[u]);
+}
+
+static int
+open_model(model *m, sim_outcome *out)
+{
+    const sim_case *c = m->c;
+    int depths[SIM_UNITS] = {0, 1, 1, 1, 1};
+    FSDPC_TRY(fsdpc_comm_shm(device, m->rank, c->world, "sim", c->timeout_s, &m->comm));
+    out->joined = true;
+    FSDPC_TRY(fsdpc_comm_agree(m->comm, "the same program", "agreement"));
+    FSDPC_TRY(fsdpc_comm_agree(m->comm, "and the same step", "agreement"));
+    for (int u = 0; u < c->units; u++) {
+        FSDPC_TRY(make_unit(m, u));
+    }
+    set_version(m, 0);
+    const fsdpc_tree_options options = {.backward_prefetch =
+                                            (enum fsdpc_prefetch)c->backward_prefetch,
+                                        .forward_prefetch = c->forward_prefetch,
+                                        .gather_slots = c->gather_slots,
+                                        .reduce_slots = c->reduce_slots,
+                                        .poison = c->poison};
+    return fsdpc_tree_new(m->units, depths, c->units, &options, &m->tree);
+}
+
+static int
+child(const model *m, int position)
+{
+    const int shift = m->c->own_order ? m->rank + m->step : 0;
+    return 1 + (position + shift) % (m->c->units - 1);
+}
+
+static int
+forward(model *m, bool grad, int round)
+{
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, grad));
+    FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
+    for (int i = 0; i < m->c->units - 1; i++) {
+        const int u = child(m, i);
+        if (!runs(m->c, m->rank, u, m->step, round)) {
+            continue;
+        }
+        sim_say("forward of unit %d, step %d", u, m->step);
+        FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, u));
+        check_values(m, u);
+        sim_point("forward");
+        check_values(m, u);
+        FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, u, grad));
+    }
+    check_values(m, ROOT);
+    FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, ROOT, grad));
+    return grad ? FSDPC_OK : fsdpc_tree_end_forward(m->tree);
+}
+
+typedef struct grads {
+    fsdpc_tensor tensors[PARAMS];
+    int64_t shape[PARAMS];
+    float values[PARAMS][NUMEL_MOST];
+} grads;
+
+static void
+fill_grads(const model *m, int u, int round, grads *out)
+{
+    static const int64_t one = 1;
+    memset(out, 0, sizeof *out);
+    for (int p = 0; p < PARAMS; p++) {
+        out->shape[p] = numel_of(m->c, u, p);
+        if (gets(m->c, m->rank, u, p, m->step, round)) {
+            out->tensors[p] =
+                (fsdpc_tensor){out->values[p], FSDPC_F32, 1, &out->shape[p], &one, true};
+        }
+        for (int64_t i = 0; i < out->shape[p]; i++) {
+            out->values[p][i] = grad_of(m->rank, u, p, i, m->step, round);
+        }
+    }
+}
+
+static int
+send_due(model *m, int round, bool at_end)
+{
+    int u;
+    while ((u = fsdpc_tree_next_due(m->tree, at_end)) >= 0) {
+        grads own;
+        fill_grads(m, u, round, &own);
+        sim_say("reduction of unit %d, step %d", u, m->step);
+        FSDPC_TRY(fsdpc_tree_reduce(m->tree, u, own.tensors));
+    }
+    return FSDPC_OK;
+}
+
+static int
+finish(model *m, int u, int round, bool sync)
+{
+    grads own;
+    FSDPC_TRY(fsdpc_tree_backward_done(m->tree, u, sync));
+    if (sync) {
+        return send_due(m, round, false);
+    }
+    fill_grads(m, u, round, &own);
+    return fsdpc_tree_keep_local(m->tree, u, own.tensors);
+}
+
+static int
+backward(model *m, int round, bool sync)
+{
+    FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
+    FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, ROOT));
+    for (int i = m->c->units - 2; i >= 0; i--) {
+        const int u = child(m, i);
+        if (!runs(m->c, m->rank, u, m->step, round)) {
+            continue;
+        }
+        sim_say("backward of unit %d, step %d", u, m->step);
+        FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, u));
+        check_values(m, u);
+        sim_point("backward");
+        check_values(m, u);
+        FSDPC_TRY(finish(m, u, round, sync));
+    }
+    check_values(m, ROOT);
+    FSDPC_TRY(finish(m, ROOT, round, sync));
+    FSDPC_TRY(sync ? send_due(m, round, true) : FSDPC_OK);
+    return fsdpc_tree_end_backward(m->tree, sync);
+}
+
+/* A norm's way: one sum over all ranks between steps. */
+static int
+add_up(const model *m)
+{
+    float sum = grad_of(m->rank, 0, 0, 0, m->step, 0), expected = 0;
+    for (int r = 0; r < m->c->world; r++) {
+        expected += grad_of(r, 0, 0, 0, m->step, 0);
+    }
+    FSDPC_TRY(fsdpc_comm_all_reduce(m->comm, &sum, 1, FSDPC_F32, FSDPC_SUM, "norm"));
+    if (sum != expected) {
+        sim_violation("sums: the norm of rank %d at step %d is %.9g, not %.9g", m->rank, m->step,
+                      (double)sum, (double)expected);
+    }
+    return FSDPC_OK;
+}
+
+static int
+train(model *m)
+{
+    const sim_case *c = m->c;
+    for (m->step = 0; m->step < c->steps; m->step++) {
+        if (c->fault == SIM_RAISES && m->rank == c->victim && (uint64_t)m->step == c->at % 8) {
+            sim_note_fault();
+            return fsdpc_error(FSDPC_E_STATE, "the program of rank %d raises", m->rank);
+        }
+        if (c->evaluates && drawn(c, 3, m->step, 0, 0) % 2 == 0) {
+            FSDPC_TRY(forward(m, false, 0));
+            set_version(m, m->version + 1);
+        }
+        for (int round = 0; round < c->rounds; round++) {
+            FSDPC_TRY(forward(m, true, round));
+            FSDPC_TRY(backward(m, round, round == c->rounds - 1));
+        }
+        check_sums(m);
+        FSDPC_TRY(add_up(m));
+        set_version(m, m->version + 1);
+    }
+    /* A rank that goes gives memory back that others may still read. */
+    return fsdpc_comm_barrier(m->comm, "close");
+}
+
+static void
+close_model(model *m)
+{
+    fsdpc_tree_free(m->tree);
+    for (int u = 0; u < m->c->units; u++) {
+        fsdpc_unit_free(m->units[u]);
+    }
+    fsdpc_comm_free(m->comm);
+}
+
+void
+sim_boot(void)
+{
+    (void)fsdpc_device_cpu(&device);
+}
+
+void
+sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
+{
+    model m = {.c = c, .rank = rank};
+    const int64_t live = fsdpc_mem_live();
+    const bool starved = c->fault == SIM_NO_MEMORY && rank == c->victim;
+    fsdpc_error_clear();
+    fsdpc_mem_fail_after(starved ? (int64_t)c->at : 0);
+    int status = open_model(&m, out);
+    status = status == FSDPC_OK ? train(&m) : status;
+    if (starved && fsdpc_mem_failed()) {
+        sim_note_fault();
+    }
+    fsdpc_mem_fail_after(0);
+    out->status = status;
+    if (status != FSDPC_OK) {
+        snprintf(out->text, sizeof out->text, "%s", fsdpc_error_text());
+        sim_say("raises: %s", out->text);
+        if (m.comm) {
+            fsdpc_comm_abort(m.comm, out->text);
+        }
+    }
+    close_model(&m);
+    out->live = fsdpc_mem_live() - live;
+}

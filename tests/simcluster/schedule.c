@@ -1,0 +1,535 @@
+/* Fibers, and who of them runs. See sim.h.
+ *
+ * Each rank is a fiber, and so is each thread that a rank starts. A fiber runs until a point at which the scheduler
+ * lets another one run, or until it sleeps. Time is virtual: it passes a little at each point, and when all fibers
+ * sleep it jumps to the first that wakes.
+ *
+ * Two policies: at random (the points between two switches have a mean that the seed draws, and the next fiber is any
+ * that can run), and by priorities, of which a few change at random points of the run (after Burckhardt and others,
+ * "A randomized scheduler with probabilistic guarantees of finding bugs", 2010): faults that need few, but certain,
+ * switches are found more often.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#include "sim.h"
+
+enum {
+    FIBERS = SIM_RANKS * 3,
+    STACK_BYTES = 512 << 10,
+    POINT_NS = 40,
+    WORDS = 2,
+    CHANGES = 8,
+    NAP_IN = 48, /* one of so many switches is a nap, where there are naps */
+};
+static const uint64_t POINTS_MOST = 30000000, POINTS_OF_A_RANK = 3000000;
+
+enum state { FREE, READY, ASLEEP };
+
+typedef struct fiber {
+    enum state state;
+    int rank;
+    void *sp;
+    char *stack;
+    int64_t wake_ns;
+    const void *words[WORDS];
+    int word_count;
+    bool polls, woken, main;
+    uint64_t priority;
+    void *(*function)(void *);
+    void *argument;
+    const char *place;
+} fiber;
+
+static struct {
+    fiber fibers[FIBERS];
+    int used; /* fibers from here on were never used in this run */
+    fiber *now;
+    void *sp; /* of the scheduler itself */
+    sim_run *run;
+    int64_t now_ns;
+    uint64_t random, until, changes_at[CHANGES];
+    int change;
+    uint64_t lowest; /* a priority below all others */
+    uint64_t points[SIM_RANKS];
+    int64_t stopped_until[SIM_RANKS], used_ns[SIM_RANKS];
+    bool over[SIM_RANKS];
+    int alive;
+} s;
+
+bool sim_tracing;
+
+/* --- switching ------------------------------------------------------------------------------- */
+
+#if defined(__x86_64__)
+void sim_switch(void **save, void *load);
+__asm__(".text\n.globl sim_switch\n.type sim_switch,@function\nsim_switch:\n"
+        "pushq %rbp\npushq %rbx\npushq %r12\npushq %r13\npushq %r14\npushq %r15\n"
+        "movq %rsp,(%rdi)\nmovq %rsi,%rsp\n"
+        "popq %r15\npopq %r14\npopq %r13\npopq %r12\npopq %rbx\npopq %rbp\nretq\n"
+        ".size sim_switch,.-sim_switch\n");
+static void *
+first_frame(char *stack, void (*entry)(void))
+{
+    void **top = (void **)(stack + STACK_BYTES) - 1; /* aligned as after a call */
+    *top = NULL;
+    *--top = (void *)entry;
+    top -= 6;
+    memset(top, 0, 6 * sizeof *top);
+    return top;
+}
+#else
+#error "the switch between fibers is written for x86-64"
+#endif
+
+static void
+to_scheduler(void)
+{
+    sim_switch(&s.now->sp, s.sp);
+}
+
+static void
+begin_fiber(void)
+{
+    fiber *self = s.now;
+    self->function(self->argument);
+    self->state = FREE;
+    (void)sim_wake(self, 1);
+    for (;;) {
+        to_scheduler();
+    }
+}
+
+static fiber *
+new_fiber(int rank, void *(*function)(void *), void *argument)
+{
+    fiber *made = NULL;
+    for (int i = 0; i < FIBERS && !made; i++) {
+        /* The fiber that has ended last may still be on its stack. */
+        made = s.fibers[i].state == FREE && &s.fibers[i] != s.now ? &s.fibers[i] : NULL;
+    }
+    if (!made) {
+        return NULL;
+    }
+    if (!made->stack) {
+        made->stack = mmap(NULL, STACK_BYTES, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_STACK, -1, 0);
+        if (made->stack == MAP_FAILED) {
+            abort();
+        }
+    }
+    char *stack = made->stack;
+    *made = (fiber){.state = READY,
+                    .rank = rank,
+                    .stack = stack,
+                    .wake_ns = SIM_NEVER,
+                    .priority = sim_draw() >> 1 | UINT64_C(1) << 62,
+                    .function = function,
+                    .argument = argument,
+                    .place = "its begin"};
+    made->sp = first_frame(stack, begin_fiber);
+    s.used = (int)(made - s.fibers) >= s.used ? (int)(made - s.fibers) + 1 : s.used;
+    return made;
+}
+
+/* --- the fiber that runs --------------------------------------------------------------------- */
+
+int
+sim_rank(void)
+{
+    return s.now ? s.now->rank : SIM_RANKS;
+}
+
+int64_t
+sim_now_ns(void)
+{
+    return s.now_ns;
+}
+
+int64_t
+sim_used_ns(int rank)
+{
+    return s.used_ns[rank];
+}
+
+uint64_t
+sim_draw(void)
+{
+    return sim_random(&s.random);
+}
+
+const sim_case *
+sim_case_now(void)
+{
+    return s.run->c;
+}
+
+static void
+draw_until(void)
+{
+    const sim_case *c = s.run->c;
+    if (!c->priorities) {
+        s.until = s.run->points + 1 + sim_draw() % (2 * (uint64_t)c->mean);
+        return;
+    }
+    s.until = s.change < c->changes ? s.changes_at[s.change] : UINT64_MAX;
+}
+
+static void
+nap(void)
+{
+    const int64_t ns = (int64_t)(1000 + sim_draw() % (UINT64_C(1000) << (sim_draw() % 18)));
+    s.run->napped_ns += ns;
+    (void)sim_sleep(s.now_ns + ns, s.now->place);
+}
+
+static void
+preempt(void)
+{
+    const sim_case *c = s.run->c;
+    if (c->priorities) {
+        s.now->priority = s.lowest--;
+        s.change++;
+    }
+    draw_until();
+    if (c->naps && sim_draw() % NAP_IN == 0) {
+        nap();
+    } else {
+        to_scheduler();
+    }
+}
+
+void
+sim_kill(int rank)
+{
+    s.over[rank] = true;
+    s.alive--;
+    s.run->out[rank].died = true;
+    for (int i = 0; i < s.used; i++) {
+        if (s.fibers[i].state != FREE && s.fibers[i].rank == rank) {
+            s.fibers[i].state = FREE;
+        }
+    }
+    sim_descriptors_close(rank);
+    sim_wake_polls();
+}
+
+void
+sim_note_fault(void)
+{
+    s.run->struck = true;
+    s.run->fault_ns = s.now_ns;
+}
+
+static void
+strike(void)
+{
+    const sim_case *c = s.run->c;
+    if (c->fault == SIM_DIES) {
+        sim_note_fault();
+        sim_say("dies at %s", s.now->place);
+        sim_kill(c->victim);
+        for (;;) {
+            to_scheduler();
+        }
+    }
+    if (c->fault == SIM_STOPS || c->fault == SIM_PAUSES) {
+        sim_note_fault();
+        sim_say("stops at %s", s.now->place);
+        int64_t half_ns = (int64_t)(c->timeout_s * 0.5e9);
+        s.stopped_until[c->victim] = c->fault == SIM_STOPS ? SIM_NEVER : s.now_ns + half_ns;
+        to_scheduler();
+    }
+}
+
+void
+sim_point(const char *place)
+{
+    fiber *self = s.now;
+    if (!self) {
+        return;
+    }
+    s.now_ns += POINT_NS;
+    s.used_ns[self->rank] += POINT_NS;
+    self->place = place;
+    if (++s.points[self->rank] == s.run->c->at && self->rank == s.run->c->victim) {
+        strike();
+    }
+    if (++s.run->points >= s.until) {
+        preempt();
+    }
+}
+
+void
+sim_yield(void)
+{
+    /* Ranks that spin for one that is stopped spend its time: a thousand yields for a deadline. */
+    const bool stopped = s.stopped_until[s.run->c->victim] > s.now_ns;
+    s.now_ns += stopped ? (int64_t)(s.run->c->timeout_s * 1e6) : 0;
+    sim_point("sched_yield");
+    s.now->priority = s.lowest--;
+    to_scheduler();
+}
+
+/* --- sleeping -------------------------------------------------------------------------------- */
+
+static bool
+sleep_until(int64_t until_ns)
+{
+    fiber *self = s.now;
+    self->state = ASLEEP;
+    self->woken = false;
+    self->wake_ns = until_ns;
+    to_scheduler();
+    self->word_count = 0;
+    self->polls = false;
+    return self->woken;
+}
+
+bool
+sim_sleep(int64_t until_ns, const char *place)
+{
+    s.now->place = place;
+    return sleep_until(until_ns);
+}
+
+/* A futex's sleep ends before its time where no rank is late: else a wake-up was lost. */
+bool
+sim_sleep_on(void *const *words, int count, int64_t until_ns)
+{
+    fiber *self = s.now;
+    const sim_case *c = s.run->c;
+    const int64_t from_ns = s.now_ns;
+    self->word_count = count;
+    memcpy(self->words, words, sizeof *words * (size_t)count);
+    const bool woken = sleep_until(until_ns);
+    if (!woken && c->fault == SIM_NO_FAULT && !c->naps) {
+        sim_violation("sleeps: rank %d sleeps %.3f ms in vain", self->rank,
+                      (double)(s.now_ns - from_ns) * 1e-6);
+    }
+    return woken;
+}
+
+bool
+sim_sleep_in_poll(int64_t until_ns)
+{
+    s.now->polls = true;
+    return sleep_until(until_ns);
+}
+
+static void
+wake(fiber *each)
+{
+    each->state = READY;
+    each->woken = true;
+    each->wake_ns = SIM_NEVER;
+}
+
+int
+sim_wake(const void *word, int count)
+{
+    int woken = 0;
+    for (int i = 0; i < s.used && woken < count; i++) {
+        fiber *each = &s.fibers[i];
+        for (int k = 0; k < each->word_count && each->state == ASLEEP; k++) {
+            if (each->words[k] == word) {
+                wake(each);
+                woken++;
+            }
+        }
+    }
+    return woken;
+}
+
+void
+sim_wake_polls(void)
+{
+    for (int i = 0; i < s.used; i++) {
+        if (s.fibers[i].state == ASLEEP && s.fibers[i].polls) {
+            wake(&s.fibers[i]);
+        }
+    }
+}
+
+/* --- threads --------------------------------------------------------------------------------- */
+
+int
+sim_start_thread(void *(*function)(void *), void *argument)
+{
+    fiber *made = new_fiber(s.now->rank, function, argument);
+    return made ? (int)(made - s.fibers) : -1;
+}
+
+void
+sim_join_thread(int thread)
+{
+    fiber *other = &s.fibers[thread];
+    void *words[] = {other};
+    while (other->state != FREE) {
+        (void)sim_sleep_on(words, 1, SIM_NEVER);
+    }
+}
+
+bool
+sim_is_over(int rank)
+{
+    return s.over[rank];
+}
+
+static void *
+run_rank(void *argument)
+{
+    const int rank = s.now->rank;
+    (void)argument;
+    s.run->main_of(rank, s.run->c, &s.run->out[rank]);
+    s.run->out[rank].finished = true;
+    s.run->out[rank].end_ns = s.now_ns;
+    s.over[rank] = true;
+    s.alive--;
+    sim_wake_polls();
+    return NULL;
+}
+
+/* --- the scheduler --------------------------------------------------------------------------- */
+
+static bool
+can_run(fiber *each)
+{
+    if (each->state == FREE || s.stopped_until[each->rank] > s.now_ns) {
+        return false;
+    }
+    if (each->state == ASLEEP && each->wake_ns <= s.now_ns) {
+        each->state = READY;
+        each->wake_ns = SIM_NEVER;
+    }
+    return each->state == READY;
+}
+
+static fiber *
+choose(void)
+{
+    fiber *able[FIBERS], *best = NULL;
+    int count = 0;
+    for (int i = 0; i < s.used; i++) {
+        fiber *each = &s.fibers[i];
+        if (can_run(each)) {
+            able[count++] = each;
+            best = !best || each->priority > best->priority ? each : best;
+        }
+    }
+    if (count == 0 || s.run->c->priorities) {
+        return best;
+    }
+    return able[sim_draw() % (uint64_t)count];
+}
+
+/* To the first moment at which a fiber can run; false: there is none. */
+static bool
+jump(void)
+{
+    int64_t first = SIM_NEVER;
+    for (int i = 0; i < s.used; i++) {
+        const fiber *each = &s.fibers[i];
+        if (each->state == FREE) {
+            continue;
+        }
+        int64_t from = each->state == READY ? s.now_ns : each->wake_ns;
+        int64_t stop = s.stopped_until[each->rank];
+        from = stop > from ? stop : from;
+        first = from < first ? from : first;
+    }
+    if (first == SIM_NEVER) {
+        return false;
+    }
+    s.now_ns = first;
+    return true;
+}
+
+/* A rank that is stopped for good does not hold up the end of a run. */
+static bool
+all_over(void)
+{
+    const sim_case *c = s.run->c;
+    bool stopped = s.stopped_until[c->victim] == SIM_NEVER && !s.over[c->victim];
+    return s.alive == (stopped ? 1 : 0);
+}
+
+static void
+describe_stuck(void)
+{
+    size_t used = 0;
+    for (int i = 0; i < s.used && used < sizeof s.run->stuck - 1; i++) {
+        const fiber *each = &s.fibers[i];
+        if (each->state != FREE && each->main) {
+            used += (size_t)snprintf(s.run->stuck + used, sizeof s.run->stuck - used,
+                                     "; rank %d at %s%s", each->rank, each->place,
+                                     each->state == ASLEEP ? ", asleep" : "");
+        }
+    }
+}
+
+static void
+begin_run(sim_run *run)
+{
+    const sim_case *c = run->c;
+    for (int i = 0; i < FIBERS; i++) {
+        s.fibers[i].state = FREE;
+    }
+    s.used = 0;
+    s.now = NULL;
+    s.run = run;
+    s.now_ns = INT64_C(1000000000) + (int64_t)(c->seed % 1000);
+    s.random = sim_mix(c->seed ^ UINT64_C(0x5eed));
+    s.alive = c->world;
+    memset(s.points, 0, sizeof s.points);
+    memset(s.stopped_until, 0, sizeof s.stopped_until);
+    memset(s.used_ns, 0, sizeof s.used_ns);
+    memset(s.over, 0, sizeof s.over);
+    s.change = 0;
+    s.lowest = UINT64_C(1) << 32;
+    uint64_t at = 0;
+    for (int i = 0; i < c->changes; i++) {
+        s.changes_at[i] = at += 1 + sim_draw() % (UINT64_C(1) << (4 + sim_draw() % 12));
+    }
+    draw_until();
+    for (int r = 0; r < c->world; r++) {
+        new_fiber(r, run_rank, NULL)->main = true;
+    }
+}
+
+bool
+sim_schedule(sim_run *run)
+{
+    begin_run(run);
+    const int64_t most_ns = s.now_ns + (int64_t)((run->c->timeout_s * 4 + 100) * 1e9);
+    bool ended = true;
+    while (ended && !all_over()) {
+        fiber *next = choose();
+        if (!next) {
+            ended = jump();
+            continue;
+        }
+        if (sim_tracing && next != s.now) {
+            s.now = next;
+            sim_say("runs from %s", next->place);
+        }
+        s.now = next;
+        run->switches++;
+        sim_switch(&s.sp, next->sp);
+        ended = run->points < POINTS_MOST + POINTS_OF_A_RANK * (uint64_t)run->c->world &&
+                s.now_ns < most_ns + run->napped_ns;
+    }
+    if (!ended) {
+        describe_stuck();
+    }
+    for (int i = 0; i < s.used; i++) {
+        if (s.fibers[i].state != FREE && !s.fibers[i].main) {
+            run->threads_left[s.fibers[i].rank]++;
+        }
+    }
+    run->end_ns = s.now_ns;
+    s.now = NULL;
+    return ended;
+}

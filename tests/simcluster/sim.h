@@ -1,0 +1,148 @@
+/* What the parts of the simulated cluster share. See README.md.
+ *
+ *   main.c      seeds to cases, runs, judgement, the command line
+ *   schedule.c  fibers, who runs next, virtual time, death and stop
+ *   world.c     the calls by which the core meets the world: memory, files, threads, clocks, futexes
+ *   sockets.c   the calls of the rendezvous: sockets, descriptors in messages, poll
+ *   program.c   what each rank does, and the model that its values must equal; linked into the core's copies
+ */
+#ifndef FSDPC_SIMCLUSTER_SIM_H
+#define FSDPC_SIMCLUSTER_SIM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+enum { SIM_RANKS = 64, SIM_UNITS = 5, SIM_TEXT_BYTES = 2048, SIM_FIRST_PID = 1000 };
+#define SIM_NEVER INT64_MAX
+
+/* --- a case ---------------------------------------------------------------------------------- */
+
+enum sim_fault {
+    SIM_NO_FAULT,
+    SIM_DIES,
+    SIM_STOPS,
+    SIM_PAUSES,
+    SIM_RAISES,
+    SIM_NO_MEMORY,
+    SIM_FAULTS
+};
+
+/* Follows from the seed and the limits of the command line alone. */
+typedef struct sim_case {
+    uint64_t seed;
+    int world, units, steps;
+    /* The program. */
+    int rounds; /* backwards of a step, all but the last under no_sync */
+    bool own_order, skips, evaluates, poison;
+    int backward_prefetch, gather_slots, reduce_slots;
+    bool forward_prefetch;
+    /* The machine. */
+    int cores;
+    bool without_waitv, without_pidfd;
+    double timeout_s;
+    /* The schedule: the points between two switches on average, or priorities; sleeps at random. */
+    bool priorities;
+    int changes; /* of priorities */
+    int mean;
+    bool naps, spurious;
+    /* What goes wrong, with whom, at which of its points (or allocations, or steps). */
+    enum sim_fault fault;
+    int victim;
+    uint64_t at;
+} sim_case;
+
+typedef struct sim_outcome {
+    bool finished, died, joined; /* joined: is a member of the group */
+    int status;
+    char text[SIM_TEXT_BYTES];
+    int64_t end_ns;
+    int64_t live; /* blocks that the core still counts */
+} sim_outcome;
+
+/* --- random numbers -------------------------------------------------------------------------- */
+
+static inline uint64_t
+sim_mix(uint64_t value)
+{
+    value = (value ^ (value >> 30)) * UINT64_C(0xbf58476d1ce4e5b9);
+    value = (value ^ (value >> 27)) * UINT64_C(0x94d049bb133111eb);
+    return value ^ (value >> 31);
+}
+
+static inline uint64_t
+sim_random(uint64_t *state)
+{
+    *state += UINT64_C(0x9e3779b97f4a7c15);
+    return sim_mix(*state);
+}
+
+/* --- schedule.c ------------------------------------------------------------------------------ */
+
+/* A point at which another fiber may run. `place` says where, for the trace. */
+void sim_point(const char *place);
+/* Of the fiber that runs. */
+int sim_rank(void);
+int64_t sim_now_ns(void);
+int64_t sim_used_ns(int rank);
+uint64_t sim_draw(void);
+/* Puts the fiber that runs to sleep until it is woken (true) or until then. */
+bool sim_sleep(int64_t until_ns, const char *place);
+/* The same, on one of these words. */
+bool sim_sleep_on(void *const *words, int count, int64_t until_ns);
+int sim_wake(const void *word, int count);
+/* Every fiber in sim_poll looks again. */
+void sim_wake_polls(void);
+bool sim_sleep_in_poll(int64_t until_ns);
+int sim_start_thread(void *(*function)(void *), void *argument);
+void sim_join_thread(int thread);
+void sim_yield(void);
+bool sim_is_over(int rank); /* dead or finished */
+void sim_kill(int rank);
+/* One run; false: the run did not end. `main_of` runs on a fiber for each rank. */
+typedef struct sim_run {
+    const sim_case *c;
+    void (*main_of)(int rank, const sim_case *c, sim_outcome *out);
+    sim_outcome *out;
+    /* Results. */
+    uint64_t points, switches;
+    int64_t end_ns, fault_ns, napped_ns;
+    bool struck; /* the fault has happened */
+    int threads_left[SIM_RANKS];
+    char stuck[256]; /* where a rank was when the run did not end */
+} sim_run;
+bool sim_schedule(sim_run *run);
+
+/* --- world.c, sockets.c ---------------------------------------------------------------------- */
+
+void sim_world_begin(const sim_case *c);
+/* What a rank has left behind, as text; "" if nothing. Frees it. */
+const char *sim_world_leftovers(int rank, bool expected);
+void sim_world_end(void);
+void sim_descriptors_begin(void);
+int sim_descriptors_of(int rank);
+void sim_descriptors_close(int rank);
+const sim_case *sim_case_now(void);
+
+struct sim_file {
+    int real_fd;
+    char *base; /* where all ranks see the file, but for mappings at addresses of their own */
+    uint64_t bytes;
+    bool used;
+};
+struct sim_file *sim_file_of(int fd);
+int sim_file_fd(struct sim_file *file);
+
+/* --- the trace and violations ---------------------------------------------------------------- */
+
+extern bool sim_tracing;
+void sim_say(const char *format, ...) __attribute__((format(printf, 1, 2)));
+/* The first one of a run is kept. */
+void sim_violation(const char *format, ...) __attribute__((format(printf, 1, 2)));
+void sim_note_fault(void);
+
+/* --- program.c ------------------------------------------------------------------------------- */
+
+typedef void sim_program(int rank, const sim_case *c, sim_outcome *out);
+
+#endif

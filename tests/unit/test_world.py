@@ -1,0 +1,98 @@
+"""The core meets the world only through the functions that tests/simcluster/world.list names.
+
+The simulated cluster answers those calls, so a call that is not listed would leave the simulation.
+Names are found in the text of the sources: called, or taken as values of function pointers.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOT_CALLS = re.compile(
+    r"(if|for|while|switch|return|sizeof|alignof|alignas|defined|offsetof|do|else|case|int|void|bool|"
+    r"const|format|atomic_\w+|fsdpc_\w+|__\w+)$"
+)
+CALL = re.compile(r"(?<![\w.>])([a-z_]\w*)\s*\(")
+DEFINED = re.compile(r"^([a-z_]\w*)\s*\(", re.M)
+# "= mmap;", "{.wait = poll," and arguments are not followed by a parenthesis.
+VALUE = re.compile(r"=\s*&?([a-z_]\w*)\s*[;,}]")
+
+
+@functools.cache
+def table() -> dict[str, list[list[str]]]:
+    rows: dict[str, list[list[str]]] = {}
+    for line in (ROOT / "tests/simcluster/world.list").read_text().splitlines():
+        kind, *words = line.split() or ["#"]
+        rows.setdefault(kind, []).append(words)
+    return rows
+
+
+def bare(text: str) -> str:
+    text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
+    return re.sub(r'"(\\.|[^"\\\n])*"|\'(\\.|[^\'\\\n])*\'', "0", text)
+
+
+def pointers(text: str) -> set[str]:
+    """Parameters and fields that are functions: the caller of the file chooses them."""
+    return set(re.findall(r"\(\s*\*\s*(\w+)\s*\)\s*\(", text)) | set(
+        re.findall(r"fsdpc_pool_task \*(\w+)", text)
+    )
+
+
+def called(text: str, world: set[str]) -> set[str]:
+    text = bare(text)
+    own = set(DEFINED.findall(text)) | pointers(text)
+    names = {name for name in CALL.findall(text) if not NOT_CALLS.match(name)}
+    return (names | (set(VALUE.findall(text)) & world)) - own
+
+
+def outside(file: str, text: str) -> Iterator[str]:
+    rows = table()
+    apart = {name: place for name, place in rows["apart"]}
+    listed = {words[0] for kind in ("wrap", "plain") for words in rows[kind]}
+    world = {words[0] for words in rows["wrap"]} | set(apart)
+    for name in sorted(called(text, world) - listed):
+        if apart.get(name) != file:
+            yield f"{file} calls {name}"
+
+
+def covered() -> dict[str, str]:
+    left_out = {words[0] for words in table()["except"]}
+    files = [p for (folder,) in table()["cover"] for p in (ROOT / "csrc" / folder).glob("*.[ch]")]
+    named = {str(p.relative_to(ROOT / "csrc")): p.read_text() for p in files}
+    assert left_out <= named.keys()
+    return {name: text for name, text in named.items() if name not in left_out}
+
+
+def test_the_core_meets_the_world_through_the_seam() -> None:
+    found = [line for file, text in covered().items() for line in outside(file, text)]
+    assert not found, f"not in tests/simcluster/world.list: {found}"
+
+
+def test_the_seam_lists_nothing_else() -> None:
+    files = covered()
+    world = {w[0] for kind in ("wrap", "apart") for w in table()[kind]}
+    calls = {file: called(text, world) for file, text in files.items()}
+    every = set().union(*calls.values()) | {"fsdpc_room_check", "fsdpc_room_free"}
+    listed = {words[0] for kind in ("wrap", "plain") for words in table()[kind]}
+    assert listed <= every
+    assert all(name in calls[file] for name, file in table()["apart"])
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("static void\nf(void)\n{\n    usleep(3);\n}\n", "usleep"),
+        ("static long\nf(void)\n{\n    return read(0, 0, 0);\n}\n", "read"),
+        ("int (*hook)(int) = mremap;\n", "mremap"),
+        ("static void\nf(void)\n{\n    /* getpid() */ kill(getpid(), 9);\n}\n", "kill"),
+    ],
+)
+def test_planted_calls_are_found(text: str, name: str) -> None:
+    assert list(outside("shm/planted.c", text)) == [f"shm/planted.c calls {name}"]
