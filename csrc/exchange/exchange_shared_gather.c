@@ -64,8 +64,8 @@ lock_slot(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, const fsdpc_wait *what
 {
     int64_t deadline = 0;
     for (uint32_t tries = 1;; tries++) {
-        uint32_t free_value = 0;
-        if (atomic_compare_exchange_weak(&slot->lock, &free_value, 1)) {
+        uint32_t holder = 0;
+        if (atomic_compare_exchange_weak(&slot->lock, &holder, (uint32_t)x->rank + 1)) {
             return FSDPC_OK;
         }
         if (tries % LOCK_SPINS != 0) {
@@ -75,8 +75,9 @@ lock_slot(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, const fsdpc_wait *what
         sched_yield();
         FSDPC_TRY(fsdpc_shm_check(x->shm, what));
         deadline = deadline ? deadline : fsdpc_shm_deadline(x->shm);
-        if (fsdpc_shm_now_ns() > deadline) {
-            return fsdpc_shared_name_late(x, what);
+        if (holder > 0 && fsdpc_shm_now_ns() > deadline) {
+            const int late = (int)holder - 1;
+            return fsdpc_shm_timeout_error(x->shm, what, &late, 1);
         }
     }
 }

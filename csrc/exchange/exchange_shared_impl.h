@@ -20,7 +20,7 @@ struct fsdpc_rank_ctl {
 };
 
 struct fsdpc_slot_ctl {
-    _Atomic uint32_t lock;
+    _Atomic uint32_t lock; /* rank + 1 of its holder, or 0 */
     _Atomic uint32_t done; /* chunks in place */
     uint32_t total;
     uint32_t holders;

@@ -109,7 +109,7 @@ bool fsdpc_shm_left(const fsdpc_shm *shm, int rank);
 void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
 
 /* fsdpc_late_error() of this rank, with the `missing` ranks (NULL or a list) and the last wait of
- * each. */
+ * each; or the failure of the group that came before. */
 int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                             int missing_count);
 

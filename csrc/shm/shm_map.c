@@ -60,7 +60,12 @@ reserve_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     int64_t deadline_ns = fsdpc_shm_deadline(shm);
     uint32_t holder = 0;
     while (!atomic_compare_exchange_strong(&control->reserving, &holder, (uint32_t)shm->rank + 1)) {
-        FSDPC_TRY(fsdpc_shm_wait_word(shm, &control->reserving, holder, deadline_ns, &RESERVING));
+        const int other = (int)holder - 1;
+        int status = fsdpc_shm_wait_word(shm, &control->reserving, holder, deadline_ns, &RESERVING);
+        if (status == FSDPC_E_TIMEOUT) {
+            return fsdpc_shm_timeout_error(shm, &RESERVING, &other, 1);
+        }
+        FSDPC_TRY(status);
         holder = 0;
     }
     int status = FSDPC_OK;

@@ -245,6 +245,8 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
     char more[FSDPC_ERROR_BYTES] = "";
     int causes[FSDPC_SHM_MAX_RANKS], numbers[FSDPC_SHM_MAX_RANKS];
     int count = missing ? missing_count : 0;
+    /* A rank that gave up a moment ago is not late: it has left, and knows the cause. */
+    FSDPC_TRY(fsdpc_shm_check(shm, what));
     for (int i = 0; i < count; i++) {
         causes[i] = numbers[i] = fsdpc_shm_number(shm, missing[i]);
     }
