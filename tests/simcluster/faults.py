@@ -134,6 +134,12 @@ FAULTS = [
         "    char op[FSDPC_SHM_WAIT_TEXT];\n    FSDPC_TRY(fsdpc_shm_check(shm, what));\n",
         "    char op[FSDPC_SHM_WAIT_TEXT];\n",
     ),
+    Fault(
+        "a rank that gave up is late for others",
+        WAIT,
+        "    FSDPC_TRY(fsdpc_shm_check(shm, what));\n    for (int i = 0; i < count; i++) {",
+        "    for (int i = 0; i < count; i++) {",
+    ),
     # Rendezvous.
     Fault(
         "pidfds of other ranks",
@@ -154,6 +160,12 @@ FAULTS = [
         "fsdpc_shm_unmap(shm->control, fsdpc_round_up(sizeof *shm->control, "
         "fsdpc_shm_page_bytes()));",
         "",
+    ),
+    Fault(
+        "a rank that reserves memory is not named",
+        MAP,
+        "return fsdpc_shm_timeout_error(shm, &RESERVING, &other, 1);",
+        "(void)other;\n            return status;",
     ),
     # Ranks that all wait.
     Fault(
@@ -242,13 +254,13 @@ FAULTS = [
     Fault(
         "lock of a slot taken by two",
         GATHER,
-        "if (atomic_compare_exchange_weak(&slot->lock, &free_value, 1)) {",
-        "if (atomic_load(&slot->lock) == free_value) {\n            atomic_store(&slot->lock, 1);",
+        "if (atomic_compare_exchange_weak(&slot->lock, &holder, (uint32_t)x->rank + 1)) {",
+        "if (atomic_load(&slot->lock) == holder) {\n            atomic_store(&slot->lock, 1);",
     ),
     Fault(
         "lock of a slot never times out",
         GATHER,
-        "if (fsdpc_shm_now_ns() > deadline) {",
+        "if (holder > 0 && fsdpc_shm_now_ns() > deadline) {",
         "if (false) {",
     ),
     Fault(
@@ -269,6 +281,12 @@ FAULTS = [
         "            atomic_store(&slot_next(slot)[r], 0);\n",
         "            if (r > 0) {\n                atomic_store(&slot_next(slot)[r], "
         "0);\n            }\n",
+    ),
+    Fault(
+        "holder of a slot's lock not named",
+        GATHER,
+        "const int late = (int)holder - 1;",
+        "const int late = x->rank;",
     ),
     # Passes.
     Fault(

@@ -24,7 +24,6 @@ enum {
     CHANGES = 8,
     NAP_IN = 48, /* one of so many switches is a nap, where there are naps */
 };
-static const uint64_t POINTS_MOST = 30000000, POINTS_OF_A_RANK = 3000000;
 
 enum state { FREE, READY, ASLEEP };
 
@@ -220,6 +219,7 @@ void
 sim_note_fault(void)
 {
     s.run->struck = true;
+    s.run->struck_at = s.now->place;
     s.run->fault_ns = s.now_ns;
 }
 
@@ -499,6 +499,13 @@ begin_run(sim_run *run)
     }
 }
 
+/* Far above what runs take that end: a rank looks at all others, and in a deadline again and again. */
+static uint64_t
+most_points(const sim_case *c)
+{
+    return 30000000 + 5000 * (uint64_t)c->world * (uint64_t)c->world;
+}
+
 bool
 sim_schedule(sim_run *run)
 {
@@ -518,8 +525,7 @@ sim_schedule(sim_run *run)
         s.now = next;
         run->switches++;
         sim_switch(&s.sp, next->sp);
-        ended = run->points < POINTS_MOST + POINTS_OF_A_RANK * (uint64_t)run->c->world &&
-                s.now_ns < most_ns + run->napped_ns;
+        ended = run->points < most_points(run->c) && s.now_ns < most_ns + run->napped_ns;
     }
     if (!ended) {
         describe_stuck();

@@ -21,9 +21,10 @@ enum { SIM_RANKS = 64, SIM_UNITS = 5, SIM_TEXT_BYTES = 2048, SIM_FIRST_PID = 100
 enum sim_fault {
     SIM_NO_FAULT,
     SIM_DIES,
-    SIM_STOPS,
-    SIM_PAUSES,
+    SIM_STOPS,  /* for good */
+    SIM_PAUSES, /* for half of the deadline */
     SIM_RAISES,
+    SIM_LEAVES, /* ends in good order before the others */
     SIM_NO_MEMORY,
     SIM_FAULTS
 };
@@ -107,7 +108,8 @@ typedef struct sim_run {
     /* Results. */
     uint64_t points, switches;
     int64_t end_ns, fault_ns, napped_ns;
-    bool struck; /* the fault has happened */
+    bool struck;           /* the fault has happened, */
+    const char *struck_at; /* here */
     int threads_left[SIM_RANKS];
     char stuck[256]; /* where a rank was when the run did not end */
 } sim_run;
