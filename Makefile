@@ -292,7 +292,7 @@ simcluster-faults:
 	$(call say,the simulated cluster on planted faults)
 	@$(MAKE) -j$(JOBS) $(CLUSTER)/simcluster $(CLUSTER)/core.so
 	@CLUSTER_CC="$(CC) $(filter-out -MMD -MP,$(CLUSTER_CFLAGS))" CLUSTER_WRAPS="$(CLUSTER_WRAPS)" \
-	  $(PY) tests/simcluster/faults.py --build $(CLUSTER) --count $(SEEDS) --jobs $(JOBS) $(ARGS)
+	  $(PY) tests/simcluster/cluster_faults.py --build $(CLUSTER) --count $(SEEDS) --jobs $(JOBS) $(ARGS)
 
 programs: $(CPROGRAMS) $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2 $(CLUSTER)/simcluster $(CLUSTER)/core.so
 
