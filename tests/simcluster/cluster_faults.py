@@ -504,7 +504,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="faults whose names contain this")
-    parser.add_argument("--least", type=float, default=0.9, help="share that must be found")
+    parser.add_argument("--least", type=float, default=0.7, help="share that must be found")
     args = parser.parse_args()
     faults = [fault for fault in FAULTS if args.only in fault.name]
     build = args.build.resolve()
