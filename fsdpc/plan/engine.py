@@ -63,8 +63,9 @@ def _footprint(
     replicate: bool,
     offload: bool,
     senders: int,
+    foreign: bool,
 ) -> dict[str, Any]:
-    return _C.footprint(specs, world, align, grain, page, replicate, offload, senders)
+    return _C.footprint(specs, world, align, grain, page, replicate, offload, senders, foreign)
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
@@ -78,6 +79,7 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
         setup.replicas > 1,
         _offloaded(unit, setup),
         (setup.senders or setup.shards - 1) if setup.transport == "wire" else 0,
+        unit.foreign,
     )
 
 

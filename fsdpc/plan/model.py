@@ -44,7 +44,8 @@ class Unit:
 
     ``depth``: nesting depth among units, 0 for the root. ``group``: units of different groups of
     ranks have slots of their own. ``keeps``: a released unit's values stay until backward, in a
-    slot of its own. ``inside``: the unit steps in backward. The options that are None follow the
+    slot of its own. ``inside``: the unit steps in backward. ``foreign``: gathered values are made
+    in Python, in memory that is not the engine's. The options that are None follow the
     plan's.
     """
 
@@ -58,6 +59,7 @@ class Unit:
     group: str = ""
     inside: bool | None = None
     keeps: bool = False
+    foreign: bool = False
 
     @property
     def numel(self) -> int:

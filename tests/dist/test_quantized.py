@@ -118,3 +118,15 @@ def test_bytes(rank, world):
     sent = sum(size.numel() * dtype.itemsize for g in unit.gathered for size, dtype in g.kinds)
     narrow = sum(2 * param.numel() for param in model.parameters()) / world
     assert sent < narrow / 1.85
+
+
+@ranks(2)
+def test_the_report_knows_that_gathered_values_lie_elsewhere(rank, world):
+    model = nn.Sequential(Parts(), nn.Linear(65, 8))
+    fully_shard(model[0], mp_policy=QuantizedPolicy())
+    fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.randn(2, 300)).sum().backward()
+    optimizer.step()
+    report = fsdpc.memory_report(model)
+    assert report.equal, report

@@ -39,8 +39,9 @@ footprint(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, 
         {"replicate", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.replicate},
         {"offload", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.offload},
         {"senders", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &options.senders},
+        {"foreign", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.foreign},
     };
-    if (fsdpc_py_args("footprint", table, 8, args, nargs, names) < 0) {
+    if (fsdpc_py_args("footprint", table, 9, args, nargs, names) < 0) {
         return NULL;
     }
     if (options.range_grain == 0 || options.page_bytes == 0) {
@@ -204,7 +205,7 @@ PyMethodDef fsdpc_py_plan_methods[] = {
     FSDPC_PY_FUNCTION(
         footprint, FSDPC_PY_KEYWORDS,
         "(specs, world, align_bytes, range_grain, page_bytes, replicate=False, offload=False, "
-        "senders=0)",
+        "senders=0, foreign=False)",
         "Bytes that a unit allocates on each rank. specs: as for layout(). range_grain: page of "
         "host memory, or the device's grain. ValueError, TypeError."),
     FSDPC_PY_FUNCTION(

@@ -194,6 +194,7 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
                 params,
                 reshard=unit.flat.reshards,
                 keeps=unit.flat.keeps,
+                foreign=unit.foreign,
                 offload=unit.offload,
                 inside=unit.stepper is not None,
                 compute=compute or OWN,
