@@ -294,7 +294,7 @@ simcluster-faults:
 	@CLUSTER_CC="$(CC) $(filter-out -MMD -MP,$(CLUSTER_CFLAGS))" CLUSTER_WRAPS="$(CLUSTER_WRAPS)" \
 	  $(PY) tests/simcluster/cluster_faults.py --build $(CLUSTER) --count $(SEEDS) --jobs $(JOBS) $(ARGS)
 
-programs: $(CPROGRAMS) $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2 $(CLUSTER)/simcluster $(CLUSTER)/core.so
+programs: $(CPROGRAMS) $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2 $(if $(SAN),,$(CLUSTER)/simcluster $(CLUSTER)/core.so)
 
 simgpu-run: $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2
 	@ASAN_OPTIONS=detect_leaks=1:allocator_may_return_null=1:handle_segv=0 SHOW="test_schedule test_step_cost" \
