@@ -107,6 +107,18 @@ class Coded(torch.Tensor):
         return None
 
 
+class Padded(Coded):
+    """Travels as 8-bit integers alone, of padded size on each rank: rows need not be even."""
+
+    def encode(self, padded, outer_size):
+        return ((padded * 256).round().clamp(-127, 127).to(torch.int8),), tuple(outer_size)
+
+    @torch.no_grad()
+    def fsdp_post_all_gather(self, outputs, metadata, param_dtype, *, out=None):
+        scales = torch.full_like(outputs[0][:, 0], 1 / 256, dtype=torch.float32)
+        return super().fsdp_post_all_gather((*outputs, scales), metadata, param_dtype, out=out)
+
+
 class CodedEven(Coded):
     """The same without padding, by the short signature."""
 
