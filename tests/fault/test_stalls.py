@@ -105,7 +105,7 @@ def check_warnings(outcomes):
     [
         (stopped, {"FSDPC_COLLECTIVES": "shm"}),
         (stopped_over_gloo, {"FSDPC_COLLECTIVES": "wire"}),
-        (stopped_on_a_host, {"FSDPC_TIMEOUT": "60", "FSDPC_STALL": "30"}),
+        (stopped_on_a_host, {"FSDPC_TIMEOUT": "24", "FSDPC_STALL": "10"}),
     ],
 )
 def test_a_stopped_rank_is_the_cause_on_every_rank(function, env):
