@@ -27,7 +27,7 @@ class Member(NamedTuple):
     ranks: Sequence[Span]  # every rank's span of that parameter
     options: dict[str, Any]  # of the parameter's group
     number: int = 0  # of the first of its widths, among the matrices of ``param``
-    several: bool = False  # whether ``param`` has more than one
+    several: bool = False  # whether ``param`` has more than this one
 
     def piece(self, rank: int) -> tuple[int, int]:
         """Where a rank's part begins in the matrix, and its elements."""

@@ -116,12 +116,12 @@ class WholeOptimizer(BlockOptimizer):
     def _members_of(self, group: dict[str, Any], param: Tensor) -> list[Member]:
         found: list[Member] = []
         number = 0
-        pairs = zip(self._place(param).every, spans_of_ranks(param), strict=True)
-        for span, ranks in pairs:
+        every = self._place(param).every
+        for span, ranks in zip(every, spans_of_ranks(param), strict=True):
             for matrix in self._matrices_of(param, span):
                 found.append(Member(param, span, matrix, ranks, group, number))
                 number += len(matrix.widths)
-        return [member._replace(several=number > 1) for member in found]
+        return [member._replace(several=number > 1 or len(every) > 1) for member in found]
 
     def _plan(self) -> None:
         """Deal the matrices, once. Frozen ones cost nothing; owners of states do not change by

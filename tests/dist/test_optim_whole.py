@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
-from test_optim_muon import OPTIONS, STEPS, Model, check, train
+from test_optim_muon import OPTIONS, STEPS, Model, check, train, wanted
 from toys import full_parameters, wrap
 
 import fsdpc
@@ -81,6 +81,33 @@ def held_elements(optimizer: Any) -> int:
         for key, value in state.items()
         if key != "step"
     )
+
+
+class One(Model):
+    """A matrix and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in {*dict(self.named_parameters())} - {"up", "bias"}:
+            delattr(self, name)
+
+    def forward(self, step: int, without: str = "") -> torch.Tensor:
+        return sum((getattr(self, n) * wanted(n, step)).sum() for n in ("up", "bias"))
+
+
+@ranks(2)
+@KINDS
+def test_one_matrix_beside_a_vector(rank, world, kind):
+    """In one flat parameter, whose own states have the names of the matrix's."""
+    expected = One()
+    train(expected, make(kind, expected), range(STEPS))
+    model = wrap("fsdpc", One(), use_orig_params=False)
+    optimizer = make(kind, model)
+    train(model, optimizer, range(1))
+    resumed = make(kind, model)
+    resumed.load_state_dict(optimizer.state_dict())
+    train(model, resumed, range(1, STEPS))
+    check(model, expected)
 
 
 @ranks(4)
