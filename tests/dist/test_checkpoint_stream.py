@@ -279,7 +279,8 @@ def writer_ends(rank: int, world: int, path: str, victim: int) -> str:
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_training_that_dies_is_named(tmp_path: Path, victim: int):
-    outcomes = run_ranks(writer_ends, 3, path=str(tmp_path / "s"), victim=victim, faults=True)
+    path = str(tmp_path / "s")
+    outcomes = run_ranks(writer_ends, 3, path=path, victim=victim, faults=True, on_device=False)
     assert outcomes[2].returned, outcomes[2]
     assert ("has ended" if victim == 0 else "has failed in set 1") in outcomes[2].value
     assert "rank 1" in outcomes[0].error if victim else "rank 0" in outcomes[1].error
