@@ -22,6 +22,7 @@ enum {
     POINT_NS = 40,
     WORDS = 2,
     CHANGES = 8,
+    NUMBERS = 1 << 20,
     NAP_IN = 48, /* one of so many switches is a nap, where there are naps */
 };
 
@@ -36,6 +37,7 @@ typedef struct fiber {
     const void *words[WORDS];
     int word_count;
     bool polls, woken, main;
+    int number; /* of the fibers that this place has had */
     uint64_t priority;
     void *(*function)(void *);
     void *argument;
@@ -95,7 +97,7 @@ begin_fiber(void)
     fiber *self = s.now;
     self->function(self->argument);
     self->state = FREE;
-    (void)sim_wake(self, 1);
+    (void)sim_wake(self, FIBERS);
     for (;;) {
         to_scheduler();
     }
@@ -120,7 +122,9 @@ new_fiber(int rank, void *(*function)(void *), void *argument)
         }
     }
     char *stack = made->stack;
+    const int number = (made->number + 1) % NUMBERS;
     *made = (fiber){.state = READY,
+                    .number = number,
                     .rank = rank,
                     .stack = stack,
                     .wake_ns = SIM_NEVER,
@@ -359,15 +363,16 @@ int
 sim_start_thread(void *(*function)(void *), void *argument)
 {
     fiber *made = new_fiber(s.now->rank, function, argument);
-    return made ? (int)(made - s.fibers) : -1;
+    return made ? made->number * FIBERS + (int)(made - s.fibers) : -1;
 }
 
 void
 sim_join_thread(int thread)
 {
-    fiber *other = &s.fibers[thread];
+    fiber *other = &s.fibers[thread % FIBERS];
+    const int number = thread / FIBERS; /* the place may have another fiber by now */
     void *words[] = {other};
-    while (other->state != FREE) {
+    while (other->state != FREE && other->number == number) {
         (void)sim_sleep_on(words, 1, SIM_NEVER);
     }
 }
@@ -462,10 +467,11 @@ describe_stuck(void)
     size_t used = 0;
     for (int i = 0; i < s.used && used < sizeof s.run->stuck - 1; i++) {
         const fiber *each = &s.fibers[i];
-        if (each->state != FREE && each->main) {
-            used += (size_t)snprintf(s.run->stuck + used, sizeof s.run->stuck - used,
-                                     "; rank %d at %s%s", each->rank, each->place,
-                                     each->state == ASLEEP ? ", asleep" : "");
+        if (each->state != FREE) {
+            used +=
+                (size_t)snprintf(s.run->stuck + used, sizeof s.run->stuck - used,
+                                 "; %srank %d at %s%s", each->main ? "" : "a thread of ",
+                                 each->rank, each->place, each->state == ASLEEP ? ", asleep" : "");
         }
     }
 }
