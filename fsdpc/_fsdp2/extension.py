@@ -34,6 +34,13 @@ def extends(tensor: Any) -> bool:
     return pre
 
 
+def is_opaque(tensor: Any) -> bool:
+    """Whether only the code of a tensor's class knows the tensor's memory. (A plain tensor on which
+    the functions were set has plain memory.)
+    """
+    return hasattr(type(tensor), _PRE)
+
+
 class Extension(Gathered):
     """A parameter with the interface. ``arguments``: mesh, size, strides, module, policy."""
 

@@ -25,6 +25,7 @@ from fsdpc._engine.interop import over
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import UnitEntry, read_book
+from fsdpc._fsdp2.extension import is_opaque
 from fsdpc._fsdp2.state import states_below
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.dtensor import block_of
@@ -300,7 +301,7 @@ def _block_of(tensor: DTensor, shape: tuple[int, ...], what: str) -> _Block:
 
 def _dtensor_entry(name: str, tensor: DTensor, what: str) -> Entry:
     shape, local = tuple(tensor.shape), tensor.to_local()
-    if hasattr(type(local), "fsdp_pre_all_gather"):
+    if is_opaque(local):
         raise TypeError(
             f"{what} is a {type(local).__name__}, whose memory only its own code knows: save the "
             "state dict with torch.distributed.checkpoint"

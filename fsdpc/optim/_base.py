@@ -23,6 +23,7 @@ from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._companions.state_layout import Extent
 from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
+from fsdpc._fsdp2.extension import is_opaque
 from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
 from fsdpc.optim._chunks import (
     MASTER,
@@ -351,7 +352,7 @@ class FusedOptimizer(Optimizer):
         """As torch's. ``TypeError``: a parameter whose memory only its own code knows."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            if hasattr(type(local_of(param)), "fsdp_pre_all_gather"):
+            if is_opaque(local_of(param)):
                 raise TypeError(
                     f"{type(self).__name__} steps on plain memory, but a parameter of shape "
                     f"{tuple(param.shape)} is a {type(local_of(param)).__name__}: use an optimizer "

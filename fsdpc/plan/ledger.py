@@ -242,8 +242,8 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             stack = param.numel // max(param.matrix[0] * param.matrix[1], 1)
             states += 2 * 4 * stack * squares / setup.shards
     largest = max((rows * columns for rows, columns in sizes), default=0)
-    # Newton-Schulz holds the matrix, two estimates of it and two products of its shorter side; the
-    # others the gradient and three of its size, and of a side, in float64, what is decomposed.
+    # Newton-Schulz holds three tensors of the matrix's size and two products of its shorter side;
+    # the other rules the gradient, three tensors of its size, and, in float64, what is decomposed.
     if muon:
         working = max((3 * m * n + 2 * min(m, n) ** 2 for m, n in sizes), default=0)
     else:
