@@ -64,16 +64,23 @@ class Matrix(NamedTuple):
 
 
 def deal(
-    work: Sequence[int], held: Sequence[Sequence[int]], world: int, holders: bool = False
+    work: Sequence[int],
+    held: Sequence[Sequence[int]],
+    world: int,
+    holders: bool = False,
+    kept: Sequence[int | None] | None = None,
 ) -> list[int]:
     """The owner of each matrix, the largest first: the rank that holds most of it (``held[i][r]``
     elements) among those whose load stays below the mean or the largest matrix, else the rank with
-    the least load. ``holders``: only among ranks that hold some.
+    the least load. ``holders``: only among ranks that hold some. ``kept``: owners that stay.
     """
-    owners = [0] * len(work)
+    owners = [0 if owner is None else owner for owner in kept or [None] * len(work)]
     loads = np.zeros(world, dtype=np.float64)
+    free = [i for i in range(len(work)) if kept is None or kept[i] is None]
+    for i in {*range(len(work))}.difference(free):
+        loads[owners[i]] += work[i]
     share = max(max(work, default=0), -(-sum(work) // world))
-    for i in sorted(range(len(work)), key=lambda i: (-work[i], i)):
+    for i in sorted(free, key=lambda i: (-work[i], i)):
         own = np.asarray(held[i])
         may = own > 0 if holders and own.any() else own >= 0
         fits = (loads + work[i] <= share) & may

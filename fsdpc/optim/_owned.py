@@ -71,8 +71,8 @@ class Route:
     """The exchange among the ranks of one group, in rounds of about ``ROUND`` elements of each
     owner, and of about as much work at each. ``work``: of each member; ``lanes``: values of an
     element on the way to the owner (one comes back); ``holders``: only ranks that have elements of
-    a matrix may own the matrix. Frozen parameters have owners, and are exchanged only where
-    ``owners`` are given.
+    a matrix may own the matrix; ``kept``: owners that stay, by member. Frozen parameters have
+    owners, and are exchanged only where ``owners`` are given.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class Route:
         lanes: int = 1,
         holders: bool = False,
         owners: Sequence[int] | None = None,
+        kept: Sequence[int | None] | None = None,
     ) -> None:
         self.group, self.members, self.lanes = group, members, lanes
         self.device = local_of(members[0].param).device
@@ -90,7 +91,7 @@ class Route:
         given = owners is not None
         if owners is None:
             held = [[m.piece(rank)[1] for rank in range(world)] for m in members]
-            owners = deal(work, held, world, holders)
+            owners = deal(work, held, world, holders, kept)
         self.owners = owners
         rounds = rounds_of(work, [m.matrix.numel for m in members], owners, world, ROUND)
         self.rounds: list[Round] = []

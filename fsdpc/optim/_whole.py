@@ -37,6 +37,7 @@ class WholeOptimizer(BlockOptimizer):
     _lanes = 1  # values of an element that go to the owner
     keeps_whole_states = True  # at owners; FSDP's state dicts ask for it
     _routes: list[Route] | None = None
+    _owners: dict[tuple[Tensor, int], int] | None = None  # of states, by parameter and matrix
     _local: dict[Tensor, list[Piece]] | None = None  # of parameters that this rank has alone
     _here: dict[Tensor, list[Member]] | None = None  # what this rank owns
     _trained: list[tuple[int, bool]] | None = None
@@ -101,6 +102,7 @@ class WholeOptimizer(BlockOptimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._forget()  # it knows the groups from before
+        self._owners = None
 
     def _forget(self) -> None:
         self._routes = self._local = self._here = self._counts = self._group_of = None
@@ -132,6 +134,7 @@ class WholeOptimizer(BlockOptimizer):
         if self._routes is not None and trained == self._trained:
             return
         self._trained, self._local, self._here = trained, {}, {}
+        owners = self._owners = {} if self._owners is None else self._owners
         shared: dict[Any, tuple[Group, list[Member]]] = {}
         for group in groups:
             for param in group["params"]:
@@ -147,12 +150,19 @@ class WholeOptimizer(BlockOptimizer):
                         members.append(member)
         self._routes = [
             Route(
-                of, members, [self._work(m) for m in members], self._lanes, self.keeps_whole_states
+                of,
+                members,
+                [self._work(m) for m in members],
+                self._lanes,
+                self.keeps_whole_states,
+                kept=[owners.get((m.param, m.number)) for m in members],
             )
             for of, members in shared.values()
         ]
         for route in self._routes:
             for member, owner in zip(route.members, route.owners, strict=True):
+                if self.keeps_whole_states:  # where a group that is added later finds the states
+                    owners[member.param, member.number] = owner
                 if owner == route.group.rank:
                     self._here.setdefault(member.param, []).append(member)
 
@@ -257,9 +267,7 @@ class WholeOptimizer(BlockOptimizer):
         if len(held) < len(forms) and step > 1:
             raise RuntimeError(
                 f"{type(self).__name__}: the states of a matrix of shape {tuple(lanes[0].shape)} "
-                "are at another rank: groups were added after the first step, or a state dict was "
-                "not loaded on all ranks. Save with state_dict() before such a change and load it "
-                "after"
+                "are at another rank: a state dict was not loaded on all ranks"
             )
         new = self._rule(member.options, step, held, *lanes)
         for key, (name, *_) in forms.items():

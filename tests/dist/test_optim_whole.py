@@ -83,6 +83,39 @@ def held_elements(optimizer: Any) -> int:
     )
 
 
+def grow(kind: str, model: torch.nn.Module) -> Any:
+    """A third of the parameters more after every two steps."""
+    optimizer = None
+    for i, part in enumerate(thirds(model)):
+        if optimizer is None:
+            optimizer = getattr(optim, kind)(part, **EVERY[kind])
+        else:
+            optimizer.add_param_group({"params": part, "lr": 0.01})
+        train(model, optimizer, range(2 * i, 2 * i + 2))
+    return optimizer
+
+
+def thirds(model: torch.nn.Module) -> list[Any]:
+    named = sorted(model.named_parameters())
+    return [named[::3], named[1::3], named[2::3]]
+
+
+@ranks(2, 3)
+@KINDS
+def test_groups_that_join_later(rank, world, kind):
+    """As layers that are thawed one after the other: states stay at their owners."""
+    expected = Model()
+    train(expected, grow(kind, expected), range(6, 8))
+    for door in ("FSDP", "fully_shard"):
+        model = shard(door)
+        saved = grow(kind, model).state_dict()
+        groups = [{"params": part} for part in thirds(model)]
+        resumed = getattr(optim, kind)(groups, **EVERY[kind])
+        resumed.load_state_dict(saved)
+        train(model, resumed, range(6, 8))
+        equal(model, expected)
+
+
 class One(Model):
     """A matrix and a vector."""
 
