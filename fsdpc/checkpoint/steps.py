@@ -84,8 +84,14 @@ def next_number(target: AnyPath) -> int | None:
 def _numbers(directory: AnyPath) -> dict[int, int | None]:
     if not directory.is_dir():
         return {}
-    steps = ((_NAME.fullmatch(path.name), path) for path in directory.iterdir())
-    return {int(match[1]): _number(path) for match, path in steps if match and _is_one(path)}
+    numbers = {}
+    for path in directory.iterdir():
+        match = _NAME.fullmatch(path.name)
+        if match and _is_one(path):
+            number = _number(path)
+            if number is not None or _is_one(path):  # else removed between the two looks
+                numbers[int(match[1])] = number
+    return numbers
 
 
 def incomplete(directory: Url) -> list[Url]:

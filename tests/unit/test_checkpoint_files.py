@@ -2249,3 +2249,25 @@ def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():
     finally:
         user.remove()
     assert calls == ["copied", "user", "user"]
+
+
+def test_a_step_that_is_removed_while_others_look(tmp_path: Path, monkeypatch: Any):
+    """A reader that polls `latest` has seen the folder, and finds no manifest in it."""
+    run = checkpoint.Checkpointer(tmp_path, keep=None)
+    for step in (1, 2):
+        run.save(step, nn.Linear(2, 2))
+    run.wait()
+    read = Path.read_bytes
+
+    def removed_first(path: Path) -> bytes:
+        if path.parent.name == "step-000001" and path.exists():
+            shutil.rmtree(path.parent)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", removed_first)
+    assert run.latest() == tmp_path / "step-000002" and run.steps() == [2]
+    shutil.rmtree(tmp_path / "step-000002")
+    (tmp_path / "step-000003").mkdir()
+    (tmp_path / "step-000003" / "model.safetensors").touch()  # what is left of a step is damaged
+    with pytest.raises(checkpoint.CheckpointError, match=r"steps \[3\] is damaged or missing"):
+        run.latest()
