@@ -20,7 +20,15 @@ def test_a_call_runs_before_the_wait_returns_and_its_error_arrives():
         interruptible.run(lambda: 1 // 0, lambda: None)
 
 
-def test_the_wait_after_an_interrupted_one_is_whole():
+@pytest.fixture
+def interrupts():
+    """A shell's background job ignores them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_the_wait_after_an_interrupted_one_is_whole(interrupts):
     """Also where the first call did not end when it was cut."""
     for obeys in (True, False):
         ends, ended = threading.Event(), []
