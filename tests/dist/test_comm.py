@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from combinations import subset
 from harness import die, ranks, run_ranks, shorten_deadlines, signal_rank
 from torch.distributed.fsdp import ShardingStrategy
 
@@ -402,14 +404,13 @@ def run_program(folder: Path, launcher: str, how: str) -> str:
             process.communicate()
 
 
-@pytest.mark.parametrize("launcher", ["script", "spawn"])
-def test_peers_learn_of_an_uncaught_exception(tmp_path, launcher):
-    text = run_program(tmp_path, launcher, "raise")
-    assert text.startswith("PeerError rank 1 (") and "RuntimeError: boom" in text
-    assert "more" not in text
-
-
-@pytest.mark.parametrize("launcher", ["script", "spawn"])
-def test_peers_learn_of_a_good_end(tmp_path, launcher):
-    text = run_program(tmp_path, launcher, "exit")
-    assert text.startswith("PeerError") and "rank 1 has left" in text and "died" not in text
+@pytest.mark.parametrize(
+    ("launcher", "how"), subset(itertools.product(["script", "spawn"], ["raise", "exit"]))
+)
+def test_peers_learn_how_a_program_ended(tmp_path, launcher, how):
+    text = run_program(tmp_path, launcher, how)
+    if how == "raise":
+        assert text.startswith("PeerError rank 1 (") and "RuntimeError: boom" in text
+        assert "more" not in text
+    else:
+        assert text.startswith("PeerError") and "rank 1 has left" in text and "died" not in text

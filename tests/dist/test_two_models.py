@@ -20,7 +20,7 @@ from toys import Block, check_equal, full_parameters, wrap_blocks
 
 from fsdpc._comm import bootstrap as _bootstrap
 
-STEPS = 40 if os.environ.get("FSDPC_TEST_COMBINATIONS", "all") == "all" else 20
+STEPS = 40 if os.environ.get("FSDPC_TEST_COMBINATIONS", "all") == "all" else 10
 DEADLINE = {"FSDPC_TIMEOUT": "15"}
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 

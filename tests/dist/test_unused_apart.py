@@ -172,7 +172,7 @@ def train(
 ) -> list[tuple[str, int]]:
     model, reference = shard(door, stack(kind, reentrant), **options), stack(kind, reentrant)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, reference)]
-    for step in range(4):
+    for step in range(3):
         program(model, rank, step, 1.0)
         for each in range(world):
             program(reference, each, step, 1.0 / world)

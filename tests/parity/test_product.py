@@ -1,4 +1,4 @@
-"""Every option together: gradients and 5 optimizer steps against an unsharded copy.
+"""Every option together: gradients and 3 optimizer steps against an unsharded copy.
 
 The full product of strategy x prefetch x forward prefetch x accumulation x use_orig_params runs in
 one launch on two ranks in fp32; other world sizes and precisions take every STRIDE-th combination,
@@ -36,7 +36,7 @@ from toys import (
     wrap_blocks,
 )
 
-STEPS = 5
+STEPS = 3
 FLAT = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
 HYBRID = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
 PREFETCH = [BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST, None]

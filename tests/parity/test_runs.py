@@ -31,7 +31,7 @@ from toys import (
 
 import fsdpc
 
-STEPS = 5
+STEPS = 3
 TORCH = "torch.distributed.fsdp"
 STRATEGIES = [
     ShardingStrategy.FULL_SHARD,
