@@ -112,8 +112,8 @@ test-more: pytest-others pytest-jitter simgpu-step
 	$(call say,more Python tests passed)
 
 # Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every
-# value of each; `.ci/run` has every pair of values, except where each test takes several times as long: on
-# the simulated GPU and under sanitizers.
+# value of each; `.ci/run` has every pair of values in `make test`. SLOW: where each test takes several times
+# as long, on the simulated GPU and under sanitizers.
 COMBINATIONS := each
 SLOW_COMBINATIONS := each
 test-all:
@@ -344,8 +344,9 @@ asan-c:
 # On several ranks only what reaches most of the core: everything would take an hour. In one process
 # all but what calls nothing of the extension: the planner, except where its numbers are compared with
 # the core's, and rules of the source tree, documents and tests.
-NOT_OF_THE_CORE := plan_command plan_doctor plan_time wall combinations comparisons compatibility_doc \
-    compatibility_doc2 gpu_benchmarks layering readmes stuck
+NOT_OF_THE_CORE := benchmarks combinations comparisons compatibility_doc compatibility_doc2 cuda_build \
+    device_audit gpu_benchmarks import interruptible layering plan_command plan_doctor plan_time readmes \
+    stub stuck torch_names wall world
 ASAN_TESTS := $(filter-out $(NOT_OF_THE_CORE:%=tests/unit/test_%.py),$(wildcard tests/unit/test_*.py)) \
     tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_experts.py)
 ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \
