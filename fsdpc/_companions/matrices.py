@@ -7,7 +7,7 @@ A deal depends on sizes alone, so that all ranks come to the same one.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -65,14 +65,15 @@ class Matrix(NamedTuple):
 
 def deal(
     work: Sequence[int],
-    held: Sequence[Sequence[int]],
+    held: Callable[[int], np.ndarray],
     world: int,
     holders: bool = False,
     kept: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The owner of each matrix, the largest first: the rank that holds most of it (``held[i][r]``
-    elements) among those whose load stays below the mean or the largest matrix, else the rank with
-    the least load. ``holders``: only among ranks that hold some. ``kept``: owners that stay.
+    """The owner of each matrix, the largest first: the rank that holds most of it (``held(i)``:
+    elements on each rank) among those whose load stays below the mean or the largest matrix, else
+    the rank with the least load. ``holders``: only among ranks that hold some; matrices that fewer
+    ranks hold come first then. ``kept``: owners that stay.
     """
     owners = [0 if owner is None else owner for owner in kept or [None] * len(work)]
     loads = np.zeros(world, dtype=np.float64)
@@ -80,14 +81,17 @@ def deal(
     for i in {*range(len(work))}.difference(free):
         loads[owners[i]] += work[i]
     share = max(max(work, default=0), -(-sum(work) // world))
-    for i in sorted(free, key=lambda i: (-work[i], i)):
-        own = np.asarray(held[i])
-        may = own > 0 if holders and own.any() else own >= 0
-        fits = (loads + work[i] <= share) & may
-        # Of equal ranks the one with the least load, then the first.
-        order = np.lexsort((loads, -own if fits.any() else loads, ~fits, ~may))
-        owners[i] = int(order[0])
-        loads[order[0]] += work[i]
+    few = [np.count_nonzero(held(i)) if holders else 0 for i in range(len(work))]
+    for i in sorted(free, key=lambda i: (few[i], -work[i], i)):
+        own = held(i)
+        may = own > 0 if few[i] else np.ones(world, dtype=bool)
+        chosen = np.flatnonzero(may & (loads + work[i] <= share))
+        if chosen.size:
+            chosen = chosen[own[chosen] == own[chosen].max()]
+        else:
+            chosen = np.flatnonzero(may)
+        owners[i] = int(chosen[loads[chosen].argmin()])  # the first of equal ones
+        loads[owners[i]] += work[i]
     return owners
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -90,8 +91,7 @@ class Route:
         world = group.world
         given = owners is not None
         if owners is None:
-            held = [[m.piece(rank)[1] for rank in range(world)] for m in members]
-            owners = deal(work, held, world, holders, kept)
+            owners = owners_of(members, work, world, holders, kept)
         self.owners = owners
         rounds = rounds_of(work, [m.matrix.numel for m in members], owners, world, ROUND)
         self.rounds: list[Round] = []
@@ -152,6 +152,26 @@ class Route:
             fill(piece, self._lanes_at(out, piece.place, piece.count))
         counts = [lanes * count for count in received], [lanes * count for count in sent]
         return out, whole, self.group.exchange(whole, out, *counts, "matrices to their owners")
+
+
+def owners_of(
+    members: Sequence[Member],
+    work: Sequence[int],
+    world: int,
+    holders: bool,
+    kept: Sequence[int | None] | None = None,
+) -> list[int]:
+    """The owner of each matrix, see ``deal``. A stack of experts shares its parameter's spans."""
+    ranks = {id(member.ranks): member.ranks for member in members}
+    spans = {key: np.array(its) for key, its in ranks.items()}
+
+    def held(i: int) -> np.ndarray:
+        matrix, of = members[i].matrix, spans[id(members[i].ranks)]
+        first = np.maximum(of[:, 0], matrix.begin)
+        last = np.minimum(of[:, 0] + of[:, 2], matrix.begin + matrix.numel)
+        return np.maximum(last - first, 0)
+
+    return deal(work, held, world, holders, kept)
 
 
 def _round(of: Sequence[Sequence[Member]], rank: int) -> Round:
