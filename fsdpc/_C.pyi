@@ -364,6 +364,7 @@ def optim_step(
     device: int = -1,
     control: tuple[_Array | None, _Array | None, _Array | None] | None = None,
     scratch: _Array | None = None,
+    measures: NDArray[np.float64] | None = None,
 ) -> None: ...
 def optim_table(
     plain: type,

@@ -41,6 +41,17 @@
 
 enum { FSDPC_OPTIM_STATES = 3, FSDPC_OPTIM_BLOCK = 256, FSDPC_OPTIM_EDGE = 3 };
 
+/* What a step measures: the sum of the squares and the largest magnitude of each of these. Gradients are
+ * those in memory before the step, weights those behind it, updates the differences of a weight's values in
+ * memory. Sums are added in the order of parts, the same on any number of threads; NaN stays NaN. */
+typedef enum fsdpc_optim_measured {
+    FSDPC_OPTIM_GRADS,
+    FSDPC_OPTIM_WEIGHTS,
+    FSDPC_OPTIM_UPDATES,
+    FSDPC_OPTIM_MEASURED
+} fsdpc_optim_measured;
+enum { FSDPC_OPTIM_MEASURES = 2 * FSDPC_OPTIM_MEASURED };
+
 #define FSDPC_OPTIM_KIND(NAME, ...) FSDPC_OPTIM_##NAME = FSDPC_STEP_##NAME,
 typedef enum fsdpc_optim_kind {
     FSDPC_STEP_ELEMENT_KINDS(FSDPC_OPTIM_KIND) FSDPC_STEP_BLOCK_KINDS(FSDPC_OPTIM_KIND)
@@ -74,6 +85,8 @@ typedef struct fsdpc_optim_tensor {
     uint64_t key;  /* the parameter's number, for the stochastic rounding */
     double step;   /* t, counted from 1 */
     float *edges;  /* 8-bit: what other ranks hold of the first and the last block, or NULL */
+    double *
+        measures; /* FSDPC_OPTIM_MEASURES values that a step of fsdpc_optim_step adds to, or NULL */
 } fsdpc_optim_tensor;
 
 /* One step of every tensor. float64 goes with float64 only; else every float type goes with every

@@ -90,6 +90,27 @@ typedef void fsdpc_optim_part(void *context, int tensor, int64_t begin, int64_t 
 int fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int threads,
                           fsdpc_optim_part *part, void *context);
 
+/* The number of a tensor's parts. */
+int64_t fsdpc_optim_parts_of(const fsdpc_optim_tensor *tensor);
+
+/* What a step measures, part by part (optim_measure.c). */
+typedef struct fsdpc_optim_meter {
+    const struct fsdpc_kernels *kernels;
+    int64_t *starts; /* the number of each tensor's first part */
+    double *values;  /* FSDPC_OPTIM_MEASURES of each part; NULL: no tensor is measured */
+} fsdpc_optim_meter;
+int fsdpc_optim_meter_open(fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensors, int count);
+/* Adds the parts to the tensors' measures, and frees the meter's memory. */
+void fsdpc_optim_meter_close(fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensors,
+                             int count);
+/* Around the step of elements [begin, begin + n), n at most FSDPC_OPTIM_MEASURED_TILE, of a tensor; `old`
+ * has room for as many values of 8 bytes. */
+enum { FSDPC_OPTIM_MEASURED_TILE = 2048 };
+void fsdpc_optim_before_tile(const fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensor,
+                             int index, int64_t begin, int64_t n, void *old);
+void fsdpc_optim_behind_tile(const fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensor,
+                             int index, int64_t begin, int64_t n, void *old);
+
 /* The gradients of elements [begin, begin + n), n at most a tile, unscaled and with coupled decay; the
  * loops multiply what is returned by the tensor's inverse and its factor. Returns `buffer` or, where
  * nothing is to be done, the gradient itself. Unscaled gradients are written back if `write`. */

@@ -71,8 +71,8 @@ struct loop {
     void *context;
 };
 
-static int64_t
-parts_of(const fsdpc_optim_tensor *tensor)
+int64_t
+fsdpc_optim_parts_of(const fsdpc_optim_tensor *tensor)
 {
     if (tensor->numel == 0) {
         return 0;
@@ -124,7 +124,7 @@ fsdpc_optim_for_parts(const fsdpc_optim_tensor *tensors, int count, int threads,
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the parts of %d tensors", count);
     }
     for (int i = 0; i < count; i++) {
-        loop.starts[i + 1] = loop.starts[i] + parts_of(&tensors[i]);
+        loop.starts[i + 1] = loop.starts[i] + fsdpc_optim_parts_of(&tensors[i]);
     }
     const int64_t parts = loop.starts[count];
     const int status = run(threads, parts, grain_for(parts, threads), do_parts, &loop);
@@ -170,7 +170,7 @@ fsdpc_optim_sum_squares(void *const *data, const fsdpc_dtype *types, const int64
         tensors[i] =
             (fsdpc_optim_tensor){.grad = data[i], .grad_type = types[i], .numel = numels[i]};
         starts[i] = parts;
-        parts += parts_of(&tensors[i]);
+        parts += fsdpc_optim_parts_of(&tensors[i]);
     }
     squares.tensors = tensors;
     squares.starts = starts;

@@ -171,6 +171,7 @@ struct pass {
     const fsdpc_optim_tensor *tensors;
     int count;
     fsdpc_optim_numbers *numbers; /* one per tensor */
+    fsdpc_optim_meter meter;
 };
 
 /* Each block's elements in [begin, begin + n) with the block's denominator. */
@@ -328,6 +329,34 @@ prefetch_first_lines(const fsdpc_optim_tensor *tensor)
 }
 
 static void
+step_any_tile(const struct pass *pass, int index, bool low, int64_t begin, int64_t n)
+{
+    const fsdpc_optim_tensor *tensor = &pass->tensors[index];
+    const fsdpc_optim_numbers *k = &pass->numbers[index];
+    if (pass->rule->stochastic) {
+        step_tile_stochastic(pass, tensor, k, begin, n);
+    } else if (low) {
+        step_tile_low(pass, tensor, k, begin, n);
+    } else {
+        step_tile(pass, tensor, k, begin, n);
+    }
+    if (tensor->copy != NULL) {
+        fsdpc_optim_store(pass->loops, tensor->copy, tensor->copy_type, begin, n,
+                          at(tensor->param, FSDPC_F32, begin));
+    }
+}
+
+static void
+measured_tile(const struct pass *pass, int index, bool low, int64_t begin, int64_t n)
+{
+    _Alignas(64) double old[FSDPC_OPTIM_MEASURED_TILE];
+    const fsdpc_optim_tensor *tensor = &pass->tensors[index];
+    fsdpc_optim_before_tile(&pass->meter, tensor, index, begin, n, old);
+    step_any_tile(pass, index, low, begin, n);
+    fsdpc_optim_behind_tile(&pass->meter, tensor, index, begin, n, old);
+}
+
+static void
 step_part(void *context, int index, int64_t begin, int64_t end)
 {
     const struct pass *pass = context;
@@ -335,22 +364,15 @@ step_part(void *context, int index, int64_t begin, int64_t end)
     if (end == tensor->numel && index + 1 < pass->count) {
         prefetch_first_lines(tensor + 1);
     }
-    const fsdpc_optim_numbers *k = &pass->numbers[index];
-    const bool low = !pass->rule->stochastic && is_low(pass, tensor, k);
-    const int64_t longest = longest_tile(pass, tensor, low);
+    const bool measured = pass->meter.values != NULL && tensor->measures != NULL;
+    const bool low = !pass->rule->stochastic && is_low(pass, tensor, &pass->numbers[index]);
+    int64_t longest = longest_tile(pass, tensor, low);
+    if (measured && longest > FSDPC_OPTIM_MEASURED_TILE) {
+        longest = FSDPC_OPTIM_MEASURED_TILE;
+    }
     for (int64_t tile = begin, n; tile < end; tile += n) {
         n = tile_length(tensor, tile, end, longest);
-        if (pass->rule->stochastic) {
-            step_tile_stochastic(pass, tensor, k, tile, n);
-        } else if (low) {
-            step_tile_low(pass, tensor, k, tile, n);
-        } else {
-            step_tile(pass, tensor, k, tile, n);
-        }
-        if (tensor->copy != NULL) {
-            fsdpc_optim_store(pass->loops, tensor->copy, tensor->copy_type, tile, n,
-                              at(tensor->param, FSDPC_F32, tile));
-        }
+        (measured ? measured_tile : step_any_tile)(pass, index, low, tile, n);
     }
 }
 
@@ -423,7 +445,11 @@ fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for a step of %d tensors", count);
     }
     fill_numbers(rule, tensors, count, pass.numbers);
-    const int status = fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+    int status = fsdpc_optim_meter_open(&pass.meter, tensors, count);
+    if (status == FSDPC_OK) {
+        status = fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+        fsdpc_optim_meter_close(&pass.meter, tensors, count);
+    }
     fsdpc_mem_free(pass.numbers);
     return status;
 }

@@ -48,6 +48,7 @@ from fsdpc.optim._disk import Disk
 from fsdpc.optim._disk import Store as DiskStore
 from fsdpc.optim._host import Host, HostStore, all_in_host_memory
 from fsdpc.optim._places import Group, by_group, group_of, local_of, locals_of
+from fsdpc.optim._statistics import MEASURES, Measured, Meter
 from fsdpc.optim._table import COPIES, GRADS, PARAMS, PATIENCE, Table, table_of
 
 
@@ -126,6 +127,8 @@ class FusedOptimizer(Optimizer):
     _inside: Any = None  # what steps units in backward, see _in_backward.py
     _store: Store | None = None  # of states that are offloaded
     _where: int | None = None  # the GPU of slices, which belong to no unit
+    _meter: Meter | None = None
+    _can_measure = True
 
     def _open(self, params: Any, offload: Disk | Host | None, **options: Any) -> None:
         """Construct, with these options for groups. ``ValueError`` in torch's words for numbers
@@ -204,15 +207,16 @@ class FusedOptimizer(Optimizer):
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
         grad_scale = getattr(self, "grad_scale", None)
-        table = self._table
-        if table is not None and table.read(self):
+        table, measures = self._table, self._meter is not None and self._meter.begin()
+        if table is not None and not measures and table.read(self):
             self._tables = 0
             try:
                 self._step_table(table, max_norm, grad_scale, found_inf)
             finally:
                 table.end()
             return loss
-        self._table = None
+        if not measures:
+            self._table = None
         on_gpu = self._is_on_gpu()
         members = [self._members(group["params"]) for group in self.param_groups]
         if self._check is not None:
@@ -227,8 +231,44 @@ class FusedOptimizer(Optimizer):
             parts = [] if max_norm is None else self._squares(members)
             scaling = self._scaling_on_host(parts, max_norm, grad_scale)
         self._step_begun(members, reading, scaling)
-        self._make_table()
+        if measures:
+            assert self._meter is not None
+            self._meter.end(scaling.scale)
+        else:
+            self._make_table()
         return loss
+
+    def measure(self, every: int = 1) -> None:
+        """Let each ``every``-th step measure its gradients (before clipping, divided by the loss
+        scale), the weights behind it and its updates: ``statistics`` then has norms and largest
+        magnitudes of each parameter and unit. 0: none. Local; a measured step is collective over
+        the ranks that share parameters, and every rank must call ``step`` as often as the others.
+
+        In host memory the numbers come from the pass of the step, and results of steps stay the
+        same bits. ``NotImplementedError``: optimizers with states of 8 bits or elsewhere, steps in
+        backward, and, at the step, parameters on a GPU.
+        """
+        if every < 0:
+            raise ValueError(f"measure: every={every} must not be negative")
+        if not self._can_measure or self._store is not None or self._inside is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__}.measure(): steps with states of 8 bits, with offload= and "
+                "in backward have no statistics. Use AdamW with its states in memory, and step "
+                "after backward"
+            )
+        self._meter = Meter(self, every) if every else None
+
+    @property
+    def statistics(self) -> Measured | None:
+        """Of the last step that was measured; None before the first. A step that a loss scaler
+        skips is not measured. Local.
+        """
+        return None if self._meter is None else self._meter.found
+
+    @property
+    def _measured(self) -> Meter | None:
+        """What takes the statistics of the step under way."""
+        return self._meter if self._meter is not None and self._meter.on else None
 
     def _make_table(self) -> None:
         if self._kind is None or (self._tables > PATIENCE and self._tables % PATIENCE):
@@ -550,8 +590,14 @@ class FusedOptimizer(Optimizer):
             if where is not None:
                 step_on(where, kind, tuple(rule), control, *arguments, part)
             else:
+                meter = self._measured
+                measures = None if meter is None else np.zeros((len(own), MEASURES))
                 threads = torch.get_num_threads()
-                _C.optim_step(kind, tuple(rule), *arguments, part, threads=threads)
+                _C.optim_step(
+                    kind, tuple(rule), *arguments, part, threads=threads, measures=measures
+                )
+                for i, row in zip(own, () if measures is None else measures, strict=False):
+                    meter.add(params[i], row)
             if part is not edges and edges is not None and part is not None:
                 edges[own] = part
 

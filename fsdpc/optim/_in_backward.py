@@ -59,6 +59,8 @@ def in_backward(
         for param in group["params"]:
             unit = _unit_of(param, names.get(id(param), f"of shape {tuple(param.shape)}"))
             units[id(unit)] = unit
+    if optimizer._meter is not None:
+        raise NotImplementedError("optim.in_backward: an optimizer that measures its steps")
     if optimizer._communicates():
         raise NotImplementedError(
             f"{type(optimizer).__name__} communicates in its step, and ranks reach a unit's step "

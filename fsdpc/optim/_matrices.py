@@ -15,9 +15,9 @@ from fsdpc._companions.matrices import ADAPTED, Matrix, is_matrix
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import Members, Rule, Scaling, check_number
 from fsdpc.optim._owned import Piece
-from fsdpc.optim._places import ParamSpan, names_of
+from fsdpc.optim._places import ParamSpan, clean, names_of
 from fsdpc.optim._spanned import Stretch, part
-from fsdpc.optim._whole import WholeOptimizer, clean
+from fsdpc.optim._whole import WholeOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -24,6 +24,8 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc._spans.rows import block
 from fsdpc._spans.span import Span
 
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
 
 class ParamSpan(NamedTuple):
     """A ``Span`` of a parameter of the optimizer, and the whole parameter of which it has elements.
@@ -263,6 +265,13 @@ def names_of(param: Tensor, given: str | None = None) -> list[str | None]:
         is_root = unit.tree.units[0] is unit and unit.name[:1].isupper()  # named by its class
         prefix = [] if is_root else unit.name.split(".")
     return [".".join([*filter(None, prefix), unit.infos[index].name]) for index in covers]
+
+
+def clean(name: str | None) -> str | None:
+    """A parameter's name without wrappers' parts."""
+    if name is None:
+        return None
+    return ".".join(each for each in name.split(".") if each not in WRAPPERS)
 
 
 def group_of(param: Tensor) -> list[Group]:

@@ -18,10 +18,8 @@ from torch import Tensor
 from fsdpc._companions.matrices import Matrix
 from fsdpc.optim._base import Members, Scaling, step_counter
 from fsdpc.optim._owned import Member, Piece, Route
-from fsdpc.optim._places import Group, ParamSpan, local_of, names_of, spans_of_ranks
+from fsdpc.optim._places import Group, ParamSpan, clean, local_of, names_of, spans_of_ranks
 from fsdpc.optim._spanned import BlockOptimizer, Held, Stretch, part
-
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -202,7 +200,7 @@ class WholeOptimizer(BlockOptimizer):
         """The step of matrices. Collective over the ranks that share some."""
         self._plan()
         assert self._routes is not None and self._local is not None
-        found_inf = scaling.control.found_inf
+        found_inf, measured = scaling.control.found_inf, self._measured
         if self.keeps_whole_states and found_inf is not None and bool(found_inf != 0):
             return  # nothing of the step stays at an owner
         stretches: dict[int, Stretch] = {}
@@ -226,8 +224,14 @@ class WholeOptimizer(BlockOptimizer):
 
         def take(piece: Piece, new: Tensor) -> None:
             stretch = stretches.get(id(piece.member.span))
-            if stretch is not None:
+            if stretch is not None and measured is None:
                 self._take(stretch, piece, new, scaling)
+            elif stretch is not None:
+                old = piece_of(stretch.value, piece).clone()
+                self._take(stretch, piece, new, scaling)
+                grad = piece_of(stretch.grad, piece)
+                grad = grad * scaling.scale if scaling.writes_grads else grad
+                measured.add_matrix(stretch.param, grad, piece_of(stretch.value, piece), old)
 
         for found in members:
             for param in found.params:
@@ -513,10 +517,3 @@ def scaled(grad: Tensor, scaling: Scaling) -> Tensor:
 def piece_of(value: Tensor, piece: Piece) -> Tensor:
     """A piece of the contiguous memory of a span."""
     return local_of(value).view(-1)[piece.at : piece.at + piece.count]
-
-
-def clean(name: str | None) -> str | None:
-    """A parameter's name without wrappers' parts."""
-    if name is None:
-        return None
-    return ".".join(each for each in name.split(".") if each not in WRAPPERS)

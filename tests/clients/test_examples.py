@@ -47,6 +47,15 @@ def test_accelerate():
     assert last.endswith("from the checkpoint the same: True")
 
 
+def test_step_statistics():
+    lines = torchrun("step_statistics.py", "--steps", "2", "--every", "2").splitlines()
+    assert [line.split()[2] for line in lines if line.startswith("step")] == [
+        "GPT",
+        "blocks.0",
+        "blocks.1",
+    ]
+
+
 def test_lightning():
     pytest.importorskip("lightning", reason="lightning is not installed")
     lines = torchrun("lightning_fsdpc.py", "--batches", "12", "--width", "48").splitlines()

@@ -312,3 +312,71 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
         ours = {torch.optim.Adafactor: "Adafactor of fsdpc.optim", Adam_mini: "AdamMini of"}
         assert all(f"Use {ours.get(kind, 'an elementwise')}" in text for text in found)
         assert not said(kind, by_class), "said once"
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [kind for kind in OPTIONS if kind != "AdamW8bit"])
+def test_statistics(rank, world, kind):
+    """Of whole parameters, as of the unsharded tensors; the steps stay the same bits."""
+    expected = Model(torch.float32)
+    single = make(kind, expected)
+    models = {
+        "FSDP": wrap("fsdpc", Model(torch.float32), use_orig_params=True),
+        "flat": wrap("fsdpc", Model(torch.float32), use_orig_params=False),
+        "fully_shard": fsdpc.fully_shard(Model(torch.float32)),
+    }
+    optimizers = {door: make(kind, model) for door, model in models.items()}
+    for optimizer in optimizers.values():
+        optimizer.measure(every=2)
+    pairs = [(models[door], optimizers[door]) for door in models]
+    for step in range(STEPS):
+        before = {name: value.detach().clone() for name, value in expected.named_parameters()}
+        for model, optimizer in ((expected, single), *pairs):
+            optimizer.zero_grad()
+            (model(step) * 4).backward()
+            optimizer.grad_scale = torch.tensor(4.0)
+            optimizer.step()
+        if step == 1:
+            every = {
+                name: (value.grad.clone(), value.detach().clone(), value.detach() - before[name])
+                for name, value in expected.named_parameters()
+            }
+    flat = {
+        "": [torch.cat([every[name][i].reshape(-1) for name in every]) for i in range(3)],
+    }
+    for door, optimizer in optimizers.items():
+        found = optimizer.statistics
+        assert found.step == 2
+        for name, row in found.parameters.items():
+            same_statistics(row, every[name] if name in every else flat[""], door)
+        [row] = found.units.values()
+        same_statistics(row, flat[""], door)
+        assert len(found.parameters) == (1 if door == "flat" else len(SHAPES))
+    for name, value in full_parameters(models["FSDP"]).items():
+        assert torch.equal(value, dict(expected.named_parameters())[name].detach()), name
+
+
+def same_statistics(row: Any, values: Any, where: str) -> None:
+    wanted = [f(v.double()) for v in values for f in (torch.linalg.vector_norm, amax)]
+    torch.testing.assert_close(list(row), [float(each) for each in wanted], rtol=1e-5, atol=1e-9)
+
+
+def amax(value: torch.Tensor) -> torch.Tensor:
+    return value.abs().max()
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path):
+    param = nn.Parameter(torch.ones(5000))
+    with pytest.raises(NotImplementedError, match="8 bits"):
+        optim.AdamW8bit([param]).measure()
+    with pytest.raises(NotImplementedError, match="offload="):
+        optim.AdamW([param], offload=optim.Disk(tmp_path)).measure()
+    optimizer = optim.AdamW([param])
+    with pytest.raises(ValueError, match="every=-1"):
+        optimizer.measure(-1)
+    optimizer.measure(1)
+    param.grad = torch.full_like(param, float("nan"))
+    optimizer.step()
+    assert optimizer.statistics.parameters["0"].grad_max == float("inf")
+    optimizer.measure(0)
+    assert optimizer.statistics is None

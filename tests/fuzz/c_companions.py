@@ -88,7 +88,11 @@ class Companions:
         edges = np.zeros((count, 2, 3), np.float32) if kind == "edges8" else None
         steps = [self.tensor(1) for _ in range(count)]
         given = (kind, self.rule, whole[0], whole[1], tuple(states), steps)
-        self.call("optim_step", _probe.optim_step, *given, places, edges, rng.choice([1, 2]))
+        measures = rng.choice([None, np.zeros((count, 6)), np.zeros(6), self.hostile()])
+        self.call(
+            "optim_step", _probe.optim_step,
+            *given, places, edges, rng.choice([1, 2]), measures=measures,
+        )  # fmt: skip
 
     def new_table(self) -> Any:
         """A table, and what the caller of a table keeps alive."""

@@ -22,8 +22,9 @@ struct request {
     fsdpc_py_device place; /* of all tensors */
     fsdpc_step_control control;
     void *scratch;
-    PyObject *params, *grads, *steps, *places, *edges; /* owned tuples; borrowed: places, edges */
-    PyObject *states[MAX_STATES];                      /* owned tuples */
+    PyObject *params, *grads, *steps;    /* owned tuples */
+    PyObject *places, *edges, *measures; /* borrowed */
+    PyObject *states[MAX_STATES];        /* owned tuples */
     int state_count;
     int32_t threads;
     int count;
@@ -273,6 +274,32 @@ read_edges(struct request *request)
     return 0;
 }
 
+static int
+read_measures(struct request *request)
+{
+    PyArrayObject *array = (PyArrayObject *)request->measures;
+    if (request->measures == Py_None) {
+        return 0;
+    }
+    if (request->device || request->how != FSDPC_OPTIM_WHOLE) {
+        PyErr_SetString(PyExc_NotImplementedError,
+                        "optim_step: statistics of a step on a GPU or with states of 8 bits");
+        return -1;
+    }
+    if (!PyArray_Check(request->measures) || PyArray_TYPE(array) != NPY_FLOAT64 ||
+        !PyArray_ISCARRAY(array) ||
+        PyArray_SIZE(array) != (npy_intp)request->count * FSDPC_OPTIM_MEASURES) {
+        PyErr_Format(PyExc_ValueError, "optim_step: measures must be a float64 array of (%d, %d)",
+                     request->count, FSDPC_OPTIM_MEASURES);
+        return -1;
+    }
+    double *values = PyArray_DATA(array);
+    for (int i = 0; i < request->count; i++) {
+        request->tensors[i].measures = values + (size_t)i * FSDPC_OPTIM_MEASURES;
+    }
+    return 0;
+}
+
 /* --- tensors on a GPU --------------------------------------------------------------------------- */
 
 /* *out: the address of a tensor of one element on the device; unchanged for None. 0, or -1 with an
@@ -403,7 +430,7 @@ request_open(struct request *request, PyObject *params, PyObject *grads, PyObjec
             return -1;
         }
     }
-    return read_edges(request);
+    return read_edges(request) < 0 ? -1 : read_measures(request);
 }
 
 static int
@@ -433,8 +460,11 @@ run(const struct request *request)
 static PyObject *
 optim_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
-    struct request request = {
-        .places = Py_None, .edges = Py_None, .threads = 1, .place = fsdpc_py_host};
+    struct request request = {.places = Py_None,
+                              .edges = Py_None,
+                              .measures = Py_None,
+                              .threads = 1,
+                              .place = fsdpc_py_host};
     PyObject *rule, *params, *grads, *states, *steps, *result = NULL;
     PyObject *control = Py_None, *scratch = Py_None;
     int32_t device = -1;
@@ -452,8 +482,9 @@ optim_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
         {"device", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &device},
         {"control", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &control},
         {"scratch", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &scratch},
+        {"measures", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &request.measures},
     };
-    if (fsdpc_py_args("optim_step", table, 12, args, count, keywords) == 0 &&
+    if (fsdpc_py_args("optim_step", table, 13, args, count, keywords) == 0 &&
         parse_kind(kind, &request) == 0 && fsdpc_py_optim_rule(rule, &request.rule) == 0 &&
         request_open(&request, params, grads, states, steps, device, control, scratch) == 0) {
         const int status = run(&request);
@@ -467,12 +498,13 @@ PyMethodDef fsdpc_py_optim_methods[] = {
     FSDPC_PY_FUNCTION(
         optim_step, FSDPC_PY_KEYWORDS,
         "(kind, rule, params, grads, states, steps, places=None, edges=None, threads=1, device=-1, "
-        "control=None, scratch=None)",
+        "control=None, scratch=None, measures=None)",
         "One step of contiguous tensors in host memory, see csrc/optim/optim.h. rule: (lr, beta1,\n"
         "beta2, eps, weight_decay, grad_scale, clip, decoupled, maximize, nesterov, stochastic,\n"
         "keeps_grads, seed). states: one list per state. places: (first, key, block) of each\n"
         "tensor. device: the GPU's ordinal if all tensors, steps and edges are in its memory.\n"
         "Then the step is queued on its current stream; control is (grad_scale, found_inf, clip),\n"
-        "a tensor of one value there or None each; scratch: 256 bytes there for each tensor."),
+        "a tensor of one value there or None each; scratch: 256 bytes there for each tensor.\n"
+        "measures: a float64 array, 6 values for each tensor that the step adds to."),
     {NULL, NULL, 0, NULL},
 };
