@@ -23,7 +23,8 @@ all_left(const fsdpc_exchange *x)
 {
     for (int r = 0; r < x->world; r++) {
         const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
-        if (atomic_load(&other->left) < x->tag && atomic_load(&other->ready) <= x->tag) {
+        if (atomic_load(&other->left) < x->tag && atomic_load(&other->ready) <= x->tag &&
+            !fsdpc_shm_left(x->shm, r)) {
             return false;
         }
     }

@@ -20,9 +20,10 @@
  * write a part of a parameter in a way that autograd does not count.
  *
  * A rank that waits elsewhere (for a state dict) has not published its changes: this rank compares the other's
- * values with the samples of the other's last pass.
+ * values with the samples of the other's last pass. A rank that has left changes nothing any more: its values
+ * are read as long as no rank has touched its own since, in passes of both kinds.
  *
- * Passes with gradients check nothing: their tags (next_pass in tree.c) keep them apart. They publish
+ * Passes with gradients check nothing else: their tags (next_pass in tree.c) keep them apart. They publish
  * if the pass before was one without gradients.
  */
 #include <string.h>
@@ -182,6 +183,20 @@ changed_here(const fsdpc_exchange *x, uint64_t *before)
     return atomic_load(&own->changed) == x->tag;
 }
 
+/* A rank waits elsewhere, and this rank has read its values: one of the two has changed its weights. */
+static bool
+waits_with_others(fsdpc_exchange *x, int r, uint64_t touched, int *who)
+{
+    const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
+    uint64_t before;
+    if (touched <= atomic_load(&other->ready)) {
+        return compare_rank(x, r, false) == MOST;
+    }
+    *who = x->rank;
+    return changed_here(x, &before) && atomic_load(&other->touched) <= before &&
+           shares(x, x->rank, r) && compare_rank(x, r, false) == SAME;
+}
+
 /* The rank's values belong to other weights than this rank's in this pass; *who: the rank whose weights have
  * changed. */
 static bool
@@ -192,8 +207,7 @@ differs(fsdpc_exchange *x, int r, int *who)
     uint64_t before;
     *who = r;
     if (ready < x->tag) {
-        return touched <= ready && atomic_load(&other->sampled) == ready &&
-               compare_rank(x, r, false) == MOST;
+        return atomic_load(&other->sampled) == ready && waits_with_others(x, r, touched, who);
     }
     if (atomic_load(&other->changed) >= x->tag && touched <= atomic_load(&other->before)) {
         return ready > x->tag || shares(x, r, x->rank);
@@ -203,10 +217,29 @@ differs(fsdpc_exchange *x, int r, int *who)
            (ready > x->tag || shares(x, x->rank, r));
 }
 
+/* A rank that has left before this pass cannot have made a change that any rank has made since. */
+static int
+check_left(fsdpc_exchange *x, const fsdpc_unit *unit, int left)
+{
+    const fsdpc_wait what = {.op = "gather", .unit = fsdpc_unit_name(unit)};
+    const uint64_t ready = atomic_load(&x->shared->ranks[left].ready);
+    for (int r = 0; ready < x->tag && r < x->world; r++) {
+        if (atomic_load(&x->shared->ranks[r].touched) > ready) {
+            return fsdpc_shm_left_error(x->shm, left, &what);
+        }
+    }
+    return FSDPC_OK;
+}
+
 int
 fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     int who;
+    for (int r = 0; r < x->world; r++) {
+        if (atomic_load(&x->shared->ranks[r].ready) < x->tag && fsdpc_shm_left(x->shm, r)) {
+            FSDPC_TRY(check_left(x, unit, r));
+        }
+    }
     for (int r = 0; x->shared->checks && r < x->world; r++) {
         if (r != x->rank && differs(x, r, &who)) {
             return refuse(x, unit, who, who == r ? x->rank : r);

@@ -12,10 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from harness import ranks
+from harness import ranks, run_ranks
 from toys import by_door, full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
+from fsdpc._comm import bootstrap as _bootstrap
 
 
 def wide() -> torch.nn.Module:
@@ -196,3 +197,28 @@ def test_changes_of_what_one_rank_holds(rank, world, cut):
                     model(batch)
                     change()
                     model(batch)
+
+
+# --- a rank that leaves in good order -------------------------------------------------------------
+
+
+def evaluate_without_the_last(rank, world, changes, grad):
+    model, plain = sharded("orig"), wide()
+    evaluate(model, rank, 2, plain)
+    if rank == world - 1:
+        _bootstrap._leave()  # what a program's end does
+        return
+    evaluate(model, rank, 1, plain)
+    if changes:
+        put(model, [0.5 * value.detach() for value in model.parameters()], data=True)
+    with torch.set_grad_enabled(grad):
+        assert torch.equal(model(tokens(rank, 0)), plain(tokens(rank, 0)))
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_rank_that_left_has_the_weights_of_then(grad):
+    """Its values are read as long as nobody changes weights, and never together with changed ones."""
+    run_ranks(evaluate_without_the_last, 3, changes=False, grad=grad)
+    outcomes = run_ranks(evaluate_without_the_last, 3, faults=True, changes=True, grad=grad)
+    for outcome in outcomes[:2]:
+        assert "rank 2 has left" in (outcome.error or ""), outcome.log

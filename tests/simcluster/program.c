@@ -14,11 +14,12 @@
 #include "tree/tree.h"
 #include "unit/unit_impl.h"
 
-enum { PARAMS = 2, NUMEL_MOST = 64, ROOT = 0 };
+enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 
 typedef struct model {
     const sim_case *c;
-    int rank, version, step;
+    int rank, version, step, event;
+    bool gone; /* this rank has left before the end */
     fsdpc_comm *comm;
     fsdpc_unit *units[SIM_UNITS];
     fsdpc_tree *tree;
@@ -52,7 +53,11 @@ drawn(const sim_case *c, int a, int b, int d, int e)
 static int64_t
 numel_of(const sim_case *c, int unit, int param)
 {
-    return 1 + (int64_t)(drawn(c, 1, unit, param, 0) % (param == 0 ? NUMEL_MOST : 9));
+    const int64_t draw = (int64_t)drawn(c, 1, unit, param, 0);
+    if (c->wide && param == 0) { /* each rank has a part of it */
+        return PIECE * (c->world - 1) + 1 + (draw & 15);
+    }
+    return 1 + (draw & INT64_MAX) % (param == 0 ? 64 : 9);
 }
 
 static float
@@ -193,6 +198,21 @@ check_sums(const model *m)
 
 /* --- the program ----------------------------------------------------------------------------- */
 
+/* The rank has elements of each unit. */
+static bool
+holds_all(const model *m)
+{
+    bool all = true;
+    for (int u = 0; u < m->c->units; u++) {
+        bool any = false;
+        for (int p = 0; p < PARAMS; p++) {
+            any = any || fsdpc_layout_span(m->units[u]->layout, p, m->rank).length > 0;
+        }
+        all = all && any;
+    }
+    return all;
+}
+
 /* As an optimizer step: this rank's shards change, and gradients begin anew. */
 static void
 set_version(model *m, int version)
@@ -207,6 +227,10 @@ set_version(model *m, int version)
         }
         unit->grads.add = false;
         memset(unit->grads.used, 0, PARAMS);
+    }
+    /* As autograd counts writes, also of a rank without elements. Else samples must show the change. */
+    if (m->tree && (version % 2 == 0 || !holds_all(m))) {
+        fsdpc_tree_touch(m->tree);
     }
 }
 
@@ -367,43 +391,114 @@ add_up(const model *m)
     return FSDPC_OK;
 }
 
-/* Not where a rank leaves: the others then do not wait for each other's evaluations, and read mixed versions in the
- * step that fails for want of that rank. */
-static bool
-changes_after_evaluation(const sim_case *c)
+/* A rank raises or leaves before one of these: an evaluation, a step, a sum, the end. */
+static int
+evaluations(const sim_case *c, int step)
 {
-    return c->fault != SIM_LEAVES;
+    return c->evaluates ? (int)(drawn(c, 3, step, 0, 0) % 4) : 0;
+}
+
+static int
+event_count(const sim_case *c)
+{
+    int count = 1;
+    for (int step = 0; step < c->steps; step++) {
+        count += evaluations(c, step) + 2;
+    }
+    return count;
+}
+
+static int
+event(model *m)
+{
+    const sim_case *c = m->c;
+    const bool now = m->rank == c->victim && m->event++ == (int)(c->at % (uint64_t)event_count(c));
+    if (now && c->fault == SIM_RAISES) {
+        sim_note_fault();
+        return fsdpc_error(FSDPC_E_STATE, "the program of rank %d raises", m->rank);
+    }
+    if (now && c->fault == SIM_LEAVES) {
+        sim_note_fault();
+        m->gone = true;
+    }
+    return FSDPC_OK;
+}
+
+/* One of the batches after which weights change is too many for all ranks but one. */
+static bool
+changes_early(const model *m, int k)
+{
+    const sim_case *c = m->c;
+    return c->fault == SIM_CHANGES && k == (int)(c->at % 2) &&
+           m->step == (int)(c->at / 2) % c->steps;
+}
+
+static int
+batches(const model *m, int k)
+{
+    const int more = m->c->uneven ? (int)(drawn(m->c, 4 + m->rank, m->step, k, 1) % 3) : 0;
+    return 1 + more + (changes_early(m, k) && m->rank != m->c->victim ? 1 : 0);
+}
+
+/* Weights change afterwards only where all ranks run as many batches: else ranks with fewer would change what
+ * others still read. */
+static bool
+changes_after(const model *m, int k)
+{
+    return changes_early(m, k) || (!m->c->uneven && drawn(m->c, 5, m->step, k, 1) % 4 != 0);
+}
+
+/* Batches without gradients. */
+static int
+evaluate(model *m)
+{
+    const sim_case *c = m->c;
+    for (int k = 0; k < evaluations(c, m->step); k++) {
+        FSDPC_TRY(event(m));
+        for (int i = 0; i < batches(m, k) && !m->gone; i++) {
+            sim_say("evaluation %d, batch %d, step %d", k, i, m->step);
+            FSDPC_TRY(forward(m, false, 0));
+        }
+        if (!m->gone && changes_after(m, k)) {
+            if (changes_early(m, k) && m->rank == c->victim) {
+                sim_note_fault();
+            }
+            set_version(m, m->version + 1);
+        }
+    }
+    return FSDPC_OK;
+}
+
+static int
+step(model *m)
+{
+    const sim_case *c = m->c;
+    FSDPC_TRY(event(m));
+    for (int round = 0; round < c->rounds && !m->gone; round++) {
+        FSDPC_TRY(forward(m, true, round));
+        FSDPC_TRY(backward(m, round, round == c->rounds - 1));
+    }
+    if (!m->gone) {
+        check_sums(m);
+        FSDPC_TRY(event(m));
+    }
+    if (!m->gone) {
+        FSDPC_TRY(add_up(m));
+        set_version(m, m->version + 1);
+    }
+    return FSDPC_OK;
 }
 
 static int
 train(model *m)
 {
-    const sim_case *c = m->c;
-    for (m->step = 0; m->step < c->steps; m->step++) {
-        if (m->rank == c->victim && (uint64_t)m->step == c->at % 4) {
-            if (c->fault == SIM_RAISES) {
-                sim_note_fault();
-                return fsdpc_error(FSDPC_E_STATE, "the program of rank %d raises", m->rank);
-            }
-            if (c->fault == SIM_LEAVES) {
-                sim_note_fault();
-                return FSDPC_OK;
-            }
-        }
-        if (c->evaluates && drawn(c, 3, m->step, 0, 0) % 2 == 0) {
-            FSDPC_TRY(forward(m, false, 0));
-            set_version(m, m->version + (changes_after_evaluation(c) ? 1 : 0));
-        }
-        for (int round = 0; round < c->rounds; round++) {
-            FSDPC_TRY(forward(m, true, round));
-            FSDPC_TRY(backward(m, round, round == c->rounds - 1));
-        }
-        check_sums(m);
-        FSDPC_TRY(add_up(m));
-        set_version(m, m->version + 1);
+    for (m->step = 0; m->step < m->c->steps && !m->gone; m->step++) {
+        FSDPC_TRY(evaluate(m));
+        FSDPC_TRY(m->gone ? FSDPC_OK : step(m));
     }
+    FSDPC_TRY(m->gone ? FSDPC_OK : event(m));
     /* A rank that goes gives memory back that others may still read. */
-    return fsdpc_comm_barrier(m->comm, "close");
+    return m->gone ? FSDPC_OK : fsdpc_comm_barrier(m->comm, "close");
 }
 
 static void

@@ -391,6 +391,7 @@ run_rank(void *argument)
     s.run->main_of(rank, s.run->c, &s.run->out[rank]);
     s.run->out[rank].finished = true;
     s.run->out[rank].end_ns = s.now_ns;
+    s.run->out[rank].idle_ns = s.run->idle_ns;
     s.over[rank] = true;
     s.alive--;
     sim_wake_polls();
@@ -448,6 +449,7 @@ jump(void)
     if (first == SIM_NEVER) {
         return false;
     }
+    s.run->idle_ns += s.run->struck ? first - s.now_ns : 0;
     s.now_ns = first;
     return true;
 }

@@ -26,6 +26,7 @@ enum sim_fault {
     SIM_RAISES,
     SIM_LEAVES, /* ends in good order before the others */
     SIM_NO_MEMORY,
+    SIM_CHANGES, /* its weights after fewer batches than the others run: each value is right, or ranks raise */
     SIM_FAULTS
 };
 
@@ -35,7 +36,7 @@ typedef struct sim_case {
     int world, units, steps;
     /* The program. */
     int rounds; /* backwards of a step, all but the last under no_sync */
-    bool own_order, skips, evaluates, poison;
+    bool own_order, skips, evaluates, uneven, poison, wide;
     int backward_prefetch, gather_slots, reduce_slots;
     bool forward_prefetch;
     /* The machine. */
@@ -58,7 +59,8 @@ typedef struct sim_outcome {
     int status;
     char text[SIM_TEXT_BYTES];
     int64_t end_ns;
-    int64_t live; /* blocks that the core still counts */
+    int64_t idle_ns; /* as in sim_run, at the end of this rank */
+    int64_t live;    /* blocks that the core still counts */
 } sim_outcome;
 
 /* --- random numbers -------------------------------------------------------------------------- */
@@ -108,6 +110,7 @@ typedef struct sim_run {
     /* Results. */
     uint64_t points, switches;
     int64_t end_ns, fault_ns, napped_ns;
+    int64_t idle_ns;       /* time since the fault in which all ranks slept */
     bool struck;           /* the fault has happened, */
     const char *struck_at; /* here */
     int threads_left[SIM_RANKS];
