@@ -23,8 +23,8 @@
  * values with the samples of the other's last pass. A rank that has left changes nothing any more: its values
  * are read as long as no rank has touched its own since, in passes of both kinds.
  *
- * Passes with gradients check nothing else: their tags (next_pass in tree.c) keep them apart. They publish
- * if the pass before was one without gradients.
+ * Passes with gradients compare themselves only with ranks that wait elsewhere or have left: their tags (next_pass
+ * in tree.c) keep them apart from passes without. They publish if the pass before was one without gradients.
  */
 #include <string.h>
 
@@ -141,6 +141,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
     const uint64_t before = x->tag;
     const bool samples = !grad || x->shared->checks;
     x->shared->checks = !grad;
+    x->shared->compared = samples;
     if (!samples) {
         atomic_store(&own->touched, tag);
         return;
@@ -165,11 +166,11 @@ refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
 {
     int status = fsdpc_error(
         FSDPC_E_MISMATCH,
-        "gather of unit %s: rank %d has changed its parameters, and rank %d, in a forward without "
-        "gradients, would read values from before and from after the change. Run as many batches "
-        "on every rank before parameters change (averages swapped in or out, an optimizer step), "
-        "or gather a full state dict on all ranks before the change",
-        fsdpc_unit_name(unit), changed, unchanged);
+        "gather of unit %s: rank %d has changed its parameters, and rank %d, in a forward or a "
+        "wait elsewhere, has not: rank %d would read values from before and from after the change. "
+        "Run as many batches on every rank before parameters change (averages swapped in or out, "
+        "an optimizer step), or gather a full state dict on all ranks before the change",
+        fsdpc_unit_name(unit), changed, unchanged, x->rank);
     fsdpc_shm_abort(x->shm, fsdpc_error_text());
     return status;
 }
@@ -185,7 +186,7 @@ changed_here(const fsdpc_exchange *x, uint64_t *before)
 
 /* A rank waits elsewhere, and this rank has read its values: one of the two has changed its weights. */
 static bool
-waits_with_others(fsdpc_exchange *x, int r, uint64_t touched, int *who)
+waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
 {
     const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
     uint64_t before;
@@ -207,7 +208,11 @@ differs(fsdpc_exchange *x, int r, int *who)
     uint64_t before;
     *who = r;
     if (ready < x->tag) {
-        return atomic_load(&other->sampled) == ready && waits_with_others(x, r, touched, who);
+        return x->shared->compared && atomic_load(&other->sampled) == ready &&
+               waits_elsewhere(x, r, touched, who);
+    }
+    if (!x->shared->checks) {
+        return false;
     }
     if (atomic_load(&other->changed) >= x->tag && touched <= atomic_load(&other->before)) {
         return ready > x->tag || shares(x, r, x->rank);
@@ -236,12 +241,10 @@ fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     int who;
     for (int r = 0; r < x->world; r++) {
-        if (atomic_load(&x->shared->ranks[r].ready) < x->tag && fsdpc_shm_left(x->shm, r)) {
+        const bool behind = atomic_load(&x->shared->ranks[r].ready) < x->tag;
+        if (behind && fsdpc_shm_left(x->shm, r)) {
             FSDPC_TRY(check_left(x, unit, r));
-        }
-    }
-    for (int r = 0; x->shared->checks && r < x->world; r++) {
-        if (r != x->rank && differs(x, r, &who)) {
+        } else if (r != x->rank && (behind || x->shared->checks) && differs(x, r, &who)) {
             return refuse(x, unit, who, who == r ? x->rank : r);
         }
     }

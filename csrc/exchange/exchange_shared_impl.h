@@ -51,6 +51,7 @@ struct fsdpc_shared {
     _Atomic uint32_t *acks; /* [rank][reduce slot] */
     _Atomic uint64_t *samples;
     bool checks;      /* this pass is without gradients: exchange_shared_changes.c */
+    bool compared;    /* samples were taken before this pass */
     int reduce_total; /* base slots, then one overflow slot per unit */
     char *base_map, *over_map;
     uint64_t ctl_offset, base_offset, over_offset; /* in the segment */

@@ -30,8 +30,14 @@ STUCK, WATCH, MAP = "shm/shm_stuck.c", "shm/shm_watch.c", "shm/shm_map.c"
 MEET, HOST, SHM = "shm/shm_rendezvous.c", "shm/shm_host.c", "shm/shm.c"
 GATHER, REDUCE = "exchange/exchange_shared_gather.c", "exchange/exchange_shared_reduce.c"
 SHARED, PAUSE = "exchange/exchange_shared.c", "exchange/exchange_shared_wait.c"
-COMM = "comm/comm_shm.c"
+COMM, CHANGES, TREE = "comm/comm_shm.c", "exchange/exchange_shared_changes.c", "tree/tree.c"
+MESSAGE = "shm/shm_message.c"
 
+# Not here, as they change nothing that can be seen:
+# - The slots' set-up without its barrier: rank 0 empties the slots before it begins a pass, and nobody takes hold of
+#   one before all have begun, or stand in waits, which are after the set-up.
+# - The begin of a pass that wakes nobody: its rank gathers the root at once, whose last chunk is its own and wakes all;
+#   if it must wait before that, its wait wakes who may act.
 FAULTS = [
     # Barrier and agreement.
     Fault(
@@ -296,22 +302,10 @@ FAULTS = [
         "atomic_store(&x->shared->ranks[x->rank].ready, tag + 1);",
     ),
     Fault(
-        "begin of a pass wakes nobody",
-        SHARED,
-        "ranks[x->rank].ready, tag);\n    fsdpc_shared_notify(x);",
-        "ranks[x->rank].ready, tag);",
-    ),
-    Fault(
         "end of a forward does not wait",
         SHARED,
         "if (all_left(x) || fsdpc_shared_must_act",
         "if (true || fsdpc_shared_must_act",
-    ),
-    Fault(
-        "gather slots used before all ranks have opened them",
-        SHARED,
-        "return fsdpc_shm_barrier(x->shm, &what);",
-        "(void)what;\n    return FSDPC_OK;",
     ),
     # Reduce.
     Fault(
@@ -435,6 +429,479 @@ FAULTS = [
         COMM,
         "FSDPC_TRY(fsdpc_shm_barrier(self->shm, &wait));\n    FSDPC_TRY(check_calls",
         "(void)wait;\n    FSDPC_TRY(check_calls",
+    ),
+    # Weights that change.
+    Fault(
+        "values of a rank that left beside changed ones",
+        CHANGES,
+        "if (atomic_load(&x->shared->ranks[r].touched) > ready) {",
+        "if (false) {",
+    ),
+    Fault(
+        "a rank that left is waited for at the end of a forward",
+        SHARED,
+        " &&\n            !fsdpc_shm_left(x->shm, r)) {",
+        ") {",
+    ),
+    Fault(
+        "values of a rank that waits elsewhere beside changed ones",
+        CHANGES,
+        "if (ready < x->tag) {",
+        "if (ready < x->tag) {\n        return false;",
+    ),
+    Fault(
+        "changes of other ranks unchecked",
+        CHANGES,
+        "if (atomic_load(&other->changed) >= x->tag && touched",
+        "if (false && touched",
+    ),
+    Fault(
+        "a change of this rank unchecked",
+        CHANGES,
+        "return changed_here(x, &before) && atomic_load(&other->touched) <= before &&\n"
+        "           (ready",
+        "return changed_here(x, &before) && false && (ready",
+    ),
+    Fault(
+        "values of another claimer beside changed ones",
+        CHANGES,
+        "return x->shared->checks && changed_here(x, &before) && touched <= before &&",
+        "return false && x->shared->checks && changed_here(x, &before) && touched <= before &&",
+    ),
+    Fault(
+        "passes with gradients continue the count of those without",
+        TREE,
+        "return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;",
+        "(void)grad;\n    return pass + 1;",
+    ),
+    Fault(
+        "a tag without the count of backwards",
+        TREE,
+        "return tree->backwards << FSDPC_TAG_BITS | tree->pass;",
+        "return (uint64_t)1 << FSDPC_TAG_BITS | tree->pass;",
+    ),
+    # More of barriers, waits and departures.
+    Fault(
+        "a barrier asks for the arrival before the departure",
+        SYNC,
+        "if (fsdpc_shm_left(shm, i) &&\n"
+        "            before(atomic_load(&shm->control->slots[i].barrier_seq), round)) {",
+        "if (before(atomic_load(&shm->control->slots[i].barrier_seq), round) &&\n"
+        "            fsdpc_shm_left(shm, i)) {",
+    ),
+    Fault(
+        "the end of a backward asks for the end before the departure",
+        REDUCE,
+        "if (fsdpc_shm_left(x->shm, r) && atomic_load(&x->shared->ranks[r].ended) "
+        "<= x->backwards) {",
+        "if (atomic_load(&x->shared->ranks[r].ended) <= x->backwards && "
+        "fsdpc_shm_left(x->shm, r)) {",
+    ),
+    Fault(
+        "the end of a backward does not look for ranks that left",
+        REDUCE,
+        "FSDPC_GOTO(check_missing_left(x, &wait.what), done);",
+        "",
+    ),
+    Fault(
+        "a gather does not look for ranks that left",
+        GATHER,
+        "if (fsdpc_shm_left(x->shm, r) && !masters_final(x, r, true)) {",
+        "if (false) {",
+    ),
+    Fault(
+        "a barrier entered after a failure",
+        SYNC,
+        "    FSDPC_TRY(fsdpc_shm_check(shm, what));\n    if (shm->barrier_broken) {",
+        "    if (shm->barrier_broken) {",
+    ),
+    Fault(
+        "a barrier done a round early",
+        SYNC,
+        "        if (!before(old, round)) {\n            break;",
+        "        if (!before(old, round - 1)) {\n            break;",
+    ),
+    Fault(
+        "a spinning rank takes the last round for this one",
+        SYNC,
+        "if (!before(done, round)) {\n            return true;",
+        "if (!before(done, round - 1)) {\n            return true;",
+    ),
+    Fault(
+        "a barrier's number never written",
+        SYNC,
+        "    atomic_store_explicit(&control->slots[shm->rank].barrier_seq, round, "
+        "memory_order_release);\n",
+        "",
+    ),
+    Fault(
+        "sleepers do not watch the word of failures",
+        WAIT,
+        "syscall(SYS_futex_waitv, entries, 2,",
+        "syscall(SYS_futex_waitv, entries, 1,",
+    ),
+    Fault(
+        "a sleep without futex_waitv lasts for its whole slice",
+        WAIT,
+        "if (left_ns > SHORT_SLICE_NS) {",
+        "if (false) {",
+    ),
+    Fault(
+        "a slice without an end",
+        WAIT,
+        "int64_t until_ns = now_ns + SLICE_NS < deadline_ns ? now_ns + SLICE_NS : deadline_ns;",
+        "int64_t until_ns = deadline_ns;",
+    ),
+    Fault(
+        "a rank that did not wait is not late",
+        WAIT,
+        "causes[i] = numbers[i] = fsdpc_shm_number(shm, missing[i]);",
+        "causes[i] = numbers[i] = fsdpc_shm_number(shm, shm->rank);",
+    ),
+    Fault(
+        "the last failure counts",
+        STATE,
+        "    atomic_compare_exchange_strong(&shm->control->failure, &none, failure);\n",
+        "    (void)none;\n    atomic_store(&shm->control->failure, failure);\n",
+    ),
+    Fault(
+        "failures are not looked for",
+        STATE,
+        "if (failure == 0) {",
+        "if (failure == 0 || failure >> 16 == FSDPC_SHM_ABORTED) {",
+    ),
+    Fault(
+        "a death is another rank's",
+        WATCH,
+        "fsdpc_shm_fail(shm, FSDPC_SHM_DEAD, i);",
+        "fsdpc_shm_fail(shm, FSDPC_SHM_DEAD, (i + 1) % shm->world);",
+    ),
+    Fault(
+        "the watcher ends at the first death",
+        WATCH,
+        "                polls[i].fd = -1;\n",
+        "                return NULL;\n",
+    ),
+    Fault(
+        "a death is told again and again",
+        WATCH,
+        "                polls[i].fd = -1;\n",
+        "",
+    ),
+    Fault("the watcher is not stopped", WATCH, "    eventfd_write(shm->stop_fd, 1);\n", ""),
+    Fault("the watcher is not joined", WATCH, "    pthread_join(shm->watcher, NULL);\n", ""),
+    # More of the rendezvous.
+    Fault(
+        "rank 0 that is not there yet is an error",
+        MEET,
+        "if (errno != ECONNREFUSED && errno != EAGAIN",
+        "if (errno != EAGAIN",
+    ),
+    Fault(
+        "nothing to read is an error",
+        HOST,
+        "    if (rc == EAGAIN) {\n        return FSDPC_OK;\n    }\n"
+        "    fsdpc_shm_descriptors_close(&passed);\n    if (rc == 0 && got.kind",
+        "    fsdpc_shm_descriptors_close(&passed);\n    if (rc == 0 && got.kind",
+    ),
+    Fault(
+        "go before the last rank is ready",
+        HOST,
+        "ready < shm->world - 1) {",
+        "ready < shm->world - 2) {",
+    ),
+    Fault(
+        "no pidfds after all, and some ranks do not know",
+        HOST,
+        "welcome.watch_sockets = shm->watch_sockets;",
+        "welcome.watch_sockets = 0;",
+    ),
+    Fault(
+        "a failure of set-up is not told by rank 0",
+        HOST,
+        "        status = fsdpc_shm_message_send(shm->peers[i].socket, &go, NULL, 0, "
+        "deadline_ns);\n    }\n    if (status != FSDPC_OK) {",
+        "        status = fsdpc_shm_message_send(shm->peers[i].socket, &go, NULL, 0, "
+        "deadline_ns);\n    }\n    if (false) {",
+    ),
+    Fault(
+        "pidfds stay open",
+        MEET,
+        "        fsdpc_shm_close(&shm->peers[i].pidfd);\n",
+        "",
+    ),
+    Fault(
+        "descriptors of a refused message stay open",
+        MESSAGE,
+        "    take_descriptors(&packet, passed);\n",
+        "    take_descriptors(&packet, passed);\n"
+        "    passed->count -= passed->count == 1 && text->kind == FSDPC_SHM_HELLO;\n",
+    ),
+    # More of ranks that all wait.
+    Fault(
+        "a better fallback of another rank does not count",
+        STUCK,
+        "(waits && (word >> WAY_SHIFT & 3) <= (uint64_t)way)) {",
+        "waits) {",
+    ),
+    Fault(
+        "a rank that left may still act",
+        STUCK,
+        "if (r == outer->rank || fsdpc_shm_left(outer, r) ||",
+        "if (r == outer->rank ||",
+    ),
+    Fault(
+        "a rank in a barrier may still act",
+        STUCK,
+        "if (waits || !waits_for_this_rank(shm, atomic_load(&slot->process))) {",
+        "if (true || !waits_for_this_rank(shm, atomic_load(&slot->process))) {",
+    ),
+    Fault(
+        "a rank stands still while it goes on",
+        STUCK,
+        "        atomic_store(&each->control->slots[each->rank].wait, 0);\n",
+        "",
+    ),
+    Fault(
+        "a wait of the count of now, not of the examination",
+        STUCK,
+        "if (waits == 1 && changes_of(each, view, &count)) {",
+        "if (waits == 1 && changes_of(each, view, &count)) {\n"
+        "            count = atomic_load(&each->control->changes);",
+    ),
+    Fault(
+        "a change is not counted",
+        STUCK,
+        "        atomic_fetch_add(&each->control->changes, 1);\n",
+        "",
+    ),
+    Fault(
+        "a change is counted after the bell",
+        STUCK,
+        "        atomic_fetch_add(&each->control->changes, 1);\n        ring(each);",
+        "        ring(each);\n        atomic_fetch_add(&each->control->changes, 1);",
+    ),
+    Fault(
+        "the bell rings before it changes",
+        STUCK,
+        "    atomic_fetch_add(&control->bell, 1);\n    if (atomic_load(&control->asleep)",
+        "    if (atomic_load(&control->asleep)",
+    ),
+    Fault(
+        "a view of the bell after the examination",
+        STUCK,
+        "    return fsdpc_shm_sleep_word(shm, &control->bell, view->bell, until_ns, what);",
+        "    return fsdpc_shm_sleep_word(shm, &control->bell, atomic_load(&control->bell), "
+        "until_ns,\n                                what);",
+    ),
+    # More of gathers.
+    Fault(
+        "a claim keeps the count of chunks",
+        GATHER,
+        "        atomic_store(&slot->done, 0);\n",
+        "",
+    ),
+    Fault(
+        "a slot is whole without its last chunk",
+        GATHER,
+        "slot->total = chunks * (uint32_t)x->world;",
+        "slot->total = chunks * (uint32_t)x->world - 1;",
+    ),
+    Fault(
+        "who joins does not hold",
+        GATHER,
+        "    slot->holders++;\n",
+        "    slot->holders += !same;\n",
+    ),
+    Fault(
+        "a claim while another rank is a pass behind",
+        GATHER,
+        "enum hold hold = hold_locked(x, unit, slot, chunks, final || act);",
+        "enum hold hold = hold_locked(x, unit, slot, chunks, true);",
+    ),
+    Fault(
+        "older masters are never read",
+        GATHER,
+        "return ready >= x->tag || (older && ready",
+        "return ready >= x->tag || (false && older && ready",
+    ),
+    Fault(
+        "older masters are read at once",
+        GATHER,
+        "if (masters_final(x, r, act)) {",
+        "if (masters_final(x, r, true)) {",
+    ),
+    Fault(
+        "older masters do not help",
+        GATHER,
+        "            masters_final(x, r, true)) {\n            return true;",
+        "            masters_final(x, r, true)) {\n            return false;",
+    ),
+    Fault(
+        "private memory filled with masters of an earlier pass",
+        GATHER,
+        "if (masters_final(x, r, false) || fsdpc_shared_must_act(x, &wait, way)) {\n"
+        "                break;",
+        "if (masters_final(x, r, true) || fsdpc_shared_must_act(x, &wait, way)) {\n"
+        "                break;",
+    ),
+    Fault(
+        "private memory lacks a rank's piece",
+        GATHER,
+        "    for (int k = 0; k < x->world; k++) {\n        int r = (x->rank + k) % x->world;\n"
+        "        while",
+        "    for (int k = 0; k < x->world - (x->world > 2); k++) {\n"
+        "        int r = (x->rank + k) % x->world;\n        while",
+    ),
+    Fault(
+        "private memory stays after its release",
+        GATHER,
+        "        FSDPC_TRY(fsdpc_arena_restore(x->arena, fsdpc_unit_range(unit)));\n",
+        "",
+    ),
+    Fault(
+        "poison stays",
+        GATHER,
+        "        FSDPC_TRY(fsdpc_arena_unveil(x->arena, fsdpc_unit_range(unit)));\n",
+        "",
+    ),
+    Fault(
+        "a slot is released without its lock",
+        GATHER,
+        "    FSDPC_TRY(lock_slot(x, slot, &what));\n    slot_held",
+        "    (void)what;\n    slot_held",
+    ),
+    Fault(
+        "the lock is opened before the hold",
+        GATHER,
+        "        enum hold hold = hold_locked(x, unit, slot, chunks, final || act);\n"
+        "        unlock_slot(slot);\n",
+        "        unlock_slot(slot);\n"
+        "        enum hold hold = hold_locked(x, unit, slot, chunks, final || act);\n",
+    ),
+    Fault(
+        "a prefetch keeps its slot while this rank waits",
+        GATHER,
+        "        if (x->uses[u].begun && x->uses[u].refs == 0) {",
+        "        if (false) {",
+    ),
+    Fault(
+        "the end of a forward does not see later passes",
+        SHARED,
+        "if (atomic_load(&other->left) < x->tag && atomic_load(&other->ready) <= x->tag &&",
+        "if (atomic_load(&other->left) < x->tag &&",
+    ),
+    # More of reductions.
+    Fault(
+        "a round does not name its backward",
+        REDUCE,
+        "return (x->backwards + 1) << 8 | n;",
+        "return (uint64_t)1 << 8 | n;",
+    ),
+    Fault(
+        "rounds of a backward count in the next one",
+        REDUCE,
+        "    forget_rounds(x);\n    FSDPC_GOTO(discard",
+        "    FSDPC_GOTO(discard",
+    ),
+    Fault(
+        "first posts made known before they are made",
+        REDUCE,
+        "    FSDPC_TRY(post_what_waits(x, 0));\n"
+        "    atomic_store(&x->shared->ranks[x->rank].first, x->backwards + 1);\n",
+        "    atomic_store(&x->shared->ranks[x->rank].first, x->backwards + 1);\n"
+        "    FSDPC_TRY(post_what_waits(x, 0));\n",
+    ),
+    Fault(
+        "gradients of no_sync are not sent",
+        REDUCE,
+        "    FSDPC_TRY(post_what_waits(x, 0));\n",
+        "",
+    ),
+    Fault(
+        "units that this rank did not run are not summed",
+        REDUCE,
+        "bool absent_too = atomic_load(&x->shared->ranks[x->rank].first) > x->backwards;",
+        "bool absent_too = false;",
+    ),
+    Fault(
+        "a rank that waits for a slot sums nothing",
+        REDUCE,
+        "        FSDPC_GOTO(progress(x), done);\n        if (previous_post_is_done",
+        "        if (previous_post_is_done",
+    ),
+    Fault(
+        "overflow memory of all units is one",
+        REDUCE,
+        "*slot = x->reduce_slots + fsdpc_unit_use(unit)->id;",
+        "*slot = x->reduce_slots;",
+    ),
+    Fault(
+        "one reduce slot for all units",
+        REDUCE,
+        "        if (slot_is_free(x, slot)) {\n            x->shared->next_base",
+        "        if (true) {\n            x->shared->next_base",
+    ),
+    Fault(
+        "acknowledged to the wrong rank",
+        REDUCE,
+        "            acknowledge(x, r, (int)post->slot);",
+        "            acknowledge(x, (r + 1) % x->world, (int)post->slot);",
+    ),
+    Fault(
+        "the last acknowledgement wakes nobody",
+        REDUCE,
+        "    if (atomic_fetch_add(ack(x, rank, slot), 1) + 1 == (uint32_t)x->world) {",
+        "    if (atomic_fetch_add(ack(x, rank, slot), 1) == (uint32_t)x->world) {",
+    ),
+    Fault(
+        "the first posts wake nobody",
+        REDUCE,
+        "ranks[x->rank].first, x->backwards + 1);\n    fsdpc_shared_notify(x);",
+        "ranks[x->rank].first, x->backwards + 1);",
+    ),
+    Fault(
+        "a post wakes nobody",
+        REDUCE,
+        "round_tag(x, fsdpc_unit_use(unit)->posted));\n    fsdpc_shared_notify(x);",
+        "round_tag(x, fsdpc_unit_use(unit)->posted));",
+    ),
+    Fault(
+        "the end of a forward wakes nobody",
+        SHARED,
+        "ranks[x->rank].left, x->tag);\n    fsdpc_shared_notify(x);",
+        "ranks[x->rank].left, x->tag);",
+    ),
+    # More of collectives.
+    Fault(
+        "a gathered piece of the last round",
+        COMM,
+        "const char *half = self->stage + (peer * 2 + (round & 1)) * STAGE_BYTES;",
+        "const char *half = self->stage + (peer * 2 + (~round & 1)) * STAGE_BYTES;",
+    ),
+    Fault(
+        "a gathered piece of the neighbour",
+        COMM,
+        "memcpy(all + peer * piece_bytes + at, half, n);",
+        "memcpy(all + (peer + 1) % world * piece_bytes + at, half, n);",
+    ),
+    Fault(
+        "a broadcast from the wrong rank",
+        COMM,
+        "        char *stage = stage_of(self, root);",
+        "        char *stage = stage_of(self, comm->rank == root ? root : 0);",
+    ),
+    Fault(
+        "a sum that lacks this rank's own piece",
+        COMM,
+        "src[i] = i == rank ? own : stage_of(self, (int)i) + rank * slot;",
+        "src[i] = stage_of(self, (int)i) + rank * slot;",
+    ),
+    Fault(
+        "different collectives take each other's bytes",
+        COMM,
+        "return a->op == b->op && a->dtype",
+        "return a->dtype",
     ),
 ]
 

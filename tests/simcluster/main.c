@@ -151,19 +151,20 @@ static void
 draw_fault(sim_case *c, uint64_t *state)
 {
     static const uint64_t most[SIM_FAULTS] = {
-        [SIM_DIES] = 12,  [SIM_STOPS] = 12,  [SIM_PAUSES] = 12,  [SIM_RAISES] = 3,
-        [SIM_LEAVES] = 3, [SIM_CHANGES] = 3, [SIM_NO_MEMORY] = 7};
+        [SIM_DIES] = 12,  [SIM_STOPS] = 12,  [SIM_PAUSES] = 12,   [SIM_RAISES] = 3,
+        [SIM_LEAVES] = 3, [SIM_CHANGES] = 3, [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3};
     uint64_t draw = sim_random(state) % 16;
     c->fault = draw < SIM_FAULTS ? (enum sim_fault)draw : SIM_NO_FAULT;
     c->fault = options.fault >= 0 ? (enum sim_fault)options.fault : c->fault;
     c->victim = (int)(sim_random(state) % (uint64_t)c->world);
     c->at = 1 + sim_random(state) % (UINT64_C(1) << (2 + sim_random(state) % (most[c->fault] + 1)));
     /* A deadline passes in many short sleeps, so it is long in some cases only. */
-    c->timeout_s =
-        sim_random(state) % 64 == 0 || (c->fault != SIM_STOPS && c->fault != SIM_PAUSES) ? 600 : 2;
+    const bool passes = c->fault == SIM_STOPS || c->fault == SIM_PAUSES || c->fault == SIM_STRAYS;
+    c->timeout_s = sim_random(state) % 64 == 0 || !passes ? 600 : 2;
+    c->place = sim_random(state) % 2 ? 1 + (int)(sim_random(state) % SIM_PLACES) : 0;
     c->at = c->fault == SIM_NO_FAULT ? 0 : c->at;
-    c->wide =
-        c->wide || c->fault == SIM_CHANGES; /* else a rank may know nothing of what has changed */
+    /* Else a rank may know nothing of what has changed. */
+    c->wide = c->wide || c->fault == SIM_CHANGES || c->fault == SIM_STRAYS;
     c->evaluates = c->evaluates || c->fault == SIM_CHANGES;
     c->uneven = c->uneven && c->fault != SIM_CHANGES;
 }
@@ -199,29 +200,34 @@ draw_case(uint64_t seed)
     c.mean = means[sim_random(&state) % (sizeof means / sizeof *means)];
     c.naps = sim_random(&state) % 4 == 0;
     c.spurious = sim_random(&state) % 4 == 0;
+    c.lingers = sim_random(&state) % 4 == 0;
+    c.computes = sim_random(&state) % 8 == 0;
+    c.meets = sim_random(&state) % 2;
     draw_fault(&c, &state);
     return c;
 }
 
-static const char *const fault_names[SIM_FAULTS] = {"none",   "dies",   "stops",     "pauses",
-                                                    "raises", "leaves", "no memory", "changes"};
+static const char *const fault_names[SIM_FAULTS] = {
+    "none", "dies", "stops", "pauses", "raises", "leaves", "no memory", "changes", "strays"};
 
 static void
 print_case(const sim_case *c)
 {
-    printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s; %d gather slots, %d reduce "
+    printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s; %d gather slots, %d reduce "
            "slots; "
-           "%s%s%s%s%s; fault: %s",
+           "%s%s%s%s%s%s%s; fault: %s",
            c->world, c->units, c->steps, c->rounds, c->own_order ? ", own order" : "",
            c->skips ? ", units skipped" : "",
            c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
-           c->poison ? ", poison" : "", c->wide ? ", wide" : "", c->gather_slots, c->reduce_slots,
-           c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
-           c->spurious ? ", spurious wakes" : "", c->without_waitv ? ", no futex_waitv" : "",
-           c->without_pidfd ? ", no pidfd" : "", fault_names[c->fault]);
+           c->meets ? ", meetings" : "", c->poison ? ", poison" : "", c->wide ? ", wide" : "",
+           c->gather_slots, c->reduce_slots, c->priorities ? "priorities" : "random",
+           c->naps ? ", naps" : "", c->spurious ? ", spurious wakes" : "",
+           c->lingers ? ", late sleepers" : "", c->computes ? ", slow modules" : "",
+           c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
+           fault_names[c->fault]);
     if (c->fault) {
-        printf(" (rank %d at %llu, deadline %g s)", c->victim, (unsigned long long)c->at,
-               c->timeout_s);
+        printf(" (rank %d at %llu%s, deadline %g s)", c->victim, (unsigned long long)c->at,
+               c->place ? " of a place" : "", c->timeout_s);
     }
     printf("\n");
 }
@@ -253,6 +259,12 @@ sim_violation(const char *format, ...)
     if (!violation[0]) {
         memcpy(violation, text, sizeof violation);
     }
+}
+
+bool
+sim_violated(void)
+{
+    return violation[0];
 }
 
 /* --- judgement ------------------------------------------------------------------------------- */
@@ -287,19 +299,29 @@ may_be_any(const sim_run *run, const char *text)
     return strstr(text, "for the other ranks") && strstr(run->struck_at, "shm_sync.c");
 }
 
+static bool
+says_that_one_died(const char *text)
+{
+    return strstr(text, ") died while") || strstr(text, ") died during");
+}
+
 static void
 judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *out)
 {
     const bool joined = out->joined && run->out[c->victim].joined;
     /* Once the ranks have met, a death is seen at once. A stop is seen by the deadline of a wait that may begin after
      * others, for private memory, have ended. */
-    const double most_s = joined && c->fault != SIM_STOPS ? 0 : 1.2 * c->timeout_s;
+    const bool waits = c->fault == SIM_STOPS || c->fault == SIM_STRAYS;
+    const double most_s = joined && !waits ? 0 : 1.2 * c->timeout_s;
     /* A rank that leaves disturbs nobody who does not need it: only sleeps count. One that is about to sleep does not
      * see that another one leaves before a slice of the sleep has passed. */
     const bool leaves = c->fault == SIM_LEAVES;
     const int64_t late_ns = leaves ? out->idle_ns : out->end_ns - run->fault_ns;
     const int64_t slack_ns =
         (int64_t)(most_s * 1e9) + (leaves ? LEFT_SLACK_MS : SLACK_MS) * INT64_C(1000000);
+    if (c->fault == SIM_PAUSES && (double)run->napped_ns > 0.4e9 * c->timeout_s) {
+        return; /* with its naps it may have been away for longer than the deadline */
+    }
     if (!run->struck || c->fault == SIM_PAUSES) {
         sim_violation("rank %d raises without a cause: %s", rank, out->text);
     } else if (rank == c->victim && c->fault == SIM_NO_MEMORY) {
@@ -310,7 +332,9 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
         if (!strstr(out->text, "has changed its parameters")) {
             sim_violation("rank %d raises without a cause: %s", rank, out->text);
         }
-    } else if (joined && c->fault != SIM_STOPS && !names(out->text, c->victim)) {
+    } else if (c->fault != SIM_DIES && says_that_one_died(out->text)) {
+        sim_violation("rank %d says that a rank died: %s", rank, out->text);
+    } else if (joined && !waits && !names(out->text, c->victim)) {
         sim_violation("rank %d does not name rank %d: %s", rank, c->victim, out->text);
     } else if (late_ns > slack_ns + run->napped_ns) {
         sim_violation("rank %d raises %.1f s after the cause: %s", rank, (double)late_ns * 1e-9,
@@ -318,8 +342,8 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
     }
 }
 
-/* Who stops in a wait looks like who waits: where deadlines pass at the same time, a rank may name another one that
- * waits as well, but not all ranks do. */
+/* Who stops in a wait, or is in another one, looks like who waits: where deadlines pass at the same time, a rank may
+ * name another one that waits as well, but not all ranks do. */
 static void
 judge_stop(const sim_case *c, const sim_run *run)
 {
@@ -328,18 +352,20 @@ judge_stop(const sim_case *c, const sim_run *run)
         const sim_outcome *out = &run->out[r];
         if (out->finished && out->status != 0 && out->joined && run->out[c->victim].joined) {
             raised++;
-            knows += names(out->text, c->victim) || may_be_any(run, out->text);
+            knows += names(out->text, c->victim) || may_be_any(run, out->text) ||
+                     (c->fault == SIM_STRAYS && (strstr(out->text, "different collectives") ||
+                                                 strstr(out->text, "has changed its parameters")));
         }
     }
     if (raised > 0 && knows == 0) {
-        sim_violation("no rank names rank %d, which stopped", c->victim);
+        sim_violation("no rank names rank %d, which %s", c->victim, fault_names[c->fault]);
     }
 }
 
 static void
 judge(const sim_case *c, const sim_run *run)
 {
-    if (c->fault == SIM_STOPS) {
+    if (c->fault == SIM_STOPS || c->fault == SIM_STRAYS) {
         judge_stop(c, run);
     }
     for (int r = 0; r < c->world; r++) {

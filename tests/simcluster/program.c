@@ -294,14 +294,20 @@ forward(model *m, bool grad, int round)
         }
         sim_say("forward of unit %d, step %d", u, m->step);
         FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, u));
+        /* After some time a rank takes private memory by itself. */
+        sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
         check_values(m, u);
-        sim_point("forward");
+        sim_compute();
         check_values(m, u);
         FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, u, grad));
     }
     check_values(m, ROOT);
     FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, ROOT, grad));
-    return grad ? FSDPC_OK : fsdpc_tree_end_forward(m->tree);
+    if (!grad) {
+        FSDPC_TRY(fsdpc_tree_end_forward(m->tree));
+        sim_wait_ended(true);
+    }
+    return FSDPC_OK;
 }
 
 typedef struct grads {
@@ -364,32 +370,101 @@ backward(model *m, int round, bool sync)
         }
         sim_say("backward of unit %d, step %d", u, m->step);
         FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, u));
+        sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
         check_values(m, u);
-        sim_point("backward");
+        sim_compute();
         check_values(m, u);
         FSDPC_TRY(finish(m, u, round, sync));
     }
     check_values(m, ROOT);
     FSDPC_TRY(finish(m, ROOT, round, sync));
     FSDPC_TRY(sync ? send_due(m, round, true) : FSDPC_OK);
-    return fsdpc_tree_end_backward(m->tree, sync);
+    FSDPC_TRY(fsdpc_tree_end_backward(m->tree, sync));
+    sim_wait_ended(true);
+    return FSDPC_OK;
 }
 
-/* A norm's way: one sum over all ranks between steps. */
+/* --- collectives between steps --------------------------------------------------------------- */
+
+static float
+item_of(const model *m, int rank, int i)
+{
+    return grad_of(rank, i, 0, 0, m->step, 0);
+}
+
+static float
+sum_of(const model *m, int i)
+{
+    float sum = 0;
+    for (int r = 0; r < m->c->world; r++) {
+        sum += item_of(m, r, i);
+    }
+    return sum;
+}
+
+static void
+check_item(const model *m, const char *what, float got, float expected)
+{
+    if (got != expected) {
+        sim_violation("sums: %s on rank %d at step %d is %.9g, not %.9g", what, m->rank, m->step,
+                      (double)got, (double)expected);
+    }
+}
+
+/* A norm's way: one sum over all ranks. */
 static int
 add_up(const model *m)
 {
-    float sum = grad_of(m->rank, 0, 0, 0, m->step, 0), expected = 0;
-    for (int r = 0; r < m->c->world; r++) {
-        expected += grad_of(r, 0, 0, 0, m->step, 0);
-    }
+    float sum = item_of(m, m->rank, 0);
     FSDPC_TRY(fsdpc_comm_all_reduce(m->comm, &sum, 1, FSDPC_F32, FSDPC_SUM, "norm"));
-    if (sum != expected) {
-        sim_violation("sums: the norm of rank %d at step %d is %.9g, not %.9g", m->rank, m->step,
-                      (double)sum, (double)expected);
+    check_item(m, "the norm", sum, sum_of(m, 0));
+    return FSDPC_OK;
+}
+
+static int
+spread(const model *m)
+{
+    const int root = m->step % m->c->world;
+    float got = item_of(m, m->rank, 1);
+    FSDPC_TRY(fsdpc_comm_broadcast(m->comm, &got, sizeof got, root, "spread"));
+    check_item(m, "the value of the root", got, item_of(m, root, 1));
+    return FSDPC_OK;
+}
+
+static int
+collect(const model *m)
+{
+    float all[SIM_RANKS];
+    all[m->rank] = item_of(m, m->rank, 2);
+    FSDPC_TRY(fsdpc_comm_all_gather(m->comm, all, sizeof *all, "collect"));
+    for (int r = 0; r < m->c->world; r++) {
+        check_item(m, "a rank's value", all[r], item_of(m, r, 2));
     }
     return FSDPC_OK;
 }
+
+static int
+deal(const model *m)
+{
+    float all[SIM_RANKS];
+    for (int r = 0; r < m->c->world; r++) {
+        all[r] = item_of(m, m->rank, r);
+    }
+    FSDPC_TRY(fsdpc_comm_reduce_scatter(m->comm, all, 1, FSDPC_F32, "deal"));
+    check_item(m, "a dealt sum", all[m->rank], sum_of(m, m->rank));
+    return FSDPC_OK;
+}
+
+static int
+meet(const model *m)
+{
+    static int (*const ways[])(const model *) = {add_up, spread, collect, deal};
+    const uint64_t draw = drawn(m->c, 6, m->step, 0, 0);
+    FSDPC_TRY(draw % 32 < 24 ? ways[draw % 4](m) : FSDPC_OK);
+    return draw % 32 < 12 ? ways[draw / 32 % 4](m) : FSDPC_OK;
+}
+
+/* --- training -------------------------------------------------------------------------------- */
 
 /* A rank raises or leaves before one of these: an evaluation, a step, a sum, the end. */
 static int
@@ -416,6 +491,10 @@ event(model *m)
     if (now && c->fault == SIM_RAISES) {
         sim_note_fault();
         return fsdpc_error(FSDPC_E_STATE, "the program of rank %d raises", m->rank);
+    }
+    if (now && c->fault == SIM_STRAYS) {
+        sim_note_fault();
+        return fsdpc_comm_barrier(m->comm, "stray");
     }
     if (now && c->fault == SIM_LEAVES) {
         sim_note_fault();
@@ -459,6 +538,9 @@ evaluate(model *m)
             sim_say("evaluation %d, batch %d, step %d", k, i, m->step);
             FSDPC_TRY(forward(m, false, 0));
         }
+        if (!m->gone && c->meets && !changes_early(m, k)) {
+            FSDPC_TRY(fsdpc_comm_barrier(m->comm, "after an evaluation"));
+        }
         if (!m->gone && changes_after(m, k)) {
             if (changes_early(m, k) && m->rank == c->victim) {
                 sim_note_fault();
@@ -483,7 +565,7 @@ step(model *m)
         FSDPC_TRY(event(m));
     }
     if (!m->gone) {
-        FSDPC_TRY(add_up(m));
+        FSDPC_TRY(meet(m));
         set_version(m, m->version + 1);
     }
     return FSDPC_OK;

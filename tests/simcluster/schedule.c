@@ -18,12 +18,15 @@
 
 enum {
     FIBERS = SIM_RANKS * 3,
+    UNSEEN_NS = 1000000000,
     STACK_BYTES = 512 << 10,
     POINT_NS = 40,
     WORDS = 2,
     CHANGES = 8,
     NUMBERS = 1 << 20,
-    NAP_IN = 48, /* one of so many switches is a nap, where there are naps */
+    COMPUTE_NS = 60000000,
+    CALL_NS = 5000000, /* within which a call comes that was on its way */
+    NAP_IN = 48,       /* one of so many switches is a nap, where there are naps */
 };
 
 enum state { FREE, READY, ASLEEP };
@@ -35,6 +38,8 @@ typedef struct fiber {
     char *stack;
     int64_t wake_ns;
     const void *words[WORDS];
+    const uint32_t *unchanged; /* the word of the last sleep, if that timed out; it was: */
+    uint32_t then;
     int word_count;
     bool polls, woken, main;
     int number; /* of the fibers that this place has had */
@@ -54,10 +59,15 @@ static struct {
     uint64_t random, until, changes_at[CHANGES];
     int change;
     uint64_t lowest; /* a priority below all others */
-    uint64_t points[SIM_RANKS];
+    uint64_t points; /* of the rank that has the fault */
     int64_t stopped_until[SIM_RANKS], used_ns[SIM_RANKS];
     bool over[SIM_RANKS];
     int alive;
+    /* A wait that has ended without a call. */
+    const uint32_t *quiet;
+    uint32_t quiet_value;
+    int quiet_rank;
+    int64_t quiet_until_ns;
 } s;
 
 bool sim_tracing;
@@ -188,6 +198,17 @@ nap(void)
     (void)sim_sleep(s.now_ns + ns, s.now->place);
 }
 
+void
+sim_compute(void)
+{
+    sim_point("module");
+    if (s.run->c->computes && sim_draw() % 4 == 0) {
+        const int64_t ns = (int64_t)(sim_draw() % COMPUTE_NS);
+        s.run->napped_ns += ns;
+        (void)sim_sleep(s.now_ns + ns, "module");
+    }
+}
+
 static void
 preempt(void)
 {
@@ -248,6 +269,53 @@ strike(void)
     }
 }
 
+static uint64_t
+hash_of(const char *place)
+{
+    const char *name = strrchr(place, '/');
+    uint64_t hash = 0;
+    for (name = name ? name : place; *name; name++) {
+        hash = sim_mix(hash + (unsigned char)*name);
+    }
+    return hash;
+}
+
+static bool
+is_due(int rank, const char *place)
+{
+    const sim_case *c = s.run->c;
+    if (rank != c->victim) {
+        return false;
+    }
+    if (!c->place) {
+        return ++s.points == c->at;
+    }
+    return hash_of(place) % SIM_PLACES == (uint64_t)c->place - 1 && ++s.points == 1 + c->at % 4;
+}
+
+static void
+check_quiet(void)
+{
+    if (__atomic_load_n(s.quiet, __ATOMIC_SEQ_CST) == s.quiet_value) {
+        sim_violation("sleeps: a wait of rank %d ends by chance", s.quiet_rank);
+    }
+    s.quiet = NULL;
+}
+
+void
+sim_wait_ended(bool called)
+{
+    const fiber *self = s.now;
+    if (called && self->unchanged &&
+        __atomic_load_n(self->unchanged, __ATOMIC_SEQ_CST) == self->then) {
+        s.quiet = self->unchanged;
+        s.quiet_value = self->then;
+        s.quiet_rank = self->rank;
+        s.quiet_until_ns = s.now_ns + CALL_NS;
+    }
+    s.now->unchanged = NULL;
+}
+
 void
 sim_point(const char *place)
 {
@@ -258,8 +326,11 @@ sim_point(const char *place)
     s.now_ns += POINT_NS;
     s.used_ns[self->rank] += POINT_NS;
     self->place = place;
-    if (++s.points[self->rank] == s.run->c->at && self->rank == s.run->c->victim) {
+    if (is_due(self->rank, place)) {
         strike();
+    }
+    if (s.quiet && s.now_ns >= s.quiet_until_ns) {
+        check_quiet();
     }
     if (++s.run->points >= s.until) {
         preempt();
@@ -309,7 +380,11 @@ sim_sleep_on(void *const *words, int count, int64_t until_ns)
     self->word_count = count;
     memcpy(self->words, words, sizeof *words * (size_t)count);
     const bool woken = sleep_until(until_ns);
-    if (!woken && c->fault == SIM_NO_FAULT && !c->naps) {
+    /* Who waits for a rank that goes to sleep in a barrier finds that out after a slice. */
+    const bool judged = !woken && c->fault == SIM_NO_FAULT && !c->naps && !(c->uneven && c->meets);
+    self->unchanged = judged && until_ns != SIM_NEVER ? words[0] : NULL;
+    self->then = self->unchanged ? __atomic_load_n(self->unchanged, __ATOMIC_SEQ_CST) : 0;
+    if (judged && !c->computes) {
         sim_violation("sleeps: rank %d sleeps %.3f ms in vain", self->rank,
                       (double)(s.now_ns - from_ns) * 1e-6);
     }
@@ -431,6 +506,19 @@ choose(void)
     return able[sim_draw() % (uint64_t)count];
 }
 
+/* All members sleep for long after a fault that none of them may sleep through. */
+static bool
+is_unseen(void)
+{
+    const sim_run *run = s.run;
+    bool joined = run->struck && run->c->fault != SIM_STOPS && run->c->fault != SIM_PAUSES &&
+                  run->c->fault != SIM_STRAYS;
+    for (int r = 0; r < run->c->world; r++) {
+        joined = joined && run->out[r].joined;
+    }
+    return joined && run->idle_ns > UNSEEN_NS + run->napped_ns;
+}
+
 /* To the first moment at which a fiber can run; false: there is none. */
 static bool
 jump(void)
@@ -451,6 +539,9 @@ jump(void)
     }
     s.run->idle_ns += s.run->struck ? first - s.now_ns : 0;
     s.now_ns = first;
+    if (is_unseen()) {
+        sim_violation("ranks sleep %.1f s after the fault", (double)s.run->idle_ns * 1e-9);
+    }
     return true;
 }
 
@@ -491,7 +582,8 @@ begin_run(sim_run *run)
     s.now_ns = INT64_C(1000000000) + (int64_t)(c->seed % 1000);
     s.random = sim_mix(c->seed ^ UINT64_C(0x5eed));
     s.alive = c->world;
-    memset(s.points, 0, sizeof s.points);
+    s.points = 0;
+    s.quiet = NULL;
     memset(s.stopped_until, 0, sizeof s.stopped_until);
     memset(s.used_ns, 0, sizeof s.used_ns);
     memset(s.over, 0, sizeof s.over);
@@ -534,7 +626,8 @@ sim_schedule(sim_run *run)
         s.now = next;
         run->switches++;
         sim_switch(&s.sp, next->sp);
-        ended = run->points < most_points(run->c) && s.now_ns < most_ns + run->napped_ns;
+        ended = run->points < most_points(run->c) && s.now_ns < most_ns + run->napped_ns &&
+                !sim_violated();
     }
     if (!ended) {
         describe_stuck();

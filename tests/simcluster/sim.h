@@ -13,7 +13,13 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { SIM_RANKS = 64, SIM_UNITS = 5, SIM_TEXT_BYTES = 2048, SIM_FIRST_PID = 1000 };
+enum {
+    SIM_RANKS = 64,
+    SIM_UNITS = 5,
+    SIM_TEXT_BYTES = 2048,
+    SIM_FIRST_PID = 1000,
+    SIM_PLACES = 256
+};
 #define SIM_NEVER INT64_MAX
 
 /* --- a case ---------------------------------------------------------------------------------- */
@@ -27,6 +33,7 @@ enum sim_fault {
     SIM_LEAVES, /* ends in good order before the others */
     SIM_NO_MEMORY,
     SIM_CHANGES, /* its weights after fewer batches than the others run: each value is right, or ranks raise */
+    SIM_STRAYS, /* into a collective that the others do not call there */
     SIM_FAULTS
 };
 
@@ -37,6 +44,8 @@ typedef struct sim_case {
     /* The program. */
     int rounds; /* backwards of a step, all but the last under no_sync */
     bool own_order, skips, evaluates, uneven, poison, wide;
+    bool meets;    /* in a barrier after each evaluation */
+    bool computes; /* for some time, in modules */
     int backward_prefetch, gather_slots, reduce_slots;
     bool forward_prefetch;
     /* The machine. */
@@ -48,10 +57,12 @@ typedef struct sim_case {
     int changes; /* of priorities */
     int mean;
     bool naps, spurious;
+    bool lingers; /* ranks that are about to sleep are late */
     /* What goes wrong, with whom, at which of its points (or allocations, or steps). */
     enum sim_fault fault;
     int victim;
     uint64_t at;
+    int place; /* not 0: at one of the places whose hash is this, however rarely a rank comes there */
 } sim_case;
 
 typedef struct sim_outcome {
@@ -102,6 +113,11 @@ void sim_join_thread(int thread);
 void sim_yield(void);
 bool sim_is_over(int rank); /* dead or finished */
 void sim_kill(int rank);
+/* Some time passes in a module, where the case says so. */
+void sim_compute(void);
+/* A wait has ended, as others `called`. It is a violation if its last sleep timed out and nobody calls later either:
+ * the wait ended by chance, its wake-up was lost. */
+void sim_wait_ended(bool called);
 /* One run; false: the run did not end. `main_of` runs on a fiber for each rank. */
 typedef struct sim_run {
     const sim_case *c;
@@ -142,8 +158,9 @@ int sim_file_fd(struct sim_file *file);
 
 extern bool sim_tracing;
 void sim_say(const char *format, ...) __attribute__((format(printf, 1, 2)));
-/* The first one of a run is kept. */
+/* The first one of a run is kept, and ends it. */
 void sim_violation(const char *format, ...) __attribute__((format(printf, 1, 2)));
+bool sim_violated(void);
 void sim_note_fault(void);
 
 /* --- program.c ------------------------------------------------------------------------------- */

@@ -29,7 +29,14 @@
 #define SYS_pidfd_open 434
 #endif
 
-enum { FILES = 4, MAPPINGS = 256, FIRST_CLOCK = 1 << 20, SPURIOUS_IN = 24, CLOBBERED = 4096 };
+enum {
+    LINGER_NS = 2000,
+    FILES = 4,
+    MAPPINGS = 256,
+    FIRST_CLOCK = 1 << 20,
+    SPURIOUS_IN = 24,
+    CLOBBERED = 4096
+};
 #define SEEN_BYTES ((size_t)1 << 30)
 
 /* In front of each block, so that those of a dead rank can be found. */
@@ -400,6 +407,9 @@ __wrap_syscall(long number, ...)
         return sim_wake((void *)a[0], (int)a[2]);
     }
     sim_point(number == SYS_futex || number == SYS_futex_waitv ? "futex wait" : "syscall");
+    if (here()->lingers && sim_draw() % 2) {
+        (void)sim_sleep(sim_now_ns() + 1 + (int64_t)(sim_draw() % LINGER_NS), "futex wait");
+    }
     if (number == SYS_futex && (int)a[1] == FUTEX_WAIT) {
         void *words[] = {(void *)a[0]};
         const uint64_t old[] = {(uint32_t)a[2]};
