@@ -217,7 +217,7 @@ def evaluate_without_the_last(rank, world, changes, grad):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_rank_that_left_has_the_weights_of_then(grad):
-    """Its values are read as long as nobody changes weights, and never together with changed ones."""
+    """Its values are read as long as nobody changes weights, never together with changed ones."""
     run_ranks(evaluate_without_the_last, 3, changes=False, grad=grad)
     outcomes = run_ranks(evaluate_without_the_last, 3, faults=True, changes=True, grad=grad)
     for outcome in outcomes[:2]:

@@ -34,10 +34,12 @@ COMM, CHANGES, TREE = "comm/comm_shm.c", "exchange/exchange_shared_changes.c", "
 MESSAGE = "shm/shm_message.c"
 
 # Not here, as they change nothing that can be seen:
-# - The slots' set-up without its barrier: rank 0 empties the slots before it begins a pass, and nobody takes hold of
-#   one before all have begun, or stand in waits, which are after the set-up.
-# - The begin of a pass that wakes nobody: its rank gathers the root at once, whose last chunk is its own and wakes all;
-#   if it must wait before that, its wait wakes who may act.
+# - The slots' set-up without its barrier: rank 0 empties the slots before it begins a pass, and
+#   nobody takes hold of one before all have begun, or stand in waits, which are after the set-up.
+# - The begin of a pass that wakes nobody: its rank gathers the root at once, whose last chunk is
+#   its own and wakes all; if it must wait before that, its wait wakes who may act.
+# - A barrier that is entered after a failure: its wait looks for failures as well.
+# - The last failure counts, not the first: the text of each failure quotes the one before.
 FAULTS = [
     # Barrier and agreement.
     Fault(
@@ -510,12 +512,6 @@ FAULTS = [
         "if (false) {",
     ),
     Fault(
-        "a barrier entered after a failure",
-        SYNC,
-        "    FSDPC_TRY(fsdpc_shm_check(shm, what));\n    if (shm->barrier_broken) {",
-        "    if (shm->barrier_broken) {",
-    ),
-    Fault(
         "a barrier done a round early",
         SYNC,
         "        if (!before(old, round)) {\n            break;",
@@ -551,18 +547,6 @@ FAULTS = [
         WAIT,
         "int64_t until_ns = now_ns + SLICE_NS < deadline_ns ? now_ns + SLICE_NS : deadline_ns;",
         "int64_t until_ns = deadline_ns;",
-    ),
-    Fault(
-        "a rank that did not wait is not late",
-        WAIT,
-        "causes[i] = numbers[i] = fsdpc_shm_number(shm, missing[i]);",
-        "causes[i] = numbers[i] = fsdpc_shm_number(shm, shm->rank);",
-    ),
-    Fault(
-        "the last failure counts",
-        STATE,
-        "    atomic_compare_exchange_strong(&shm->control->failure, &none, failure);\n",
-        "    (void)none;\n    atomic_store(&shm->control->failure, failure);\n",
     ),
     Fault(
         "failures are not looked for",

@@ -22,7 +22,7 @@
 
 #include "sim.h"
 
-enum { PARTS = 4, SLACK_MS = 15, LEFT_SLACK_MS = 110, NO_MEMORY = -3 };
+enum { PARTS = 4, SLACK_MS = 15, LEFT_SLACK_MS = 110, NO_MEMORY = -3, SHRINK_SEEDS = 300 };
 
 typedef struct copy {
     void *handle;
@@ -40,7 +40,7 @@ static struct options {
     const char *library;
     uint64_t first, count;
     int ranks, units, steps, fault;
-    bool trace, quiet, until_found;
+    bool trace, quiet, until_found, shrink;
 } options = {.first = 1, .count = 1000, .fault = -1};
 
 static copy copies[SIM_RANKS];
@@ -433,6 +433,65 @@ run_seed(uint64_t seed)
     return !violation[0];
 }
 
+/* --- smaller cases --------------------------------------------------------------------------- */
+
+/* Equal up to the first number. */
+static bool
+same_kind(const char *a, const char *b)
+{
+    const size_t same = strcspn(a, "0123456789");
+    return same == strcspn(b, "0123456789") && strncmp(a, b, same) == 0;
+}
+
+/* A limit changes a whole run, so a smaller case is another seed of the same fault. */
+static bool
+find_within(const char *kind, uint64_t *seed)
+{
+    for (uint64_t k = 1; k <= SHRINK_SEEDS; k++) {
+        if (!run_seed(k) && same_kind(kind, violation)) {
+            *seed = k;
+            return true;
+        }
+    }
+    return false;
+}
+
+/* Without a fault if some seed shows the same. Then ranks, units and steps: as few as some seed needs. */
+static void
+shrink(uint64_t seed)
+{
+    char kind[sizeof violation];
+    const sim_case c = draw_case(seed);
+    int *limits[] = {&options.ranks, &options.units, &options.steps};
+    const int least[] = {2, 2, 1}, most[] = {c.world, c.units, c.steps};
+    bool found = false;
+    memcpy(kind, violation, sizeof kind);
+    options.quiet = true;
+    for (int i = 0; i < 3; i++) {
+        *limits[i] = most[i];
+    }
+    options.fault = SIM_NO_FAULT;
+    found = c.fault != SIM_NO_FAULT && find_within(kind, &seed);
+    options.fault = found ? SIM_NO_FAULT : (int)c.fault;
+    for (int i = 0; i < 3; i++) {
+        for (*limits[i] = least[i]; *limits[i] < most[i]; ++*limits[i]) {
+            if (find_within(kind, &seed)) {
+                found = true;
+                break;
+            }
+        }
+    }
+    if (found) {
+        printf("  smaller: simcluster %s --ranks %d --units %d --steps %d --fault %d --first %llu "
+               "--count 1 "
+               "--trace\n",
+               options.library, options.ranks, options.units, options.steps, options.fault,
+               (unsigned long long)seed);
+    } else {
+        printf("  no smaller case in %d seeds of each size\n", SHRINK_SEEDS);
+    }
+}
+
 /* A crash is a violation that ends the program: it says which seed it was. */
 static void
 on_crash(int number)
@@ -479,7 +538,7 @@ static int
 usage(void)
 {
     printf("simcluster LIBRARY [--first SEED] [--count N] [--ranks N] [--units N] [--steps N]\n"
-           "  [--fault 0..%d] [--trace] [--quiet] [--until-found]\n"
+           "  [--fault 0..%d] [--trace] [--quiet] [--until-found] [--shrink]\n"
            "Runs N seeds; ends with 1 if an invariant was violated. --until-found ends at the "
            "first one\n"
            "and prints \"found SEEDS\", or \"not found\".\n",
@@ -499,8 +558,9 @@ read_options(int count, char **words)
         options.trace |= strcmp(word, "--trace") == 0;
         options.quiet |= strcmp(word, "--quiet") == 0;
         options.until_found |= strcmp(word, "--until-found") == 0;
+        options.shrink |= strcmp(word, "--shrink") == 0;
         if (strcmp(word, "--trace") == 0 || strcmp(word, "--quiet") == 0 ||
-            strcmp(word, "--until-found") == 0) {
+            strcmp(word, "--until-found") == 0 || strcmp(word, "--shrink") == 0) {
             continue;
         }
         if (i + 1 == count) {
@@ -540,6 +600,10 @@ main(int count, char **words)
     uint64_t wrong = 0, run = 0;
     for (; run < options.count && !(options.until_found && wrong); run++) {
         wrong += !run_seed(options.first + run);
+        if (wrong && options.shrink) {
+            shrink(options.first + run);
+            return 1;
+        }
     }
     if (options.until_found) {
         wrong ? printf("found %llu\n", (unsigned long long)run) : printf("not found\n");
