@@ -3,6 +3,7 @@
 python benchmarks/bench_hosts.py                          # print; needs root, see namespaces.py
 python benchmarks/bench_hosts.py --json                   # and write results/hosts.json
 python benchmarks/bench_hosts.py --add --hosts 2,2        # replace or add these cases there
+python benchmarks/bench_hosts.py --json --coded --rates 1gbit   # weights in fewer bits
 python benchmarks/bench_hosts.py --hosts 1,1 2,2 --rates 1gbit 10gbit --models 10m 40m
 
 Hosts are network namespaces of this machine. All engines run in the same processes and take turns
@@ -48,6 +49,7 @@ MODELS = {
     "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
 }
 BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2", "fsdpc-3-slots"]
+CODED = ["local", "fsdp2", "fsdpc2", "fsdpc2-int8", "fsdpc2-mxfp8", "fsdpc2-nf4"]
 INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]  # besides, with several ranks on each host
 PROBE_NUMEL = 16 << 20
 
@@ -73,6 +75,17 @@ def hybrid(work: Workload) -> Training:
     return fsdpc(work, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
+def coded(codec: str, work: Workload) -> Training:
+    """fsdpc.fully_shard with weights gathered in fewer bits."""
+    import fsdpc
+
+    def shard(module: nn.Module, **options: Any) -> nn.Module:
+        policy = fsdpc.QuantizedPolicy(codec=codec)
+        return fsdpc.fully_shard(module, **{**options, "mp_policy": policy})
+
+    return sharded_in_place(work, shard)
+
+
 def three_slots(work: Workload) -> Training:
     """fsdpc with room for one more gathered unit."""
     training = fsdpc(work)
@@ -81,7 +94,13 @@ def three_slots(work: Workload) -> Training:
     return training
 
 
-BUILDERS = {"fsdpc-3-slots": three_slots, "ddp": ddp, "fsdpc2-kept": kept, "fsdpc-hybrid": hybrid}
+BUILDERS = {
+    "fsdpc-3-slots": three_slots,
+    "ddp": ddp,
+    "fsdpc2-kept": kept,
+    "fsdpc-hybrid": hybrid,
+    **{f"fsdpc2-{codec}": partial(coded, codec) for codec in ("int8", "mxfp8", "nf4")},
+}
 
 
 class Idle(nn.Module):
@@ -219,10 +238,11 @@ def main() -> None:
     parser.add_argument("--rates", nargs="+", default=["1gbit", "10gbit"])
     parser.add_argument("--delay-ms", type=float, default=0.0, help="of each direction")
     parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["40m"])
-    parser.add_argument("--engines", nargs="+", choices=[*BESIDE, *INSIDE])
+    parser.add_argument("--engines", nargs="+", choices=[*BESIDE, *INSIDE, *CODED])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one case")
     parser.add_argument("--json", action="store_true", help="write results/hosts.json")
+    parser.add_argument("--coded", action="store_true", help="codecs; results/hosts_coded.json")
     parser.add_argument("--add", action="store_true", help="add to results/hosts.json")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -232,10 +252,12 @@ def main() -> None:
         os._exit(0)  # engines of other libraries leave threads behind
     if namespaces.missing():
         raise SystemExit(namespaces.missing())
+    args.engines = CODED if args.coded else args.engines
+    name = "hosts_coded.json" if args.coded else "hosts.json"
     run = common.describe_run(args.json or args.add)
     result: dict[str, Any] = {"cases": []}
     if args.add:
-        result = json.loads((common.RESULTS / "hosts.json").read_text())
+        result = json.loads((common.RESULTS / name).read_text())
     for model in args.models:
         for text in args.hosts:
             for rate in args.rates:
@@ -248,7 +270,7 @@ def main() -> None:
                 others = [c for c in result["cases"] if names_of(c) != names_of(case)]
                 result["cases"] = [*others, case]
     if args.json or args.add:
-        common.write_json("hosts.json", result)
+        common.write_json(name, result)
 
 
 if __name__ == "__main__":

@@ -120,8 +120,12 @@ class Comm:
         rank: int, seconds: float, what: str, missing: Sequence[int], more: str = "", /
     ) -> str: ...
 
-# (name, numel, storage, compute, reduce, trainable[, row_numel])
-_Spec = tuple[str, int, str, str, str, bool] | tuple[str, int, str, str, str, bool, int]
+# (name, numel, storage, compute, reduce, trainable[, row_numel[, codec]])
+_Spec = (
+    tuple[str, int, str, str, str, bool]
+    | tuple[str, int, str, str, str, bool, int]
+    | tuple[str, int, str, str, str, bool, int, str]
+)
 
 def layout(
     specs: Sequence[_Spec],

@@ -448,7 +448,7 @@ fsdpc_exchange_reduce_slots(const fsdpc_exchange *x)
 size_t
 fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
 {
-    return fsdpc_arena_bytes(x->arena);
+    return fsdpc_arena_bytes(x->arena) + x->coded_bytes;
 }
 
 size_t

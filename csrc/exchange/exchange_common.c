@@ -59,6 +59,10 @@ fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int 
     char *dst = fsdpc_exchange_values(x, unit) + seg->full_offset +
                 (size_t)((int64_t)r * seg->piece_numel + begin) * compute;
     x->copied_bytes += (uint64_t)n * compute;
+    if (seg->codec != FSDPC_UNCODED) {
+        return fsdpc_codec_round(seg->codec, src, seg->storage, seg->row_numel,
+                                 begin % seg->row_numel, n, dst, seg->compute);
+    }
     if (fsdpc_unit_is_offloaded(unit) && seg->compute == seg->storage) {
         return fsdpc_device_copy_in(fsdpc_unit_device(unit), dst, src, (size_t)n * compute);
     }

@@ -71,6 +71,7 @@ struct fsdpc_exchange {
     enum fsdpc_phase phase;
     uint32_t step;
     uint64_t sent_bytes;   /* "wire": to other hosts so far */
+    size_t coded_bytes;    /* "wire": for coded pieces, beside the slots */
     uint64_t copied_bytes; /* by the gather in progress, for the trace */
 
     struct fsdpc_shared *shared;   /* "shared" kind's own state */
@@ -96,7 +97,8 @@ char *fsdpc_exchange_values(const fsdpc_exchange *x, fsdpc_unit *unit);
 int fsdpc_exchange_poison(const fsdpc_exchange *x, fsdpc_unit *unit);
 /* "wire", "stream": the unit's slot holds the values of another unit that is in use. */
 bool fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place. */
+/* Casts elements [begin, begin + n) of rank r's piece of a segment from its master into place: whole blocks, if they
+ * travel coded, which get the values that decoding gives. */
 int fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,
                               int64_t begin, int64_t n);
 

@@ -113,6 +113,15 @@ segment_at(const fsdpc_layout *layout, size_t byte)
     return low;
 }
 
+/* The first element at or behind a byte of the segment; of a coded one, the first that begins a block, so that a
+ * chunk has the blocks that begin in it. */
+static int64_t
+element_at(const fsdpc_segment *seg, size_t byte)
+{
+    const int64_t i = (int64_t)((byte - seg->shard_offset) / fsdpc_dtype_bytes(seg->storage));
+    return seg->codec == FSDPC_UNCODED ? i : fsdpc_codec_block(seg->codec, seg->row_numel, i);
+}
+
 static int
 fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
 {
@@ -128,9 +137,8 @@ fill_chunk(fsdpc_exchange *x, fsdpc_unit *unit, int r, uint32_t chunk)
         size_t from = first > seg->shard_offset ? first : seg->shard_offset;
         size_t to = end < last ? end : last;
         if (from < to) {
-            FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, r,
-                                                (int64_t)((from - seg->shard_offset) / item),
-                                                (int64_t)((to - from) / item)));
+            const int64_t begin = element_at(seg, from);
+            FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, r, begin, element_at(seg, to) - begin));
         }
     }
     return FSDPC_OK;

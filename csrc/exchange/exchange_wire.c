@@ -64,6 +64,7 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
     FSDPC_TRY(fsdpc_wire_host_open(x, plan->slot_count));
+    FSDPC_TRY(fsdpc_wire_coded_open(x, plan->slot_count));
     return open_reduces(x, wire);
 }
 
@@ -104,6 +105,7 @@ close_wire(fsdpc_exchange *x)
     if (landed) {
         free_buffers(x);
     }
+    fsdpc_wire_coded_close(x, !landed);
     fsdpc_wire_host_close(x, !landed);
     if (!landed) {
         fsdpc_mem_leave(x->arena);
@@ -135,13 +137,6 @@ prefetches(const fsdpc_exchange *x)
     return x->world > 1 && fsdpc_comm_flies(x->comm);
 }
 
-/* Elements of another rank that a flight brings into a shared slot, or all of them into this rank's. */
-static bool
-brings(const fsdpc_exchange *x, fsdpc_route route, int owner)
-{
-    return route == FSDPC_TO_ALL || fsdpc_hosts_carries(x->comm, x->rank, owner);
-}
-
 /* What this rank brings is NaN until the flight lands. */
 static int
 poison_flight(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
@@ -152,7 +147,7 @@ poison_flight(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
         const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
         char *first = fsdpc_exchange_values(x, unit) + seg->full_offset;
         for (int r = 0; r < x->world; r++) {
-            if (r != x->rank && brings(x, route, r)) {
+            if (fsdpc_wire_brings(x, route, r)) {
                 FSDPC_TRY(fsdpc_device_poison(fsdpc_unit_device(unit), first + bytes * (size_t)r,
                                               seg->compute, seg->piece_numel));
             }
@@ -175,6 +170,9 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
         FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
         x->wire->parts[s] = (fsdpc_comm_part){fsdpc_exchange_values(x, unit) + seg->full_offset,
                                               seg->piece_numel, seg->compute};
+        if (seg->coded_bytes > 0 && x->world > 1) {
+            FSDPC_TRY(fsdpc_wire_encode(x, unit, s, &x->wire->parts[s]));
+        }
     }
     if (x->world == 1) {
         return FSDPC_OK;

@@ -16,11 +16,19 @@ struct fsdpc_wire_reduce {
     uint64_t uses;
 };
 
+/* Coded pieces of the unit in flight to a slot: of each coded segment those of all ranks, end to end. */
+struct fsdpc_wire_coded {
+    char *memory;
+    size_t bytes; /* of the largest unit */
+};
+
 struct fsdpc_wire {
     fsdpc_flight **gathers; /* per unit, NULL: none in flight */
     struct fsdpc_wire_reduce *reduces;
     int reduce_count, next;
-    fsdpc_comm_part *parts;       /* of the unit being sent */
+    fsdpc_comm_part *parts;         /* of the unit being sent */
+    struct fsdpc_wire_coded *coded; /* per slot, and one for gathers beside a slot in use */
+    int coded_count;
     size_t *landing_offsets;      /* of its parts, and of its segments */
     uint8_t *used, *bits;         /* of the unit being packed; of all ranks and units at the end */
     size_t bit_count;             /* per rank */
@@ -86,6 +94,19 @@ int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, 
 int fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what);
 int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);
 int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
+
+/* --- exchange_wire_coded.c ----------------------------------------------------------------------- */
+
+int fsdpc_wire_coded_open(fsdpc_exchange *x, int slot_count);
+/* `keep`: other ranks may still send to the memory. */
+void fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep);
+/* Codes this rank's piece of a segment; *part: what of it travels. */
+int fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_part *part);
+/* Decodes what a flight has brought; nothing where the unit is not coded. */
+int fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route);
+/* Elements of another rank that a flight brings into a slot that the ranks of this host share, or all of them into
+ * this rank's own memory. */
+bool fsdpc_wire_brings(const fsdpc_exchange *x, fsdpc_route route, int owner);
 
 /* --- exchange_wire_land.c ------------------------------------------------------------------------ */
 

@@ -27,7 +27,9 @@ fsdpc_wire_land_gather(fsdpc_exchange *x, int id)
     const int slot = fsdpc_unit_use(unit)->slot;
     fsdpc_wire_name_gather(unit, what);
     FSDPC_TRY(fsdpc_wire_land(x, &x->wire->gathers[id], what, NULL));
-    if (fsdpc_wire_is_shared(x, unit)) {
+    const bool shared = fsdpc_wire_is_shared(x, unit);
+    FSDPC_TRY(fsdpc_wire_decode(x, unit, shared ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL));
+    if (shared) {
         fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, x->wire->host->fills[slot]);
     }
     return FSDPC_OK;

@@ -7,7 +7,8 @@ static bool
 needs_no_cast(const fsdpc_layout *layout)
 {
     for (int s = 0; s < layout->segment_count; s++) {
-        if (layout->segments[s].storage != layout->segments[s].compute) {
+        if (layout->segments[s].storage != layout->segments[s].compute ||
+            layout->segments[s].codec != FSDPC_UNCODED) {
             return false;
         }
     }
@@ -87,6 +88,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
                                                      ? landing_bytes(layout, options->senders)
                                                      : 0),
                                        options->page_bytes),
+        .coded_bytes = options->senders > 0 ? layout->coded_bytes : 0,
     };
 }
 

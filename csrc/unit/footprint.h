@@ -27,6 +27,7 @@ typedef struct fsdpc_footprint {
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
     size_t reduce_bytes;   /* one rank's packed gradients (and what lands), whole pages */
+    size_t coded_bytes; /* all ranks' pieces as they travel, where they land coded; beside a slot */
 } fsdpc_footprint;
 
 /* Bytes of whole gradients in the accumulate dtype, each segment at a multiple of align_bytes. offsets[s]

@@ -41,6 +41,11 @@ check_rows(const fsdpc_param_spec *spec)
                            "parameter '%s': %lld elements do not divide into rows of %lld",
                            spec->name, (long long)spec->numel, (long long)spec->row_numel);
     }
+    if (spec->codec != FSDPC_UNCODED &&
+        (spec->row_numel == 0 || spec->storage == FSDPC_BYTES || spec->compute == FSDPC_BYTES)) {
+        return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': codec %s needs floating-point rows",
+                           spec->name, fsdpc_codec_name(spec->codec));
+    }
     return FSDPC_OK;
 }
 
@@ -120,6 +125,7 @@ segment_for(fsdpc_layout *layout, const fsdpc_param_spec *spec)
         .accumulate = accumulate_dtype(spec),
         .trainable = spec->trainable,
         .row_numel = spec->row_numel,
+        .codec = spec->codec,
     };
     return layout->segment_count++;
 }
@@ -207,6 +213,11 @@ cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
     segment->shard_offset = layout->shard_bytes;
     layout->full_bytes += bytes_of(layout, all, segment->compute);
     layout->shard_bytes += bytes_of(layout, piece, segment->storage);
+    if (segment->codec != FSDPC_UNCODED) {
+        segment->coded_bytes = fsdpc_codec_bytes(
+            segment->codec, segment->piece_numel / segment->row_numel, segment->row_numel);
+        layout->coded_bytes += segment->coded_bytes * (size_t)layout->world;
+    }
 }
 
 /* The part of the layout that depends on which segments are trainable: gradient buffers, and the indices of

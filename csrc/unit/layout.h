@@ -31,6 +31,7 @@
 #include <stdint.h>
 
 #include "base/dtype.h"
+#include "codec/codec.h"
 
 typedef struct fsdpc_param_spec {
     const char *name; /* copied */
@@ -38,6 +39,7 @@ typedef struct fsdpc_param_spec {
     fsdpc_dtype storage, compute, reduce;
     bool trainable;    /* false: no room in gradient buffers. Must be false for FSDPC_BYTES. */
     int64_t row_numel; /* elements of one row, which divide numel; 0: cut anywhere */
+    fsdpc_codec codec; /* how gathered values travel; only by rows, only of floats */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_param_place {
@@ -54,6 +56,8 @@ typedef struct fsdpc_segment {
     bool trainable;         /* has room in gradient buffers */
     int64_t numel;          /* up to the end of the last parameter */
     int64_t row_numel;      /* > 0: by rows; 0: flat */
+    fsdpc_codec codec;      /* by rows: how pieces travel, whatever gathers them */
+    size_t coded_bytes;     /* of a piece; 0: it travels in the compute dtype */
     int64_t piece_numel;    /* per rank; world * piece_numel >= numel */
     int first, count;       /* its parameters: layout->order[first] to [first + count - 1] */
     size_t full_offset;     /* bytes, in the gathered buffer (compute dtype) */
@@ -73,6 +77,7 @@ typedef struct fsdpc_layout {
     size_t shard_bytes;    /* one rank's master shard */
     size_t grad_bytes;     /* one rank's shard gradient */
     size_t reduce_bytes;   /* one rank's packed full gradient */
+    size_t coded_bytes;    /* coded pieces of all segments and ranks */
     int64_t padding_bytes; /* of full_bytes, those that hold no parameter */
 } fsdpc_layout;
 

@@ -50,6 +50,14 @@ make_masters(fsdpc_unit *unit)
 }
 
 static int
+check_codecs(const fsdpc_unit *unit)
+{
+    return unit->layout->coded_bytes > 0 && fsdpc_device_get_caps(unit->device)->asynchronous
+               ? fsdpc_error(FSDPC_E_UNAVAILABLE, "parameters travel coded on the CPU only")
+               : FSDPC_OK;
+}
+
+static int
 make_buffers(fsdpc_unit *unit)
 {
     const fsdpc_layout *layout = unit->layout;
@@ -99,6 +107,7 @@ fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs,
     FSDPC_GOTO(fsdpc_unit_open_shard_device(unit), fail);
     size_t align = fsdpc_device_get_caps(unit->device)->align_bytes;
     FSDPC_GOTO(fsdpc_layout_build(specs, count, unit->world, align, &unit->layout), fail);
+    FSDPC_GOTO(check_codecs(unit), fail);
     FSDPC_GOTO(make_buffers(unit), fail);
     *out = unit;
     return FSDPC_OK;

@@ -26,7 +26,7 @@ from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.extension import Extension, extends
 from fsdpc._fsdp2.gathered import Gathered
-from fsdpc._fsdp2.quantized import Quantized, codes
+from fsdpc._fsdp2.quantized import Quantized, codec_of
 from fsdpc._fsdp2.unit import RowUnit
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import without_transforms
@@ -64,7 +64,9 @@ class ExtendedUnit(RowUnit):
         mesh = data_mesh.mesh
         self.shard_mesh = mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
         self._forward_versions: list[int] = []
-        super().__init__(name, infos, data_mesh, dims=dims, adopted=adopted, **options)
+        super().__init__(
+            name, infos, data_mesh, dims=dims, adopted=adopted, policy=policy, **options
+        )
         self.gathered = [self._gathered(i) for i in range(len(infos))]
         this = weakref.ref(self)
 
@@ -92,8 +94,14 @@ class ExtendedUnit(RowUnit):
         padded = torch.Size(rows_shape(self.shapes[i], self.groups.shard.world, 0))
         options = padded, self._compute_dtype(i), self.device
         if not self.extended[i]:
-            coded = codes(self.policy, self.shapes[i], self.dtypes[i])
-            return Quantized(*options) if coded else Gathered(*options)
+            codec = codec_of(self.policy, self.shapes[i], self.dtypes[i])
+            if codec not in ("", "int8"):
+                raise NotImplementedError(
+                    f"parameter {self.infos[i].name!r} of unit {self.name!r}: QuantizedPolicy has "
+                    f"only codec='int8' on {self.device.type} and beside parameters with "
+                    f"fsdp_pre_all_gather, not {codec!r}"
+                )
+            return Quantized(*options) if codec else Gathered(*options)
         size, module = self.shapes[i], self.infos[i].sites[0][0]
         stride = torch.empty(size, device="meta").stride()
         return Extension((self.shard_mesh, size, stride, module, self.policy), *options)

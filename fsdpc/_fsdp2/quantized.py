@@ -1,4 +1,5 @@
-"""Weights that are gathered in 8 bits (qwZ of ZeRO++): a policy, and the gathered value of one.
+"""Weights that are gathered in fewer bits (qwZ of ZeRO++): a policy; the gathered value of one
+where Python gathers, and not the engine, which codes by ``csrc/codec``.
 
 A block is a part of a row, so codes depend on the whole parameter alone, and gathered values are
 the same on any number of ranks.
@@ -20,6 +21,7 @@ from fsdpc._fsdp2.gathered import Gathered
 from fsdpc._torch import preserved_versions
 
 _BLOCK = 256  # elements with one scale (csrc/activation)
+CODECS = ("int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4")  # csrc/codec
 _FEWEST = 64  # rows, and elements of a row, of a parameter that is coded
 _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -27,22 +29,39 @@ _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class QuantizedPolicy(MixedPrecisionPolicy):
     """For ``fully_shard(..., mp_policy=)``: torch's ``MixedPrecisionPolicy``, whose units gather
-    their weights in 8 bits (ZeRO++, arXiv 2306.10209, calls that qwZ).
+    their weights in fewer bits (ZeRO++, arXiv 2306.10209, calls that qwZ).
 
-    Each rank sends, of its rows of a floating-point parameter with at least 64 rows of at least 64
-    elements, one signed byte per element and one float32 scale per 256 elements of a row, made from
-    the shard's own dtype; modules compute with the decoded values in ``param_dtype``. A value is
-    off by at most the largest magnitude of its block / 252; a block with a value that is not finite
-    becomes NaN. Other parameters (norms, biases, adapters of low rank) travel as without. Shards,
-    gradients, optimizer states and checkpoints are as without. All ranks gather such units alike:
-    in Python, without prefetching.
+    Of its rows of a floating-point parameter with at least 64 rows of at least 64 elements each
+    rank sends codes, made from the shard's own dtype, with one scale per block of a row; modules
+    compute with the decoded values in ``param_dtype``. ``codec`` is one of
+
+    - ``"int8"``: a signed byte per element and a float32 scale per 256. A value is off by at most
+      the largest magnitude of its block / 252.
+    - ``"float8_e4m3"``, ``"float8_e5m2"``: a float of 8 bits and a float32 scale per 256. A value
+      is off by at most 1/16 or 1/8 of its own magnitude, but for the smallest ones.
+    - ``"mxfp8"``: E4M3 and a power of two per 32, as OCP's MX formats.
+    - ``"nf4"``: 4 bits and a float32 scale per 64, the levels of QLoRA.
+
+    A block with a value that is not finite becomes NaN. Other parameters (norms, biases, adapters
+    of low rank) travel as without. Shards, gradients, optimizer states and checkpoints are as
+    without. On a GPU, and in a unit with parameters that bring their own gather, there is "int8"
+    only, and all ranks gather such units alike: in Python, without prefetching.
     """
 
+    codec: str = "int8"
 
-def codes(policy: MixedPrecisionPolicy, shape: torch.Size, dtype: torch.dtype) -> bool:
-    """Whether ``policy`` codes parameters of this shape and dtype, cut along dimension 0."""
-    large = len(shape) > 1 and min(shape[0], math.prod(shape[1:])) >= _FEWEST
-    return isinstance(policy, QuantizedPolicy) and large and computes(dtype)
+    def __post_init__(self) -> None:
+        if self.codec not in CODECS:
+            raise ValueError(f"unknown codec {self.codec!r}: choose from {', '.join(CODECS)}")
+
+
+def codec_of(policy: MixedPrecisionPolicy | None, shape: torch.Size, dtype: torch.dtype) -> str:
+    """In which codes ``policy`` gathers parameters of this shape and dtype, cut along dimension 0;
+    "": in none.
+    """
+    if not isinstance(policy, QuantizedPolicy) or len(shape) < 2 or not computes(dtype):
+        return ""
+    return policy.codec if min(shape[0], math.prod(shape[1:])) >= _FEWEST else ""
 
 
 class Quantized(Gathered):

@@ -27,7 +27,7 @@ from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
 from fsdpc._fsdp2.extended import ExtendedUnit
 from fsdpc._fsdp2.extension import extends
-from fsdpc._fsdp2.quantized import codes
+from fsdpc._fsdp2.quantized import codec_of
 from fsdpc._fsdp2.unit import RowUnit, check_materialized
 from fsdpc._torch import global_backward_hooks, tree_leaves
 
@@ -116,8 +116,11 @@ class State:
     ) -> RowUnit:
         make: Any = RowUnit
         params = list(adopted) or [info.param for info in infos]
-        if any(extends(p) or codes(self.precision, p.shape, p.dtype) for p in params):
-            make = partial(ExtendedUnit, policy=self.precision)
+        in_python = self.compute_device.type != "cpu"
+        if any(
+            extends(p) or (in_python and codec_of(self.precision, p.shape, p.dtype)) for p in params
+        ):
+            make = ExtendedUnit
         unit: RowUnit = make(
             self._name,
             infos,
@@ -125,6 +128,7 @@ class State:
             dims=dims,
             adopted=adopted,
             parallel=parallel,
+            policy=self.precision,
             param_dtype=self.precision.param_dtype,
             reduce_dtype=self.precision.reduce_dtype,
             reshard_after_forward=self.reshard,

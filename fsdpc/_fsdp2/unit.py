@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._engine import writeback as _writeback
@@ -21,6 +22,7 @@ from fsdpc._engine.released import ReleasedDTensor
 from fsdpc._engine.unit import ParamInfo, Unit
 from fsdpc._fsdp2 import assigned as _assigned
 from fsdpc._fsdp2.args import DataMesh
+from fsdpc._fsdp2.quantized import codec_of
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
@@ -34,7 +36,8 @@ class RowUnit(Unit):
 
     ``dims``: the dimension along which each parameter is cut (default 0). The engine has that
     dimension first in memory, so that a rank's part is rows; parameters in the modules, local
-    tensors and gradients are views with the dimensions in their order.
+    tensors and gradients are views with the dimensions in their order. ``policy``: a
+    ``QuantizedPolicy`` says what travels coded.
     """
 
     dtensors = True
@@ -50,6 +53,7 @@ class RowUnit(Unit):
         dims: Sequence[int] = (),
         adopted: Sequence[nn.Parameter] = (),
         parallel: Sequence[Any] = (),
+        policy: MixedPrecisionPolicy | None = None,
         **options: Any,
     ) -> None:
         dims = list(dims) or [0] * len(infos)
@@ -65,7 +69,16 @@ class RowUnit(Unit):
             if dim > 0:
                 _put_first(info, dim)
         super().__init__(
-            name, infos, data_mesh.groups, use_orig_params=True, by_rows=True, dims=dims, **options
+            name,
+            infos,
+            data_mesh.groups,
+            use_orig_params=True,
+            by_rows=True,
+            dims=dims,
+            codecs=[]
+            if self.foreign
+            else [codec_of(policy, info.param.shape, info.param.dtype) for info in infos],
+            **options,
         )
 
     # --- gathered parameters ---------------------------------------------------------------------

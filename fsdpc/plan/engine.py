@@ -11,7 +11,7 @@ from fsdpc.plan.model import Param, Setup, Unit
 
 NARROW = ("bfloat16", "float16")
 RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
-Spec = tuple[str, int, str, str, str, bool, int]
+Spec = tuple[str, int, str, str, str, bool, int, str]
 OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan's is
 
 
@@ -34,10 +34,19 @@ def specs_of(unit: Unit, setup: Setup) -> tuple[Spec, ...]:
 def _spec(param: Param, unit: Unit, setup: Setup) -> Spec:
     storage = param.dtype or setup.storage
     if storage == "uint8":
-        return (param.name, param.numel, "uint8", "uint8", "uint8", False, param.row)
+        return (param.name, param.numel, "uint8", "uint8", "uint8", False, param.row, "")
     compute = _choice(unit.compute, setup.compute) or storage
     reduce = _choice(unit.reduce, setup.reduce) or default_reduce(compute, setup)
-    return (param.name, param.numel, storage, compute, reduce, param.trainable, param.row)
+    return (
+        param.name,
+        param.numel,
+        storage,
+        compute,
+        reduce,
+        param.trainable,
+        param.row,
+        param.codec,
+    )
 
 
 def _choice(own: str | None, plans: str | None) -> str | None:
@@ -97,7 +106,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
     prints = tuple(footprint(unit, setup) for unit in units)
     slot_of = [-1] * len(units)
     slot_bytes: list[int] = []
-    reduce_bytes = reduce_slots = grad_bytes = 0
+    reduce_bytes = reduce_slots = grad_bytes = coded_bytes = 0
     for group in dict.fromkeys(unit.group for unit in units):
         members = [i for i, unit in enumerate(units) if unit.group == group]
         needs = [
@@ -113,6 +122,13 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         for i, slot in zip(members, found, strict=True):
             slot_of[i] = slot + len(slot_bytes) if slot >= 0 else -1
         slot_bytes += sizes
+        coded_bytes += sum(
+            max(
+                (prints[i]["coded_bytes"] for i, own in enumerate(slot_of) if own == slot),
+                default=0,
+            )
+            for slot in range(len(slot_bytes) - len(sizes), len(slot_bytes))
+        )
         largest = max(prints[i]["reduce_bytes"] for i in members)
         count = _C.plan_reduce_slots(
             setup.shards,
@@ -126,7 +142,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         grad_bytes += _grad_bytes([prints[i] for i in inside], count)
         grad_bytes += _grad_bytes([prints[i] for i in members if i not in inside], None)
     stats = {
-        "gather_bytes": sum(slot_bytes),
+        "gather_bytes": sum(slot_bytes) + coded_bytes,
         "reduce_bytes": reduce_bytes,
         "master_bytes": sum(p["master_bytes"] for p in prints),
         "grad_bytes": grad_bytes,

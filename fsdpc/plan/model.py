@@ -27,7 +27,7 @@ class Param:
     plan's storage dtype. Carried as bytes (not cast, not trained) where ``dtype`` is ``uint8``.
     ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
     ``matrix``: rows and columns of the matrix that it is, or of each of a stack of them; (0, 0):
-    none, or an embedding or output layer.
+    none, or an embedding or output layer. ``codec``: in which codes the engine gathers it.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Param:
     trainable: bool = True
     row: int = 0
     matrix: tuple[int, int] = (0, 0)
+    codec: str = ""
 
 
 @dataclass(frozen=True)

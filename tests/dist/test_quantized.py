@@ -1,6 +1,8 @@
-"""Weights that are gathered in 8 bits."""
+"""Weights that are gathered in fewer bits."""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 import torch
@@ -11,18 +13,21 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 import fsdpc
 import fsdpc.checkpoint
 import fsdpc.optim
-from fsdpc import _C, QuantizedPolicy, fully_shard
+from fsdpc import QuantizedPolicy, _probe, fully_shard
 
 SHAPES = [(100, 300), (64, 512), (65, 64)]
 
 
-def through_codes(weight):
-    """What a whole weight is gathered as, row by row."""
-    out = torch.empty_like(weight)
-    for row, value in zip(weight, out, strict=True):
-        codes, scales = torch.empty(len(row), dtype=torch.int8), torch.empty(-(-len(row) // 256))
-        _C.activation_pack(row.contiguous(), codes, scales)
-        _C.activation_unpack(value, codes, scales)
+CODECS = ["int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4"]
+
+
+def through_codes(weight, codec):
+    """What a whole weight is gathered as."""
+    rows, columns = weight.shape
+    out = torch.empty(rows, columns)
+    coded = torch.empty(_probe.codec_bytes(codec, rows, columns), dtype=torch.uint8)
+    _probe.codec_encode(codec, weight.contiguous().numpy(), "float32", columns, coded.numpy())
+    _probe.codec_decode(codec, out.numpy(), "float32", columns, coded.numpy())
     return out
 
 
@@ -44,18 +49,22 @@ class Parts(nn.Module):
 
 
 @ranks(1, 2, 3)
+@pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gathered_values_depend_on_the_whole_weight_alone(rank, world, dtype):
-    model = fully_shard(Parts(), mp_policy=QuantizedPolicy(param_dtype=dtype))
+def test_gathered_values_depend_on_the_whole_weight_alone(rank, world, dtype, codec):
+    """Over shared memory and, on two or three ranks, over a wire."""
+    if world > 1 and dtype == torch.float32:
+        os.environ["FSDPC_COLLECTIVES"] = "wire"
+    model = fully_shard(Parts(), mp_policy=QuantizedPolicy(param_dtype=dtype, codec=codec))
     with torch.no_grad():
         model.norm.weight.uniform_(-1, 1)
     norm = model.norm.weight.full_tensor().to(dtype)
     model.unshard()
     for layer, plain in zip(model.parts, layers(), strict=True):
-        expected = through_codes(plain.weight.detach())
+        expected = through_codes(plain.weight.detach(), codec)
         assert torch.equal(layer.weight.detach(), expected.to(dtype))
-        bound = plain.weight.abs().amax() / 252 + 1e-6
-        assert (expected - plain.weight).abs().max() <= bound
+        bound = {"int8": 1 / 251, "float8_e4m3": 1 / 27}.get(codec, 1 / 6)
+        assert (expected - plain.weight).abs().max() <= plain.weight.abs().amax() * bound
         assert torch.equal(layer.bias.detach(), plain.bias.detach().to(dtype))
     assert torch.equal(model.norm.weight.detach(), norm)
     model.reshard()
@@ -111,13 +120,34 @@ def test_training(rank, world, tmp_path):
 
 
 @ranks(2)
-def test_bytes(rank, world):
-    model = fully_shard(Parts(), mp_policy=QuantizedPolicy(param_dtype=torch.bfloat16))
-    model(torch.ones(1, 300))
-    unit = model._get_fsdp_state()._unit
-    sent = sum(size.numel() * dtype.itemsize for g in unit.gathered for size, dtype in g.kinds)
-    narrow = sum(2 * param.numel() for param in model.parameters()) / world
-    assert sent < narrow / 1.85
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+def test_bytes_and_memory_on_a_wire(rank, world, codec):
+    os.environ["FSDPC_COLLECTIVES"] = "wire"
+    policy = QuantizedPolicy(param_dtype=torch.bfloat16, codec=codec)
+    model = nn.Sequential(fully_shard(Parts(), mp_policy=policy))
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with torch.no_grad():
+        model(torch.ones(1, 300))
+    sent = fsdpc.memory_stats(model)["sent_bytes"]
+    model(torch.ones(1, 300)).sum().backward()
+    optimizer.step()
+    bytes_each = {"int8": 1.05, "nf4": 0.65}[codec]  # with scales, biases and the norm
+    elements = sum(param.numel() for param in model.parameters()) / world
+    assert 0.5 * elements < sent < bytes_each * elements
+    report = fsdpc.memory_report(model)
+    assert report.equal, report
+
+
+@ranks(2)
+def test_a_unit_on_several_ranks_must_have_one_codec(rank, world):
+    with pytest.raises(fsdpc.MismatchError, match="gathered as"):
+        fully_shard(nn.Linear(300, 64), mp_policy=QuantizedPolicy(codec=CODECS[rank]))
+
+
+def test_a_codec_must_exist():
+    with pytest.raises(ValueError, match="unknown codec 'int7': choose from int8"):
+        QuantizedPolicy(codec="int7")
 
 
 @ranks(2)

@@ -4,6 +4,7 @@
 
 #include "py/base/py.h"
 
+extern PyMethodDef fsdpc_probe_codec_methods[];
 extern PyMethodDef fsdpc_probe_comm_methods[];
 extern PyMethodDef fsdpc_probe_flat_methods[];
 extern PyMethodDef fsdpc_probe_kernel_methods[];

@@ -8,7 +8,8 @@ static int
 probe_exec(PyObject *module)
 {
     PyMethodDef *const functions[] = {fsdpc_probe_comm_methods, fsdpc_probe_flat_methods,
-                                      fsdpc_probe_kernel_methods, fsdpc_probe_tensor_methods};
+                                      fsdpc_probe_kernel_methods, fsdpc_probe_tensor_methods,
+                                      fsdpc_probe_codec_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;

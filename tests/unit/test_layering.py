@@ -22,6 +22,8 @@ SOURCES = {
 LAYERS = (
     "csrc/base",
     "kernels",
+    "csrc/activation",
+    "csrc/codec",
     "csrc/ckpt",
     "csrc/device",
     "csrc/shm",
@@ -30,7 +32,6 @@ LAYERS = (
     "csrc/exchange",
     "csrc/tree",
     "csrc/optim",
-    "csrc/activation",
     "csrc/disk",
     "csrc/py/base",
     "csrc/py/ckpt",

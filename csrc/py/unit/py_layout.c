@@ -13,7 +13,7 @@ parse_dtype(const char *name, fsdpc_dtype *out)
 static int
 parse_spec(PyObject *item, fsdpc_param_spec *out)
 {
-    const char *storage, *compute, *reduce;
+    const char *storage, *compute, *reduce, *codec = "";
     long long numel, row_numel = 0;
     int trainable;
     if (!PyTuple_Check(item)) {
@@ -23,15 +23,18 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
     }
     if (!PyArg_ParseTuple(
             item,
-            "sLsssp|L;layout: a parameter must be (name: str, numel: int, storage: str, "
-            "compute: str, reduce: str, trainable: bool[, row_numel: int])",
-            &out->name, &numel, &storage, &compute, &reduce, &trainable, &row_numel)) {
+            "sLsssp|Ls;layout: a parameter must be (name: str, numel: int, storage: str, "
+            "compute: str, reduce: str, trainable: bool[, row_numel: int[, codec: str]])",
+            &out->name, &numel, &storage, &compute, &reduce, &trainable, &row_numel, &codec)) {
         return -1;
     }
     out->numel = numel;
     out->row_numel = row_numel;
     out->trainable = trainable != 0;
     if (parse_dtype(storage, &out->storage) < 0 || parse_dtype(compute, &out->compute) < 0) {
+        return -1;
+    }
+    if (fsdpc_py_checked(fsdpc_codec_from_name(codec, &out->codec)) < 0) {
         return -1;
     }
     return parse_dtype(reduce, &out->reduce);
@@ -99,14 +102,15 @@ segment_dict(const void *layout, Py_ssize_t index)
 {
     const fsdpc_segment *segment = &((const fsdpc_layout *)layout)->segments[index];
     return Py_BuildValue(
-        "{s:s,s:s,s:s,s:s,s:O,s:L,s:L,s:L,s:n,s:n,s:n,s:n}", "storage",
+        "{s:s,s:s,s:s,s:s,s:O,s:L,s:L,s:L,s:n,s:n,s:n,s:n,s:s,s:n}", "storage",
         fsdpc_dtype_name(segment->storage), "compute", fsdpc_dtype_name(segment->compute), "reduce",
         fsdpc_dtype_name(segment->reduce), "accumulate", fsdpc_dtype_name(segment->accumulate),
         "trainable", segment->trainable ? Py_True : Py_False, "numel", (long long)segment->numel,
         "row_numel", (long long)segment->row_numel, "piece_numel", (long long)segment->piece_numel,
         "full_offset", (Py_ssize_t)segment->full_offset, "shard_offset",
         (Py_ssize_t)segment->shard_offset, "grad_offset", (Py_ssize_t)segment->grad_offset,
-        "reduce_offset", (Py_ssize_t)segment->reduce_offset);
+        "reduce_offset", (Py_ssize_t)segment->reduce_offset, "codec",
+        fsdpc_codec_name(segment->codec), "coded_bytes", (Py_ssize_t)segment->coded_bytes);
 }
 
 typedef struct param_of {

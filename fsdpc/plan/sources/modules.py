@@ -15,6 +15,7 @@ from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_mo
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
 from fsdpc._fsdp1.root import FRONT
 from fsdpc._fsdp1.wrap import apply_policy
+from fsdpc._fsdp2.quantized import codec_of
 from fsdpc._fsdp2.state import FRONT as FRONT2
 from fsdpc._spans.rows import row_numel
 from fsdpc.api import MixedPrecision
@@ -145,7 +146,13 @@ def _unit_of_call(name: str, depth: int, call: Call, is_root: bool) -> Unit:
     given = call.reshard_after_forward
     params = tuple(
         _param_of(
-            info.name, param.shape, param.dtype, param.requires_grad, row_numel(param.shape), name
+            info.name,
+            param.shape,
+            param.dtype,
+            param.requires_grad,
+            row_numel(param.shape),
+            name,
+            codec_of(call.precision, param.shape, param.dtype),
         )
         for info, param in ((info, info.param) for info in call.infos)
     )
@@ -182,9 +189,10 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
                 trainable,
                 row_numel(shape) if unit.by_rows else 0,
                 unit.name,
+                codec,
             )
-            for info, shape, dtype, trainable in zip(
-                unit.infos, unit.shapes, unit.dtypes, unit.trainable, strict=True
+            for info, shape, dtype, trainable, codec in zip(
+                unit.infos, unit.shapes, unit.dtypes, unit.trainable, unit.codecs, strict=True
             )
         )
         found.append(
@@ -212,6 +220,7 @@ def _param_of(
     trainable: bool,
     row: int = 0,
     unit: str = "",
+    codec: str = "",
 ) -> Param:
     if trainable:
         check_trains(f"parameter {name}", dtype)
@@ -219,4 +228,4 @@ def _param_of(
         size = dtype.itemsize
         return Param(name, shape.numel() * size, "uint8", False, row * size)
     rows, columns = shape[-2:] if is_matrix(f"{unit}.{name}".lstrip("."), shape) else (0, 0)
-    return Param(name, shape.numel(), dtype_name(dtype), trainable, row, (rows, columns))
+    return Param(name, shape.numel(), dtype_name(dtype), trainable, row, (rows, columns), codec)

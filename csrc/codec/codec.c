@@ -1,0 +1,373 @@
+/* Rows to codes and back. See codec.h.
+ *
+ * A row is worked on in stretches that stay in the cache: converted to float32, coded, converted from float32.
+ * The loops are written once and compiled for each instruction set: a function that is always inlined takes the
+ * instructions of its caller.
+ */
+#include "codec/codec.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "activation/activation.h"
+#include "base/mem.h"
+#include "base/status.h"
+#include "codec/codec_bits.h"
+#include "kernels.h"
+
+#define INLINE FSDPC_CODEC_INLINE
+
+enum { STRETCH = 4096 }; /* elements; whole blocks of every codec */
+
+static const struct form {
+    const char *name;
+    int block, code_bits, scale_bytes;
+} FORMS[FSDPC_CODECS] = {
+    [FSDPC_UNCODED] = {"", 1, 0, 0},
+    [FSDPC_INT8] = {"int8", FSDPC_ACTIVATION_BLOCK, 8, 4},
+    [FSDPC_E4M3] = {"float8_e4m3", 256, 8, 4},
+    [FSDPC_E5M2] = {"float8_e5m2", 256, 8, 4},
+    [FSDPC_MXFP8] = {"mxfp8", 32, 8, 1},
+    [FSDPC_NF4] = {"nf4", 64, 4, 4},
+};
+
+int
+fsdpc_codec_from_name(const char *name, fsdpc_codec *out)
+{
+    for (int i = 0; i < FSDPC_CODECS; i++) {
+        if (strcmp(name, FORMS[i].name) == 0) {
+            *out = (fsdpc_codec)i;
+            return FSDPC_OK;
+        }
+    }
+    return fsdpc_error(FSDPC_E_INVAL,
+                       "unknown codec '%s': int8, float8_e4m3, float8_e5m2, mxfp8 and nf4 exist",
+                       name);
+}
+
+const char *
+fsdpc_codec_name(fsdpc_codec codec)
+{
+    return FORMS[codec].name;
+}
+
+/* --- sizes --------------------------------------------------------------------------------------- */
+
+static int64_t
+blocks_of(const struct form *form, int64_t n)
+{
+    return (n + form->block - 1) / form->block;
+}
+
+static size_t
+code_bytes(const struct form *form, int64_t n)
+{
+    return ((size_t)n * (size_t)form->code_bits + 7) / 8;
+}
+
+static size_t
+scales_offset(const struct form *form, int64_t rows, int64_t row)
+{
+    return fsdpc_round_up((size_t)rows * code_bytes(form, row), 16);
+}
+
+size_t
+fsdpc_codec_bytes(fsdpc_codec codec, int64_t rows, int64_t row)
+{
+    const struct form *form = &FORMS[codec];
+    const size_t scales = (size_t)(rows * blocks_of(form, row)) * (size_t)form->scale_bytes;
+    return scales_offset(form, rows, row) + fsdpc_round_up(scales, 16);
+}
+
+int64_t
+fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i)
+{
+    const int64_t column = i % row, block = FORMS[codec].block;
+    const int64_t begin = (column + block - 1) / block * block;
+    return i - column + (begin < row ? begin : row);
+}
+
+/* --- blocks -------------------------------------------------------------------------------------- */
+
+/* Infinity or NaN if any value is. */
+INLINE float
+largest(const float *values, int64_t n)
+{
+    int32_t most = 0; /* patterns of floats without sign are in the order of integers */
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
+        most = bits > most ? bits : most;
+    }
+    return f32_from_bits((uint32_t)most);
+}
+
+/* What values are multiplied by, in two steps, so that the largest becomes `top`: blocks of the smallest numbers are
+ * lifted first, because their scale has no reciprocal. */
+struct factor {
+    float lift, inverse;
+};
+
+INLINE struct factor
+factor_of(float most, float top)
+{
+    const float lift = most < 0x1p-90f ? 0x1p64f : 1;
+    return (struct factor){lift, most > 0 && isfinite(most) ? top / (most * lift) : 0};
+}
+
+INLINE void
+put_scale(float most, uint8_t *scale)
+{
+    const float value = isfinite(most) ? most : NAN;
+    memcpy(scale, &value, sizeof value);
+}
+
+INLINE void
+encode_float8(const float *values, int64_t n, struct fsdpc_float8 f, float top, uint8_t *codes,
+              uint8_t *scale)
+{
+    const float most = largest(values, n);
+    const struct factor factor = factor_of(most, top);
+    put_scale(most, scale);
+    for (int64_t i = 0; i < n; i++) {
+        codes[i] = fsdpc_float8_of(values[i] * factor.lift * factor.inverse, f);
+    }
+}
+
+INLINE void
+decode_float8(const uint8_t *codes, int64_t n, struct fsdpc_float8 f, float top,
+              const uint8_t *scale, float *values)
+{
+    const float most = load_F32(scale, 0);
+    for (int64_t i = 0; i < n; i++) {
+        values[i] = fsdpc_float8_value(codes[i], f) * (1.0f / top) * most;
+    }
+}
+
+INLINE void
+encode_mxfp8(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
+{
+    const float most = largest(values, n);
+    const int32_t exponent = (int32_t)(f32_bits(most) >> 23) - 8;
+    const int32_t code = exponent > 0 ? exponent : 0;
+    const float inverse = f32_from_bits((uint32_t)(254 - code) << 23);
+    *scale = isfinite(most) ? (uint8_t)code : 255;
+    for (int64_t i = 0; i < n; i++) {
+        const float x = values[i] * inverse, low = x < 448 ? x : 448;
+        codes[i] = fsdpc_float8_of(low > -448 ? low : -448, FSDPC_FLOAT8_E4M3);
+    }
+}
+
+INLINE void
+decode_mxfp8(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values)
+{
+    const float factor = fsdpc_e8m0_value(*scale);
+    for (int64_t i = 0; i < n; i++) {
+        values[i] = fsdpc_float8_value(codes[i], FSDPC_FLOAT8_E4M3) * factor;
+    }
+}
+
+INLINE void
+encode_nf4(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
+{
+    const float most = largest(values, n);
+    const struct factor factor = factor_of(most, 1);
+    int32_t levels[64 + 1];
+    put_scale(most, scale);
+    for (int64_t i = 0; i < n; i++) {
+        levels[i] = fsdpc_nf4_of(values[i] * factor.lift * factor.inverse);
+    }
+    levels[n] = 0;
+    for (int64_t i = 0; i < n; i += 2) {
+        codes[i / 2] = (uint8_t)(levels[i] << 4 | levels[i + 1]);
+    }
+}
+
+INLINE void
+decode_nf4(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values)
+{
+    const float most = load_F32(scale, 0);
+    for (int64_t i = 0; i < n; i++) {
+        values[i] = fsdpc_nf4_levels[codes[i / 2] >> (i % 2 ? 0 : 4) & 15] * most;
+    }
+}
+
+/* --- stretches of a row ------------------------------------------------------------------------ */
+
+INLINE void
+encode_blocks(fsdpc_codec codec, const float *values, int64_t n, uint8_t *codes, uint8_t *scales)
+{
+    const struct form *form = &FORMS[codec];
+    for (int64_t at = 0; at < n; at += form->block, scales += form->scale_bytes) {
+        const int64_t count = n - at < form->block ? n - at : form->block;
+        uint8_t *out = codes + code_bytes(form, at);
+        if (codec == FSDPC_E4M3) {
+            encode_float8(values + at, count, FSDPC_FLOAT8_E4M3, 448, out, scales);
+        } else if (codec == FSDPC_E5M2) {
+            encode_float8(values + at, count, FSDPC_FLOAT8_E5M2, 57344, out, scales);
+        } else if (codec == FSDPC_MXFP8) {
+            encode_mxfp8(values + at, count, out, scales);
+        } else {
+            encode_nf4(values + at, count, out, scales);
+        }
+    }
+}
+
+INLINE void
+decode_blocks(fsdpc_codec codec, const uint8_t *codes, const uint8_t *scales, int64_t n,
+              float *values)
+{
+    const struct form *form = &FORMS[codec];
+    for (int64_t at = 0; at < n; at += form->block, scales += form->scale_bytes) {
+        const int64_t count = n - at < form->block ? n - at : form->block;
+        const uint8_t *in = codes + code_bytes(form, at);
+        if (codec == FSDPC_E4M3) {
+            decode_float8(in, count, FSDPC_FLOAT8_E4M3, 448, scales, values + at);
+        } else if (codec == FSDPC_E5M2) {
+            decode_float8(in, count, FSDPC_FLOAT8_E5M2, 57344, scales, values + at);
+        } else if (codec == FSDPC_MXFP8) {
+            decode_mxfp8(in, count, scales, values + at);
+        } else {
+            decode_nf4(in, count, scales, values + at);
+        }
+    }
+}
+
+#define VARIANT(name, target)                                                           \
+    target static void encode_##name(fsdpc_codec codec, const float *values, int64_t n, \
+                                     uint8_t *codes, uint8_t *scales)                   \
+    {                                                                                   \
+        encode_blocks(codec, values, n, codes, scales);                                 \
+    }                                                                                   \
+    target static void decode_##name(fsdpc_codec codec, const uint8_t *codes,           \
+                                     const uint8_t *scales, int64_t n, float *values)   \
+    {                                                                                   \
+        decode_blocks(codec, codes, scales, n, values);                                 \
+    }
+
+VARIANT(plain, )
+#if defined(__x86_64__) && defined(__GNUC__)
+VARIANT(avx2, __attribute__((target("avx2"))))
+VARIANT(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl"))))
+#else
+#define encode_avx2 encode_plain
+#define decode_avx2 decode_plain
+#define encode_avx512 encode_plain
+#define decode_avx512 decode_plain
+#endif
+
+struct loops {
+    void (*encode)(fsdpc_codec, const float *, int64_t, uint8_t *, uint8_t *);
+    void (*decode)(fsdpc_codec, const uint8_t *, const uint8_t *, int64_t, float *);
+};
+
+static struct loops
+loops_of(const fsdpc_kernels *kernels)
+{
+    return strcmp(kernels->name, "avx512") == 0 ? (struct loops){encode_avx512, decode_avx512}
+           : strcmp(kernels->name, "avx2") == 0 ? (struct loops){encode_avx2, decode_avx2}
+                                                : (struct loops){encode_plain, decode_plain};
+}
+
+/* --- rows -------------------------------------------------------------------------------------- */
+
+/* A stretch of at most STRETCH elements: from a block's begin to a block's end, in one row. */
+static int
+encode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const void *values,
+               fsdpc_dtype type, int64_t n, uint8_t *codes, uint8_t *scales)
+{
+    float wide[STRETCH];
+    kernels->cast(wide, FSDPC_F32, values, type, n, 1.0);
+    if (codec == FSDPC_INT8) {
+        return fsdpc_activation_pack(wide, FSDPC_F32, n, (int8_t *)codes, (float *)(void *)scales);
+    }
+    loops_of(kernels).encode(codec, wide, n, codes, scales);
+    return FSDPC_OK;
+}
+
+static int
+decode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const uint8_t *codes,
+               const uint8_t *scales, int64_t n, void *values, fsdpc_dtype type)
+{
+    float wide[STRETCH];
+    if (codec == FSDPC_INT8) {
+        FSDPC_TRY(fsdpc_activation_unpack((const int8_t *)codes,
+                                          (const float *)(const void *)scales, n, wide, FSDPC_F32));
+    } else {
+        loops_of(kernels).decode(codec, codes, scales, n, wide);
+    }
+    kernels->cast(values, type, wide, FSDPC_F32, n, 1.0);
+    return FSDPC_OK;
+}
+
+/* Where a stretch lies in coded memory: `at` elements behind the begin of a row. */
+struct place {
+    size_t codes, scales;
+};
+
+static struct place
+place_of(const struct form *form, int64_t rows, int64_t row, int64_t number, int64_t at)
+{
+    return (struct place){(size_t)number * code_bytes(form, row) + code_bytes(form, at),
+                          scales_offset(form, rows, row) +
+                              (size_t)(number * blocks_of(form, row) + at / form->block) *
+                                  (size_t)form->scale_bytes};
+}
+
+int
+fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
+                   int64_t row, void *coded)
+{
+    const size_t item = fsdpc_dtype_bytes(type);
+    const fsdpc_kernels *kernels;
+    FSDPC_TRY(fsdpc_kernels_select(&kernels));
+    for (int64_t number = 0; number < rows; number++) {
+        for (int64_t at = 0; at < row; at += STRETCH) {
+            const struct place place = place_of(&FORMS[codec], rows, row, number, at);
+            FSDPC_TRY(encode_stretch(
+                codec, kernels, (const char *)values + (size_t)(number * row + at) * item, type,
+                row - at < STRETCH ? row - at : STRETCH, (uint8_t *)coded + place.codes,
+                (uint8_t *)coded + place.scales));
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row, void *values,
+                   fsdpc_dtype type)
+{
+    const size_t item = fsdpc_dtype_bytes(type);
+    const fsdpc_kernels *kernels;
+    FSDPC_TRY(fsdpc_kernels_select(&kernels));
+    for (int64_t number = 0; number < rows; number++) {
+        for (int64_t at = 0; at < row; at += STRETCH) {
+            const struct place place = place_of(&FORMS[codec], rows, row, number, at);
+            FSDPC_TRY(decode_stretch(codec, kernels, (const uint8_t *)coded + place.codes,
+                                     (const uint8_t *)coded + place.scales,
+                                     row - at < STRETCH ? row - at : STRETCH,
+                                     (char *)values + (size_t)(number * row + at) * item, type));
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_codec_round(fsdpc_codec codec, const void *src, fsdpc_dtype src_type, int64_t row, int64_t at,
+                  int64_t n, void *dst, fsdpc_dtype dst_type)
+{
+    uint8_t codes[STRETCH];
+    float scales[STRETCH / 32];
+    const fsdpc_kernels *kernels;
+    FSDPC_TRY(fsdpc_kernels_select(&kernels));
+    for (int64_t i = 0, count; i < n; i += count) {
+        const int64_t left = row - (at + i) % row;
+        count = left < STRETCH ? left : STRETCH;
+        count = count < n - i ? count : n - i;
+        FSDPC_TRY(encode_stretch(codec, kernels,
+                                 (const char *)src + (size_t)i * fsdpc_dtype_bytes(src_type),
+                                 src_type, count, codes, (uint8_t *)scales));
+        FSDPC_TRY(decode_stretch(codec, kernels, codes, (const uint8_t *)scales, count,
+                                 (char *)dst + (size_t)i * fsdpc_dtype_bytes(dst_type), dst_type));
+    }
+    return FSDPC_OK;
+}

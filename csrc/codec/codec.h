@@ -1,0 +1,56 @@
+/* Codecs: how values travel in fewer bits.
+ *
+ * A codec cuts a row into blocks of consecutive elements, the last one perhaps shorter, and makes of each block codes
+ * of 4 or 8 bits and one scale. So the codes of a parameter that is cut between rows depend on the parameter alone, on
+ * any number of ranks. A block with a value that is not finite comes back as NaN, in every element: the scale says so.
+ *
+ *   name          block  scale                            code
+ *   int8          256    float32, the largest magnitude   csrc/activation: off by at most largest / 252
+ *   float8_e4m3   256    float32, the largest magnitude   OCP E4M3 of x / largest * 448
+ *   float8_e5m2   256    float32, the largest magnitude   E5M2 of x / largest * 57344
+ *   mxfp8         32     E8M0, 2^(floor(log2(largest)) - 8)   OCP E4M3 of x / scale, at most 448
+ *   nf4           64     float32, the largest magnitude   the nearest of the 16 levels of QLoRA (arXiv 2305.14314)
+ *
+ * Rounding is to nearest; halves go to even, those between two levels of nf4 down. Bits are equal on every
+ * instruction set. Coded memory of some rows: all codes, row by row (two codes of 4 bits in a byte, the
+ * first one in the upper half; a row begins with a byte), then, from a multiple of 16 bytes on, all scales.
+ */
+#ifndef FSDPC_CODEC_H
+#define FSDPC_CODEC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "base/dtype.h"
+
+typedef enum fsdpc_codec {
+    FSDPC_UNCODED, /* values travel as they are */
+    FSDPC_INT8,
+    FSDPC_E4M3,
+    FSDPC_E5M2,
+    FSDPC_MXFP8,
+    FSDPC_NF4,
+    FSDPC_CODECS
+} fsdpc_codec;
+
+/* "" is FSDPC_UNCODED. FSDPC_E_INVAL naming the accepted texts when `name` is none of them. */
+int fsdpc_codec_from_name(const char *name, fsdpc_codec *out);
+const char *fsdpc_codec_name(fsdpc_codec codec);
+
+/* Of `rows` rows of `row` elements (>= 0, > 0), whole multiples of 16. 0 for FSDPC_UNCODED. */
+size_t fsdpc_codec_bytes(fsdpc_codec codec, int64_t rows, int64_t row);
+/* The first element from element i of a matrix on that begins a block. */
+int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
+
+/* For all three: a codec, and contiguous rows of `row` elements of a floating-point dtype. An error is one of the
+ * choice of kernels (kernels.h). */
+int fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
+                       int64_t row, void *coded);
+int fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row,
+                       void *values, fsdpc_dtype type);
+/* What decoding gives of n elements of `src`, of which the first begins a block, `at` elements behind the begin
+ * of its row; they end where a block ends. */
+int fsdpc_codec_round(fsdpc_codec codec, const void *src, fsdpc_dtype src_type, int64_t row,
+                      int64_t at, int64_t n, void *dst, fsdpc_dtype dst_type);
+
+#endif

@@ -1,0 +1,101 @@
+/* Single values in few bits: the definition of each format, without branches, so that loops over them become vectors. */
+#ifndef FSDPC_CODEC_BITS_H
+#define FSDPC_CODEC_BITS_H
+
+#include <stdint.h>
+
+#include "convert.h"
+
+#define FSDPC_CODEC_INLINE static inline __attribute__((always_inline))
+
+/* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
+#define FSDPC_ROUNDS 12582912.0f
+
+/* An 8-bit float: `mantissa` bits below an exponent with this bias. */
+struct fsdpc_float8 {
+    int mantissa, bias;
+    int32_t past;     /* without sign: what everything above the largest number becomes */
+    int32_t nan;      /* without sign */
+    float least_unit; /* of the last bit of subnormals */
+};
+#define FSDPC_FLOAT8_E4M3 ((struct fsdpc_float8){3, 7, 0x7f, 0x7f, 0x1p-9f})
+#define FSDPC_FLOAT8_E5M2 ((struct fsdpc_float8){2, 15, 0x7c, 0x7e, 0x1p-16f})
+
+FSDPC_CODEC_INLINE uint8_t
+fsdpc_float8_of(float value, struct fsdpc_float8 f)
+{
+    const uint32_t bits = f32_bits(value), sign = bits >> 24 & 0x80u;
+    const int32_t magnitude = (int32_t)(bits & 0x7fffffffu);
+    const int drop = 23 - f.mantissa;
+    const int32_t half = (1 << (drop - 1)) - 1 + (magnitude >> drop & 1);
+    const int32_t finite = magnitude < 0x7f000000 ? magnitude : 0x7f000000;
+    int32_t code = ((finite + half) >> drop) - ((127 - f.bias) << f.mantissa);
+    const float lifted = f32_from_bits((uint32_t)magnitude) * (1.0f / f.least_unit) + FSDPC_ROUNDS;
+    const int32_t subnormal = (int32_t)f32_bits(lifted) - (int32_t)f32_bits(FSDPC_ROUNDS);
+    code = magnitude < (128 - f.bias) << 23 ? subnormal : code;
+    code = code < f.past ? code : f.past;
+    code = magnitude > 0x7f800000 ? f.nan : code;
+    return (uint8_t)((uint32_t)code | sign);
+}
+
+FSDPC_CODEC_INLINE float
+fsdpc_float8_value(uint8_t code, struct fsdpc_float8 f)
+{
+    const int32_t magnitude = code & 0x7f;
+    const uint32_t sign = (uint32_t)(code & 0x80) << 24;
+    const uint32_t normal =
+        (uint32_t)(magnitude << (23 - f.mantissa)) + ((uint32_t)(127 - f.bias) << 23);
+    const uint32_t subnormal = f32_bits((float)magnitude * f.least_unit);
+    uint32_t bits = magnitude < 1 << f.mantissa ? subnormal : normal;
+    bits = magnitude >= f.past ? magnitude == f.past && f.past != f.nan ? 0x7f800000u : 0x7fc00000u
+                               : bits;
+    return f32_from_bits(bits | sign);
+}
+
+/* 2^(code - 127); 255: NaN. */
+FSDPC_CODEC_INLINE float
+fsdpc_e8m0_value(uint8_t code)
+{
+    return f32_from_bits(code == 255 ? 0x7fc00000u
+                         : code == 0 ? 0x00400000u
+                                     : (uint32_t)code << 23);
+}
+
+static const float fsdpc_nf4_levels[16] = {
+    -1.0f,
+    -0.6961928009986877f,
+    -0.5250730514526367f,
+    -0.39491748809814453f,
+    -0.28444138169288635f,
+    -0.18477343022823334f,
+    -0.09105003625154495f,
+    0.0f,
+    0.07958029955625534f,
+    0.16093020141124725f,
+    0.24611230194568634f,
+    0.33791524171829224f,
+    0.44070982933044434f,
+    0.5626170039176941f,
+    0.7229568362236023f,
+    1.0f,
+};
+
+/* Half way between neighbouring levels. */
+static const float fsdpc_nf4_bounds[15] = {
+    -0.8480964004993439f,  -0.6106329262256622f,  -0.4599952697753906f,   -0.33967943489551544f,
+    -0.23460740596055984f, -0.13791173323988914f, -0.045525018125772476f, 0.03979014977812767f,
+    0.1202552504837513f,   0.2035212516784668f,   0.2920137718319893f,    0.3893125355243683f,
+    0.5016634166240692f,   0.6427869200706482f,   0.8614784181118011f,
+};
+
+FSDPC_CODEC_INLINE int32_t
+fsdpc_nf4_of(float value)
+{
+    int32_t code = 0;
+    for (int i = 0; i < 15; i++) {
+        code += value > fsdpc_nf4_bounds[i];
+    }
+    return code;
+}
+
+#endif

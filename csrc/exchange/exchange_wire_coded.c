@@ -1,0 +1,117 @@
+/* Units of which segments travel coded: this rank's pieces are coded into memory beside the slot, flights bring
+ * those of the others there, and what has landed is decoded into the slot. */
+#include "base/mem.h"
+#include "base/status.h"
+#include "exchange/exchange_wire_impl.h"
+
+/* The last one is for gathers beside a slot in use, which land at once. */
+static struct fsdpc_wire_coded *
+coded_of(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    const int slot = fsdpc_unit_use(unit)->slot;
+    return &x->wire->coded[fsdpc_unit_is_spare(unit) ? x->wire->coded_count - 1 : slot];
+}
+
+static void
+grow(struct fsdpc_wire_coded *coded, size_t bytes)
+{
+    coded->bytes = bytes > coded->bytes ? bytes : coded->bytes;
+}
+
+int
+fsdpc_wire_coded_open(fsdpc_exchange *x, int slot_count)
+{
+    struct fsdpc_wire *wire = x->wire;
+    wire->coded = fsdpc_mem_calloc((size_t)slot_count + 1, sizeof *wire->coded);
+    if (!wire->coded) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    wire->coded_count = slot_count + 1;
+    for (int u = 0; u < x->unit_count && x->world > 1; u++) {
+        const size_t bytes = fsdpc_unit_footprint(x->units[u])->coded_bytes;
+        if (bytes > 0) {
+            grow(&wire->coded[x->uses[u].slot], bytes);
+            grow(&wire->coded[slot_count], bytes);
+        }
+    }
+    for (int s = 0; s < slot_count; s++) {
+        x->coded_bytes += wire->coded[s].bytes;
+    }
+    return FSDPC_OK;
+}
+
+void
+fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep)
+{
+    struct fsdpc_wire *wire = x->wire;
+    for (int i = 0; i < wire->coded_count && !keep; i++) {
+        struct fsdpc_wire_coded *coded = &wire->coded[i];
+        fsdpc_device_free(fsdpc_comm_device(x->comm), coded->memory, coded->bytes);
+    }
+    fsdpc_mem_free(wire->coded);
+}
+
+/* Where the pieces of a segment begin. */
+static size_t
+offset_of(const fsdpc_layout *layout, int segment)
+{
+    size_t offset = 0;
+    for (int s = 0; s < segment; s++) {
+        offset += layout->segments[s].coded_bytes * (size_t)layout->world;
+    }
+    return offset;
+}
+
+int
+fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_part *part)
+{
+    struct fsdpc_wire_coded *coded = coded_of(x, unit);
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    const fsdpc_segment *seg = &layout->segments[segment];
+    if (!coded->memory) {
+        FSDPC_TRY(
+            fsdpc_device_alloc(fsdpc_comm_device(x->comm), coded->bytes, (void **)&coded->memory));
+    }
+    char *pieces = coded->memory + offset_of(layout, segment);
+    *part = (fsdpc_comm_part){pieces, (int64_t)seg->coded_bytes, FSDPC_BYTES};
+    return fsdpc_codec_encode(seg->codec, (const char *)fsdpc_unit_master(unit) + seg->shard_offset,
+                              seg->storage, seg->piece_numel / seg->row_numel, seg->row_numel,
+                              pieces + seg->coded_bytes * (size_t)x->rank);
+}
+
+bool
+fsdpc_wire_brings(const fsdpc_exchange *x, fsdpc_route route, int owner)
+{
+    return owner != x->rank &&
+           (route == FSDPC_TO_ALL || fsdpc_hosts_carries(x->comm, x->rank, owner));
+}
+
+static int
+decode_segment(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_route route)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    const fsdpc_segment *seg = &layout->segments[segment];
+    const char *pieces = coded_of(x, unit)->memory + offset_of(layout, segment);
+    const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
+    char *values = fsdpc_exchange_values(x, unit) + seg->full_offset;
+    for (int r = 0; r < x->world; r++) {
+        if (fsdpc_wire_brings(x, route, r)) {
+            FSDPC_TRY(fsdpc_codec_decode(seg->codec, pieces + seg->coded_bytes * (size_t)r,
+                                         seg->piece_numel / seg->row_numel, seg->row_numel,
+                                         values + bytes * (size_t)r, seg->compute));
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    for (int s = 0; s < layout->segment_count; s++) {
+        if (layout->segments[s].coded_bytes > 0) {
+            FSDPC_TRY(decode_segment(x, unit, s, route));
+        }
+    }
+    return FSDPC_OK;
+}

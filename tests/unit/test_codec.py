@@ -1,0 +1,186 @@
+"""Codecs: every code, every bfloat16, and what rows become, against ml_dtypes and formulas."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fsdpc import _probe
+
+F8 = {
+    "float8_e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 256),
+    "float8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 256),
+    "mxfp8": (ml_dtypes.float8_e4m3fn, 448.0, 32),
+}
+BLOCKS = {"int8": 256, "nf4": 64, **{name: block for name, (_, _, block) in F8.items()}}
+# Of the block's largest magnitude. mxfp8 cuts off what is above 448 of 512 scales.
+BOUNDS = {
+    "int8": 1 / 251,
+    "float8_e4m3": 1 / 27,
+    "float8_e5m2": 1 / 13,
+    "mxfp8": 1 / 8,
+    "nf4": 0.153,
+}
+NF4 = np.float32([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+])  # fmt: skip
+
+
+def encode(codec, values, dtype="float32"):
+    out = np.zeros(_probe.codec_bytes(codec, *values.shape), np.uint8)
+    _probe.codec_encode(codec, np.ascontiguousarray(values), dtype, values.shape[1], out)
+    return out
+
+
+def decode(codec, coded, shape, dtype="float32"):
+    out = np.zeros(shape, np.uint16 if dtype in ("bfloat16", "float16") else dtype)
+    _probe.codec_decode(codec, out, dtype, shape[1], coded)
+    return out
+
+
+def rounded(codec, values, dtype="float32", out_dtype="float32"):
+    out = np.zeros(values.shape, np.uint16 if out_dtype in ("bfloat16", "float16") else out_dtype)
+    _probe.codec_round(codec, values, dtype, values.shape[1], out, out_dtype)
+    return out
+
+
+def scales_at(codec, rows, row):
+    return -(-rows * -(-row * (4 if codec == "nf4" else 8) // 8) // 16) * 16
+
+
+def with_scale(codec, codes, scale):
+    """Coded memory of one row of one block."""
+    row = len(codes)
+    out = np.zeros(_probe.codec_bytes(codec, 1, row), np.uint8)
+    out[:row] = codes
+    scale = np.uint8([scale]) if codec == "mxfp8" else np.float32([scale]).view(np.uint8)
+    out[scales_at(codec, 1, row) :][: len(scale)] = scale
+    return out
+
+
+def same(a, b):
+    return np.array_equal(a, b, equal_nan=True) and np.array_equal(np.signbit(a), np.signbit(b))
+
+
+@pytest.fixture(params=["plain", "avx2", "avx512"])
+def kernels(request, monkeypatch):
+    monkeypatch.setenv("FSDPC_SIMD", request.param)
+    try:
+        encode("int8", np.ones((1, 1), np.float32))
+    except Exception as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("codec", F8)
+def test_every_code_has_the_value_of_its_format(codec, kernels):
+    dtype, largest, block = F8[codec]
+    codes = np.arange(256, dtype=np.uint8)
+    expected = codes.view(dtype).astype(np.float32)
+    scale = 127 if codec == "mxfp8" else largest  # 1, each
+    found = [
+        decode(codec, with_scale(codec, part, scale), (1, len(part)))[0]
+        for part in np.split(codes, 256 // block)
+    ]
+    finite = np.isfinite(expected)
+    found = np.concatenate(found)
+    if codec == "mxfp8":
+        assert same(found, expected)
+    else:  # values / largest * largest
+        scaled = expected * np.float32(1 / largest) * np.float32(largest)
+        assert np.array_equal(found[finite], scaled[finite])
+        assert same(found[~finite], expected[~finite])
+
+
+@pytest.mark.parametrize("codec", F8)
+def test_every_bfloat16_is_rounded_to_its_format(codec, kernels):
+    """In blocks that hold the format's largest number, so that values are not scaled."""
+    dtype, largest, block = F8[codec]
+    every = np.arange(65536, dtype=np.uint16)
+    values = every.view(ml_dtypes.bfloat16).astype(np.float32)
+    inside = np.abs(values) <= largest  # not NaN
+    every, values = every[inside], values[inside]
+    count = -(-len(values) // (block - 1)) * (block - 1)
+    padded = np.pad(every, (0, count - len(every))).reshape(-1, block - 1)
+    top = np.full((len(padded), 1), np.float32(largest).astype(ml_dtypes.bfloat16).view(np.uint16))
+    rows = np.concatenate([top, padded], 1)
+    coded = encode(codec, rows, "bfloat16")[: rows.size].reshape(rows.shape)[:, 1:].reshape(-1)
+    expected = values.astype(dtype).view(np.uint8)
+    assert np.array_equal(coded[: len(values)], expected)
+    assert len(values) > 32768
+
+
+def test_nf4_is_the_nearest_level(kernels):
+    every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    values = every[np.abs(every) <= 1]
+    values = np.pad(values, (0, -len(values) % 63)).reshape(-1, 63)
+    rows = np.concatenate([np.ones((len(values), 1), np.float32), values], 1)
+    found = decode("nf4", encode("nf4", rows), rows.shape)
+    distance = np.abs(rows.astype(np.float64)[..., None] - NF4.astype(np.float64))
+    chosen = np.abs(rows.astype(np.float64) - found)
+    assert np.isin(found, NF4).all()
+    assert (chosen <= distance.min(-1) + 1e-8).all()
+
+
+@pytest.mark.parametrize("codec", BLOCKS)
+@pytest.mark.parametrize("row", [1, 31, 300, 4400])
+def test_blocks_keep_their_largest_value_and_end_with_their_row(codec, row, kernels):
+    rng = np.random.default_rng(row)
+    values = rng.standard_normal((3, row)).astype(np.float32)
+    values *= np.float32(2.0) ** rng.integers(-120, 100, (3, row)).astype(np.float32)
+    found = decode(codec, encode(codec, values), values.shape)
+    assert same(found, rounded(codec, values))
+    for number in range(3):  # a row alone has the same codes
+        alone = values[number : number + 1]
+        assert same(decode(codec, encode(codec, alone), alone.shape)[0], found[number])
+        for begin in range(0, row, BLOCKS[codec]):
+            block = values[number, begin : begin + BLOCKS[codec]]
+            back = found[number, begin : begin + BLOCKS[codec]]
+            assert np.isfinite(back).all()
+            at = np.abs(block).argmax()
+            assert codec == "mxfp8" or back[at] == block[at]
+            assert (np.abs(back - block) <= np.abs(block[at]) * BOUNDS[codec]).all()
+
+
+@pytest.mark.parametrize("codec", BLOCKS)
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_what_is_not_finite_makes_its_block_nan(codec, bad, kernels):
+    values = np.ones((2, 300), np.float32)
+    values[1, 70] = bad
+    block = BLOCKS[codec]
+    expected = np.zeros((2, 300), bool)
+    expected[1, 70 // block * block : (70 // block + 1) * block] = True
+    assert np.array_equal(np.isnan(decode(codec, encode(codec, values), (2, 300))), expected)
+
+
+@pytest.mark.parametrize("codec", BLOCKS)
+def test_smallest_and_largest_numbers_and_zero(codec, kernels):
+    top = np.finfo(np.float32).max
+    for most in (0.0, 1e-45, 1e-40, float(np.finfo(np.float32).tiny), float(top)):
+        values = np.full((1, 64), most, np.float32)
+        found = decode(codec, encode(codec, values), (1, 64))
+        assert np.isfinite(found).all()
+        assert most < 1e-38 or (np.abs(found - values) <= values * BOUNDS[codec]).all()
+
+
+@pytest.mark.parametrize("codec", BLOCKS)
+def test_every_dtype_and_instruction_set_gives_the_same(codec, monkeypatch):
+    rng = np.random.default_rng(0)
+    wide = rng.standard_normal((5, 333)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    codes = {
+        bytes(encode(codec, given, dtype))
+        for given, dtype in (
+            (wide, "float32"),
+            (wide.astype(ml_dtypes.bfloat16).view(np.uint16), "bfloat16"),
+            (wide.astype(np.float64), "float64"),
+        )
+    }
+    for name in ("plain", "avx2"):
+        monkeypatch.setenv("FSDPC_SIMD", name)
+        codes.add(bytes(encode(codec, wide)))
+    assert len(codes) == 1
+    narrow = rounded(codec, wide, out_dtype="bfloat16")
+    assert np.array_equal(narrow, rounded(codec, wide).astype(ml_dtypes.bfloat16).view(np.uint16))
