@@ -68,6 +68,9 @@ class RowUnit(Unit):
         for info, dim in zip(infos, dims, strict=True):
             if dim > 0:
                 _put_first(info, dim)
+        codecs = [codec_of(policy, info.param.shape, info.param.dtype) for info in infos]
+        if self.foreign or data_mesh.device.type != "cpu":  # gathered, or coded, in Python
+            codecs = []
         super().__init__(
             name,
             infos,
@@ -75,9 +78,7 @@ class RowUnit(Unit):
             use_orig_params=True,
             by_rows=True,
             dims=dims,
-            codecs=[]
-            if self.foreign
-            else [codec_of(policy, info.param.shape, info.param.dtype) for info in infos],
+            codecs=codecs,
             **options,
         )
 
