@@ -169,6 +169,8 @@ def checkouts_tables(result: dict) -> str:
 
 def checkpoint_tables(result: dict) -> str:
     """The tables of bench_checkpoint.py."""
+    if "units" in result:
+        return many_table(result)
     peaks = {name: f"{mb:.0f}" for name, mb in result["peak_mb"].items()}
     rows = [
         [name, figure(case["s"], 2), figure(case["ratio"], 2), peaks.get(name, "-")]
@@ -188,6 +190,22 @@ def checkpoint_tables(result: dict) -> str:
             markdown(["in the background", "blocking, s", "step, s", "durable, s"], beside),
         ]
     )
+
+
+def many_table(result: dict) -> str:
+    """The table of bench_checkpoint.py for many small parameters."""
+    rows = [
+        [
+            name,
+            figure(took, 3),
+            figure(result["cpu_s"].get(name), 3),
+            f"{result['peak_mb'][name]:.0f}" if name in result["peak_mb"] else "-",
+        ]
+        for name, took in result["seconds"].items()
+    ]
+    title = f"### Checkpoints of {result['parameters']:,} parameters in {result['units']:,} units"
+    text = f"2 ranks, one thread per rank; no optimizer. {run_line(result)}"
+    return "\n\n".join([title, text, markdown(["", "s", "cpu, s", "peak, MB"], rows)])
 
 
 def optim_tables(result: dict) -> str:

@@ -12,22 +12,18 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
-import numpy as np
-import torch
 import torch.distributed as dist
 
 from fsdpc.checkpoint import priority
-from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.layout import Layout
+from fsdpc.checkpoint.layout import PlannedSet
 from fsdpc.checkpoint.ranks import Ranks, ranks_of
 from fsdpc.checkpoint.saving import Advance, Plan, write_plan
-from fsdpc.checkpoint.staging import Landing, in_host_memory, room_of, snapshot, spans_over
+from fsdpc.checkpoint.staging import Landing, snapshot
 from fsdpc.checkpoint.storage import AnyPath
 
 WhenBusy = Literal["wait", "raise"]
 
-_staging = torch.empty(0, dtype=torch.uint8, device="cpu")
 _running: list[SaveHandle] = []
 
 
@@ -117,7 +113,14 @@ def start(
     landing = Landing(plan.params)
     try:
         with ranks.step(f"copying checkpoint {plan.target}"):
-            plan.sets = _snapshot(plan.sets, landing)
+            tables = [table for each in plan.sets for table in each.tables]
+            keep = [memory for each in plan.sets for memory in each.keep]
+            copied, memory = snapshot(tables, keep, landing)
+            left = iter(copied)
+            plan.sets = [
+                PlannedSet(each.layout, [next(left) for _ in each.tables], memory)
+                for each in plan.sets
+            ]
     except BaseException:
         landing.join()  # what is copied for nothing may be freed
         raise
@@ -154,38 +157,3 @@ def _report() -> None:
     for handle in _running:
         if handle._error is not None and not handle._raised:
             print(f"fsdpc: in the background: {handle._error}", file=sys.stderr, flush=True)
-
-
-def _snapshot(
-    sets: list[tuple[Layout, list[Entry]]], landing: Landing
-) -> list[tuple[Layout, list[Entry]]]:
-    """The sets with entries whose memory is a copy in the staging, of the written spans only."""
-    global _staging
-    wanted = [
-        [(entry, entry.own(index)) for index, entry in enumerate(entries)] for _, entries in sets
-    ]
-    every = [item for some in wanted for item in some]
-    away = iter(snapshot([item for item in every if not in_host_memory(item[0])], landing))
-    total = sum(room_of(entry, spans) for entry, spans in every if in_host_memory(entry))
-    if total > len(_staging):
-        _staging = torch.empty(0, dtype=torch.uint8, device="cpu")  # the old one goes first
-        _staging = torch.empty(total, dtype=torch.uint8, device="cpu")
-    copied, at = [], 0
-    for (layout, _), some in zip(sets, wanted, strict=True):
-        entries = []
-        for entry, spans in some:
-            if not in_host_memory(entry):
-                entries.append(next(away))
-                continue
-            room = room_of(entry, spans)
-            entries.append(_copied(entry, spans, _staging[at : at + room]))
-            at += room
-        copied.append((layout, entries))
-    return copied
-
-
-def _copied(entry: Entry, spans: np.ndarray, room: torch.Tensor) -> Entry:
-    made = spans_over(entry, spans, room)
-    for (_, source, count), target in zip(spans.tolist(), made.spans[:, 1].tolist(), strict=True):
-        made.memory[target : target + count].copy_(entry.memory[source : source + count])
-    return made

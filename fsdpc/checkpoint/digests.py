@@ -16,7 +16,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, Place
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Digest:
     """CRC-32C of a tensor's bytes and of each of its blocks."""
 
@@ -51,7 +51,8 @@ def combine(
     ends, some = np.cumsum(per_tensor), per_tensor > 0
     sizes[ends[some] - 1] = (nbytes - block_bytes * (per_tensor - 1))[some]
     wholes = _combined(blocks, sizes, per_tensor)
-    cut = [tuple(part.tolist()) for part in np.split(blocks, ends[:-1])] if places else []
+    every, bounds = blocks.tolist(), zip((ends - per_tensor).tolist(), ends.tolist(), strict=True)
+    cut = [tuple(every[begin:end]) for begin, end in bounds]
     pairs = zip(wholes.tolist(), cut, strict=True)
     return [Digest(whole, part or (whole,)) for whole, part in pairs]  # a tensor may be empty
 
@@ -79,11 +80,12 @@ def _check_cover(
     first = _before(counts)
     held = ends[first + counts] - ends[first]
     gaps = begins != ends[:-1] - np.repeat(ends[first], counts)
-    wrong = set(np.repeat(np.arange(len(places)), counts)[gaps].tolist())
-    for i, place in enumerate(places):
-        if held[i] != place.nbytes or i in wrong:
-            raise CheckpointError(
-                f"tensor {place.name!r}: the ranks' parts cover {int(held[i])} of its "
-                f"{place.nbytes} bytes, or some of them twice: do all ranks of the model take "
-                "part, and no others (group=)?"
-            )
+    wrong = held != [place.nbytes for place in places]
+    wrong[np.repeat(np.arange(len(places)), counts)[gaps]] = True
+    if wrong.any():
+        i = int(np.argmax(wrong))
+        raise CheckpointError(
+            f"tensor {places[i].name!r}: the ranks' parts cover {int(held[i])} of its "
+            f"{places[i].nbytes} bytes, or some of them twice: do all ranks of the model take "
+            "part, and no others (group=)?"
+        )

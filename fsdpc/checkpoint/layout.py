@@ -169,6 +169,26 @@ def fingerprint(layouts: Sequence[Layout]) -> str:
 MEMORY, OFFSET, NBYTES, IN_TENSOR, MEMORY_TYPE, FILE_TYPE, INDEX = range(7)
 
 
+@dataclass
+class Table:
+    """The ranges that a rank writes of a file, in its order; not to be changed. ``gpu``: whose
+    memory each is in, -1 for the host's; ``steady``: see ``Entry``.
+    """
+
+    rows: np.ndarray
+    gpu: np.ndarray
+    steady: np.ndarray
+
+
+@dataclass
+class PlannedSet:
+    """What a rank writes of a set, by files. ``keep``: what the addresses point into."""
+
+    layout: Layout
+    tables: list[Table]
+    keep: list[torch.Tensor]
+
+
 def fragments(rows: np.ndarray, block_bytes: int = BLOCK_BYTES) -> np.ndarray:
     """The parts of ranges that each lie in one block of their tensor, as rows ``(index, offset in
     the tensor, bytes)``, in the order of the digests of ``ckpt_write``.

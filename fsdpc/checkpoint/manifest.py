@@ -62,12 +62,15 @@ class Manifest:
             "block_bytes": self.block_bytes,
             "headers": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.headers.items())},
             "files": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.files.items())},
-            "tensors": {
-                path: {name: _digest_form(d) for name, d in tensors.items()}
-                for path, tensors in sorted(self.tensors.items())
-            },
         }
-        return _signed(json.dumps(body, indent=1, ensure_ascii=False))
+        tensors = {
+            path: {name: _digest_form(d) for name, d in tensors.items()}
+            for path, tensors in sorted(self.tensors.items())
+        }
+        most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
+        # Python's encoder has indents in Python alone, which takes long for many tensors.
+        rest = json.dumps(tensors, separators=(",\n  ", ": "), ensure_ascii=False)
+        return _signed(f'{most},\n "tensors": {rest}\n}}')
 
 
 def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object]) -> None:

@@ -83,14 +83,22 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
             state.adopt_values()
         _add_params(found, model)
     _add_buffers(found, model)
-    for name, module in model.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state and not is_unit_module(
-            module
-        ):
-            found.extra[join(clean_fqn(name), "_extra_state")] = module.get_extra_state()
+    found.extra = extra_states(model)
     _rename(found, cleaner(model))
     _check_names(found)
     return found
+
+
+def extra_states(model: nn.Module) -> dict[str, Any]:
+    """What ``get_extra_state`` of the modules that have one returns, by clean names. Local."""
+    having = [
+        (join(clean_fqn(name), "_extra_state"), module)
+        for name, module in model.named_modules()
+        if type(module).get_extra_state is not nn.Module.get_extra_state
+        and not is_unit_module(module)
+    ]
+    clean = cleaner(model) if having else str
+    return {clean(name): module.get_extra_state() for name, module in having}
 
 
 def is_managed(model: nn.Module) -> bool:
@@ -132,7 +140,6 @@ def _rename(found: Model, clean: Callable[[str], str]) -> None:
         entry.name = clean(entry.name)
     aliases = ((clean(alias), clean(name)) for alias, name in found.aliases.items())
     found.aliases = {alias: name for alias, name in aliases if alias != name}
-    found.extra = {clean(key): value for key, value in found.extra.items()}
     found.unwritten = [clean(name) for name in found.unwritten]
 
 

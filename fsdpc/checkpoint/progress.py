@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fsdpc.checkpoint.entries import Entry
-from fsdpc.checkpoint.layout import Place
+from fsdpc.checkpoint.layout import NBYTES, Place
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import Plan
 from fsdpc.checkpoint.staging import in_host_memory
@@ -19,11 +19,7 @@ def bar(plan: Plan, ranks: Ranks, wanted: bool) -> Advance:
     """A function that gets the bytes written; ``None`` without a bar."""
     if not wanted or ranks.rank != 0:
         return None
-    item = [(place, entry) for layout, entries in plan.sets for file in layout.files
-            for place in file.places for entry in [entries[place.index]]]  # fmt: skip
-    total = sum(
-        int(entry.own(place.index)[:, 2].sum()) * place.dtype.itemsize for place, entry in item
-    )
+    total = sum(int(table.rows[:, NBYTES].sum()) for each in plan.sets for table in each.tables)
     return _shown(total, plan.target.name)
 
 

@@ -19,17 +19,17 @@ from torch import nn
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
-from fsdpc.checkpoint.entries import Entry, parts_of_some, settle
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
-from fsdpc.checkpoint.layout import FILE_BYTES, Layout, fingerprint, lay_out
-from fsdpc.checkpoint.model import Model, read_model
+from fsdpc.checkpoint.kept import Reading
+from fsdpc.checkpoint.layout import FILE_BYTES, Layout, PlannedSet, fingerprint, lay_out
+from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.names import Only, chooser, cut_model, cut_state
 from fsdpc.checkpoint.optimizer import State, check_objects, read_state
 from fsdpc.checkpoint.ranks import Ranks, check_equal
 from fsdpc.checkpoint.steps import next_number
 from fsdpc.checkpoint.values import dump, to_json
-from fsdpc.checkpoint.write import jobs, write_edges, write_job
+from fsdpc.checkpoint.write import jobs, planned_set, write_edges, write_job
 
 OPTIMIZER = "optimizer"
 OPTIMIZER_JSON = "optimizer/optimizer.json"
@@ -39,12 +39,12 @@ EXTRA_JSON = "fsdpc/extra.json"
 
 @dataclass
 class Plan:
-    """What is saved. ``sets``: the model's and perhaps the optimizer's, with their entries.
+    """What is saved. ``sets``: the model's and perhaps the optimizer's.
     ``files``: small files by path, of rank 0 alone.
     """
 
     target: Path
-    sets: list[tuple[Layout, list[Entry]]]
+    sets: list[PlannedSet]
     files: dict[str, bytes]
     step: int | None
     overwrite: bool
@@ -52,6 +52,11 @@ class Plan:
     parts: list[str] = field(default_factory=list)  # folders with manifests of their own
     metric: float | None = None
     published: int | None = None  # see ``steps``; None: by the folders beside ``target``
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of the sets."""
+        return [each.layout for each in self.sets]
 
 
 class Form(Protocol):
@@ -88,32 +93,22 @@ def make_plan(
                 f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
             )
         check_objects(optimizer, scheduler, "state_dict")
-        found = read_model(model, (ranks.rank, ranks.world))
-        seen.value = parts_of_some(found.entries, ranks.world)
-    settle(found.entries, seen.values, ranks.rank)
+        everyone, whole = (ranks.rank, ranks.world), only is None and form is None
+        read = Reading(model, everyone, dtype, file_bytes, whole=whole)
+        seen.value = read.parts
+    found = read.settled(seen.values)
     state = State() if optimizer is None else read_state(optimizer, found, ranks)
     with ranks.step(what) as planned:
         if only is not None:
             cut_state(state, cut_model(found, chooser(only), only))
         if form is not None:
             form.apply(model, found)
-        sets = [
-            (
-                lay_out(
-                    found.entries,
-                    name="model",
-                    cast=dtype,
-                    file_bytes=file_bytes,
-                    aliases=found.aliases,
-                ),
-                found.entries,
-            )
-        ]
+        sets = [read.planned()]
         if optimizer is not None:
             layout = lay_out(state.entries, name=OPTIMIZER, folder=OPTIMIZER, file_bytes=file_bytes)
-            sets.append((layout, state.entries))
+            sets.append(planned_set(layout, state.entries))
         planned.value = {
-            "sets": fingerprint([layout for layout, _ in sets]),
+            "sets": fingerprint([each.layout for each in sets]),
             "target": str(target),
             "extra": json.dumps(to_json(extra, "extra")),
             "states": json.dumps(
@@ -184,7 +179,7 @@ def write_plan(
             reach("create")
             if ranks.rank == 0:
                 draft = Draft(plan.target, plan.overwrite)
-                for layout, _ in plan.sets:
+                for layout in plan.layouts:
                     for file in layout.files:
                         draft.create(layout.path(file), file.nbytes, file.header)
                 created.value = str(draft.path)
@@ -215,9 +210,9 @@ def _write_ranges(
     several = len(ranks.hosts) > 1
     with ranks.step(what) as written:
         own = []
-        for layout, entries in plan.sets:
+        for planned in plan.sets:
             found = []
-            for job in jobs(folder, layout, entries):
+            for job in jobs(folder, planned):
                 reach("write")
                 found.append(write_job(job, skip_edges=several))
                 if advance is not None:
@@ -238,8 +233,8 @@ def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> 
     for host in range(len(ranks.hosts)):
         with ranks.step(what):
             if ranks.host == host:
-                for layout, entries in plan.sets:
-                    for job in jobs(folder, layout, entries):
+                for planned in plan.sets:
+                    for job in jobs(folder, planned):
                         write_edges(job)
                 sync(_tensor_files(plan, folder))
 
@@ -260,12 +255,12 @@ def _digested(
 ) -> list[tuple[Layout, list[Digest]]]:
     return [
         (layout, combine([place for file in layout.files for place in file.places], received))
-        for (layout, _), received in zip(plan.sets, parts, strict=True)
+        for layout, received in zip(plan.layouts, parts, strict=True)
     ]
 
 
 def _tensor_files(plan: Plan, folder: Path) -> list[Path]:
-    return [folder / layout.path(file) for layout, _ in plan.sets for file in layout.files]
+    return [folder / layout.path(file) for layout in plan.layouts for file in layout.files]
 
 
 def finish(

@@ -23,6 +23,7 @@ from fsdpc.checkpoint.loading import Loaded, load_steps, open_together, parts_in
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import Plan, make_plan
 from fsdpc.checkpoint.storage import AnyPath
+from fsdpc.checkpoint.write import planned_set
 
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = torch.optim.Optimizer | Mapping[str, torch.optim.Optimizer] | None
@@ -167,10 +168,11 @@ def plan_of(
     for part in parts:
         plan = make_plan(target, ranks, part.model, part.optimizer, None, None, **options)
         if not part.holds_model:
-            plan.sets[0] = (lay_out([], name="model"), [])
-        for layout, entries in plan.sets:
-            folder = f"{part.name}/{layout.folder}".rstrip("/")
-            whole.sets.append((dataclasses.replace(layout, folder=folder), entries))
+            plan.sets[0] = planned_set(lay_out([], name="model"), [])
+        for each in plan.sets:
+            folder = f"{part.name}/{each.layout.folder}".rstrip("/")
+            layout = dataclasses.replace(each.layout, folder=folder)
+            whole.sets.append(dataclasses.replace(each, layout=layout))
         whole.files |= {f"{part.name}/{path}": content for path, content in plan.files.items()}
         whole.params += plan.params
     return whole

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from fsdpc._companions.lane import Lane, call_before_write, ordinal_of, pinned
-from fsdpc._companions.spans import moved_to
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import (
@@ -33,12 +32,14 @@ from fsdpc.checkpoint.layout import (
     MEMORY_TYPE,
     NBYTES,
     OFFSET,
+    Table,
 )
 
 SLOT_BYTES = 32 << 20
 _PAGE = 4096
 _ALIGNED = 64
 _GRAIN = 1 << 16
+_FOR_THREADS = 1 << 20  # torch copies from here on by several threads, where it has them
 _PINNED = "FSDPC_PINNED_MIB"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
 SIZES = (4, 2, 2, 8, 1)  # of the engine's types
@@ -215,9 +216,21 @@ def by_device(
     for ordinal, parts in tables.items():
         table = np.concatenate(parts)
         if len(table):
-            staging = staging_of(ordinal)
-            staging.begin(sum(-(-n // _ALIGNED) * _ALIGNED for _, n in _sources(table)))
-            yield staging, table
+            yield begun(ordinal, table), table
+
+
+def begun(ordinal: int, rows: np.ndarray) -> Staging:
+    """A GPU's staging, ready to copy these ranges, of which there is one at least."""
+    staging = staging_of(ordinal)
+    staging.begin(int(_rooms(rows)[1].sum()))
+    return staging
+
+
+def _rooms(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes of each range in memory, and of its place in a slot or snapshot."""
+    sizes = np.array(SIZES)
+    nbytes = rows[:, NBYTES] // sizes[rows[:, FILE_TYPE]] * sizes[rows[:, MEMORY_TYPE]]
+    return nbytes, -(-nbytes // _ALIGNED) * _ALIGNED
 
 
 # --- snapshots -----------------------------------------------------------------------------------
@@ -269,79 +282,83 @@ class Landing:
         return self.versions != [tensor._version for tensor in self.watched]
 
 
-def snapshot(entries: Sequence[tuple[Entry, np.ndarray]], landing: Landing) -> list[Entry]:
-    """Copies of entries on GPUs, of the given spans only, which ``landing`` waits for.
-    ``MemoryError``.
+def snapshot(
+    tables: Sequence[Table], keep: Sequence[Tensor], landing: Landing
+) -> tuple[list[Table], list[Tensor]]:
+    """The tables with addresses in copies in host memory, and these. ``landing`` waits for those of
+    GPUs; ``keep``: what the addresses point into. ``MemoryError``.
     """
-    made: list[Entry | None] = [None] * len(entries)
-    for ordinal in {ordinal_of(entry.memory) for entry, _ in entries}:
-        assert ordinal is not None
-        mine = [i for i, (entry, _) in enumerate(entries) if ordinal_of(entry.memory) == ordinal]
-        copied = _snapshot_of(staging_of(ordinal), [entries[i] for i in mine], landing)
-        for i, entry in zip(mine, copied, strict=True):
-            made[i] = entry
-    return [entry for entry in made if entry is not None]
+    if not tables:
+        return [], []
+    rows = np.concatenate([table.rows for table in tables])
+    gpu = np.concatenate([table.gpu for table in tables])
+    steady = np.concatenate([table.steady for table in tables])
+    copies = []
+    for ordinal in np.unique(gpu).tolist():
+        mine = np.flatnonzero(gpu == ordinal)
+        nbytes, rooms = _rooms(rows[mine])
+        moves = np.stack([rows[mine, MEMORY], np.cumsum(rooms) - rooms, nbytes], axis=1)
+        if ordinal < 0:
+            memory = _host_snapshot(moves, int(rooms.sum()))
+        else:
+            memory = _gpu_snapshot(
+                staging_of(ordinal), moves, int(rooms.sum()), steady[mine], landing
+            )
+            landing.sources += keep
+        rows[mine, MEMORY] = moves[:, 1]
+        copies.append(memory)
+    ends = np.cumsum([len(table.rows) for table in tables])
+    on_host = np.full(len(rows), -1)
+    columns = (np.split(each, ends[:-1]) for each in (rows, on_host, steady))
+    return [Table(*parts) for parts in zip(*columns, strict=True)], copies
 
 
-def room_of(entry: Entry, spans: np.ndarray) -> int:
-    """Bytes of a snapshot's memory that an entry's spans take."""
-    nbytes = int(spans[:, 2].sum()) * entry.dtype.itemsize
-    return -(-nbytes // _ALIGNED) * _ALIGNED
+_kept = [_NONE]  # the memory of the last snapshot of host memory
 
 
-def _snapshot_of(
-    staging: Staging,
-    entries: Sequence[tuple[Entry, np.ndarray]],
-    landing: Landing,
-) -> list[Entry]:
-    total = sum(room_of(entry, spans) for entry, spans in entries)
+def _host_snapshot(moves: np.ndarray, total: int) -> Tensor:
+    """``moves``: address, offset in the snapshot, which becomes the address there, bytes."""
+    if total > len(_kept[0]):
+        _kept[0] = _NONE  # the old one goes first
+        _kept[0] = torch.empty(total, dtype=torch.uint8, device="cpu")
+    moves[:, 1] += _kept[0].data_ptr()
+    for source, target, nbytes in moves.tolist():
+        if nbytes < _FOR_THREADS:
+            ctypes.memmove(target, source, nbytes)
+        else:
+            _bytes_at(target, nbytes).copy_(_bytes_at(source, nbytes))
+    return _kept[0]
+
+
+def _bytes_at(address: int, nbytes: int) -> Tensor:
+    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _gpu_snapshot(
+    staging: Staging, moves: np.ndarray, total: int, steady: np.ndarray, landing: Landing
+) -> Tensor:
+    """The same of a GPU's memory."""
     whole = staging.pinned_snapshot(total)
     memory = staging.ordinary_snapshot(total) if whole is None else whole
-    copied, rows = [], []
-    at = 0
-    for entry, spans in entries:
-        room = memory[at : at + room_of(entry, spans)]
-        copied.append(spans_over(entry, spans, room))
-        rows.append(_moves(entry, spans, room))
-        at += len(room)
+    moves[:, 1] += memory.data_ptr()
     if whole is None:
         staging.begin(total)
-        _through_slots(staging, [move for moves in rows for move in moves])
-        return copied
+        _through_slots(staging, moves)
+        return memory
     staging.lane.begin()
-    for steady in (False, True):  # what a forward may write comes first
-        for (entry, _), moves in zip(entries, rows, strict=True):
-            for source, target, nbytes in moves if entry.steady == steady else ():
-                staging.lane.out(target, source, nbytes)
-        if not steady:
+    for kind in (False, True):  # what a forward may write comes first
+        for source, target, nbytes in moves[steady == kind].tolist():
+            staging.lane.out(target, source, nbytes)
+        if not kind:
             staging.joined()
     landing.lanes.append((staging.lane, staging.lane.mark()))
-    landing.sources += [entry.memory for entry, _ in entries]
-    return copied
+    return memory
 
 
-def spans_over(entry: Entry, spans: np.ndarray, room: Tensor) -> Entry:
-    """An entry of these spans alone, end to end in ``room``: host memory, not filled yet."""
-    count = int(spans[:, 2].sum())
-    memory = room[: count * entry.dtype.itemsize].view(entry.dtype)
-    return Entry(entry.name, entry.shape, entry.dtype, memory, moved_to(spans, 0), on_host=True)
-
-
-def _moves(entry: Entry, spans: np.ndarray, room: Tensor) -> list[tuple[int, int, int]]:
-    """(address on the GPU, address in the snapshot, bytes)"""
-    item, at, moves = entry.dtype.itemsize, room.data_ptr(), []
-    for _, begin, count in spans.tolist():
-        if count:
-            moves.append((entry.memory.data_ptr() + begin * item, at, count * item))
-            at += count * item
-    return moves
-
-
-def _through_slots(staging: Staging, moves: Sequence[tuple[int, int, int]]) -> None:
+def _through_slots(staging: Staging, moves: np.ndarray) -> None:
     """Copy to ordinary memory, as if its addresses were offsets in a file."""
     table = np.zeros((len(moves), INDEX + 1), dtype=np.int64)
-    for row, (source, target, nbytes) in zip(table, moves, strict=True):
-        row[MEMORY], row[OFFSET], row[NBYTES] = source, target, nbytes
+    table[:, [MEMORY, OFFSET, NBYTES]] = moves
     table[:, MEMORY_TYPE] = table[:, FILE_TYPE] = SIZES.index(1)
     for part in staging.rows_out(table):
         for row in part:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from fsdpc import _C
+from fsdpc._companions.lane import ordinal_of
 from fsdpc.checkpoint.dtypes import codes
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.layout import (
@@ -17,15 +18,18 @@ from fsdpc.checkpoint.layout import (
     ELEMENT_BYTES,
     FILE_TYPE,
     IN_TENSOR,
+    INDEX,
     MEMORY,
     MEMORY_TYPE,
     NBYTES,
     OFFSET,
     Layout,
     Place,
+    PlannedSet,
+    Table,
     fragments,
 )
-from fsdpc.checkpoint.staging import SIZES, by_device, cut_row, in_host_memory
+from fsdpc.checkpoint.staging import SIZES, begun, cut_row, in_host_memory
 
 _COLUMNS = 7
 _WAVE_BYTES = 256 << 20  # written by one call, between two looks at signals and steps of a bar
@@ -41,22 +45,30 @@ class Job:
     keep: list[torch.Tensor]
 
 
-def jobs(folder: Path, layout: Layout, entries: Sequence[Entry]) -> Iterator[Job]:
+def planned_set(layout: Layout, entries: Sequence[Entry]) -> PlannedSet:
+    """What this rank writes of the entries. Local."""
+    gpus = np.array([-1 if in_host_memory(e) else ordinal_of(e.memory) for e in entries], np.int64)
+    steady = np.array([entry.steady for entry in entries], bool)
+    tables = []
+    for file in layout.files:
+        parts = [write_rows(place, entries[place.index]) for place in file.places]
+        rows = np.concatenate([np.empty((0, _COLUMNS), np.int64), *parts])
+        rows = rows[np.argsort(rows[:, OFFSET], kind="stable")]
+        tables.append(Table(rows, gpus[rows[:, INDEX]], steady[rows[:, INDEX]]))
+    return PlannedSet(layout, tables, [entry.memory for entry in entries])
+
+
+def jobs(folder: Path, planned: PlannedSet) -> Iterator[Job]:
     """What this rank writes, file by file, in pieces of bounded size. Memory of GPUs comes through
     staging: each piece is valid until the next one is asked for.
     """
-    for file in layout.files:
-        path = folder / layout.path(file)
-        sources = [(place, entries[place.index]) for place in file.places]
-        tables = [(entry, write_rows(place, entry)) for place, entry in sources]
-        here = [item for item in tables if in_host_memory(item[0])]
-        keep = [entry.memory for entry, _ in here]
-        table = np.concatenate([*(rows for _, rows in here), np.empty((0, _COLUMNS), np.int64)])
-        for part in waves(table[np.argsort(table[:, OFFSET])], _WAVE_BYTES):
-            yield Job(path, part, keep)
-        for staging, rows in by_device(item for item in tables if not in_host_memory(item[0])):
-            for part in staging.rows_out(rows):
-                yield Job(path, part, keep)
+    for file, table in zip(planned.layout.files, planned.tables, strict=True):
+        path = folder / planned.layout.path(file)
+        for part in waves(table.rows[table.gpu < 0], _WAVE_BYTES):
+            yield Job(path, part, planned.keep)
+        for ordinal in np.unique(table.gpu[table.gpu >= 0]).tolist():
+            for part in begun(ordinal, rows := table.rows[table.gpu == ordinal]).rows_out(rows):
+                yield Job(path, part, planned.keep)
 
 
 def write_rows(place: Place, entry: Entry) -> np.ndarray:

@@ -1,0 +1,142 @@
+"""What a save keeps of a model for the next one: used as long as the model is the same, and never
+after it has changed.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch import nn
+
+import fsdpc
+from fsdpc import checkpoint
+from fsdpc.checkpoint import kept
+
+
+class Net(nn.Module):
+    """Two units' layers, and what no unit shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.outside = nn.ParameterList([nn.Parameter(torch.randn(3, 3)) for _ in range(2)])
+        self.register_buffer("mask", torch.zeros(3))
+        self.register_buffer("cache", torch.ones(2), persistent=False)
+        self.note = 0
+
+    def get_extra_state(self) -> int:
+        return self.note
+
+    def set_extra_state(self, state: int) -> None:
+        self.note = state
+
+
+def build(kind: str) -> Net:
+    torch.manual_seed(0)
+    model = Net()
+    for name in ("first", "second") if kind != "plain" else ():
+        layer = getattr(model, name)
+        if kind == "fully_shard":
+            fsdpc.fully_shard(layer)
+        else:
+            setattr(model, name, fsdpc.FSDP(layer, use_orig_params=kind == "orig"))
+    return model
+
+
+@torch.no_grad()
+def change(model: Net, what: str) -> None:
+    """Alike on all ranks but for this rank's elements."""
+    sharded = next(model.first.parameters())
+    if what == "values":
+        for param in model.parameters():
+            param.copy_(param * 2 + 1)
+    elif what == "data":
+        sharded.data = sharded.data.clone() + 3
+    elif what == "data outside":
+        model.outside[0].data = model.outside[0].data + 3
+    elif what == "replaced":
+        model.second.extra = nn.Parameter(torch.full((2,), 5.0))
+        model.outside[1] = nn.Parameter(model.outside[1] * 7)
+    elif what == "transposed":
+        model.outside[0].data = model.outside[0].data.t()
+    elif what == "shape":
+        model.outside[0].data = model.outside[0].data.reshape(9)
+    elif what == "buffer":
+        model.mask = torch.full((3,), 2.0)
+    elif what == "persistent":
+        model._non_persistent_buffers_set.discard("cache")
+    elif what == "note":
+        model.note += 1
+    elif what == "module":
+        model.more = nn.Linear(2, 2)
+        nn.init.ones_(model.more.weight)
+        nn.init.ones_(model.more.bias)
+    elif what == "tied":
+        model.outside[1] = model.outside[0]
+    elif what == "frozen":
+        sharded.requires_grad_(False)
+    elif what == "double":
+        model.outside.double()
+
+
+CHANGES = ("", "values", "note", "data", "data outside", "replaced", "transposed", "shape",
+           "buffer", "persistent", "module", "tied", "frozen", "double")  # fmt: skip
+SAME = ("", "values", "note", "frozen")
+
+
+def change_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, Any]:
+    """After each change: whether the kept reading was used."""
+    model, used = build(kind), {}
+    read, reads = kept.read_model, []
+    kept.read_model = lambda *given: reads.append(1) or read(*given)
+    checkpoint.save(f"{path}/begin", model)
+    for number, what in enumerate(CHANGES):
+        change(model, what)
+        reads.clear()
+        saving = checkpoint.save(f"{path}/{number}", model, async_=number % 2 == 1)
+        if saving is not None:
+            saving.wait()
+        used[what] = not reads
+        kept._kept.clear()
+        checkpoint.save(f"{path}/{number}-anew", model)
+    reads.clear()
+    checkpoint.save(f"{path}/low", model, dtype=torch.bfloat16)
+    used["other dtype"] = not reads
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    used["model alive"] = gone() is not None
+    return used
+
+
+@pytest.mark.parametrize("kind", ["plain", "fully_shard", "orig", "flat"])
+def test_only_of_a_model_that_has_not_changed(tmp_path: Path, kind: str):
+    found = run_ranks(change_and_save, 2, path=str(tmp_path), kind=kind)[0]
+    assert {what for what in found if found[what]} == set(SAME), found
+    for number, what in enumerate(CHANGES):
+        now, anew = tmp_path / str(number), tmp_path / f"{number}-anew"
+        for file in ("model-00001-of-00001.safetensors", "fsdpc/state.json"):
+            assert (now / file).read_bytes() == (anew / file).read_bytes(), what
+
+
+def groups(rank: int, world: int, path: str) -> None:
+    """The same plain model, saved by other ranks."""
+    model = build("plain")
+    checkpoint.save(f"{path}/all", model)
+    pair = dist.new_group([0, 1])
+    if rank < 2:
+        checkpoint.save(f"{path}/pair", model, group=pair)
+        checkpoint.load(f"{path}/pair", model, group=pair)
+    checkpoint.save(f"{path}/again", model)
+    checkpoint.load(f"{path}/again", model)
+
+
+def test_by_other_ranks(tmp_path: Path):
+    run_ranks(groups, 3, path=str(tmp_path))
