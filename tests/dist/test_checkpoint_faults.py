@@ -51,15 +51,48 @@ def value_of(path: Path) -> float:
     return found.pop()
 
 
-def save_until_killed(rank: int, world: int, path: str, first: int, victim: int, at: str) -> None:
+class Position:
+    """Of a data loader."""
+
+    value = 0.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.value = state["value"]
+
+
+def value_of_all(path: Path) -> float:
+    """The same of several objects in one checkpoint."""
+    models, position = {name: build("plain") for name in ("model", "ema")}, Position()
+    loaded = checkpoint.load(path, models, states={"data": position})
+    assert loaded.verified and loaded.step == position.value
+    params = [param for model in models.values() for param in model.parameters()]
+    found = {float(x) for param in params for x in param.detach().reshape(-1)}
+    assert found == {position.value}, f"a mix of checkpoints: {found}, {position.value}"
+    return position.value
+
+
+def save_until_killed(
+    rank: int, world: int, path: str, first: int, victim: int, at: str, several: bool
+) -> None:
     """`at`: a step's name, or the seconds after which the victim dies, wherever it is."""
 
     def reach(name: str) -> None:
         if rank == victim and name == at:
             die()
 
-    model = filled(first)
-    checkpoint.save(Path(path) / "a", model, overwrite=True)
+    model, position = filled(first), Position()
+    objects = {"model": model, "ema": filled(first)} if several else {"": model}
+    target = Path(path) / "ab"[several]
+
+    def save(value: float) -> None:
+        position.value = value
+        what = {"states": {"data": position}, "step": int(value)} if several else {}
+        checkpoint.save(target, objects if several else model, overwrite=True, **what)
+
+    save(first)
     if at.replace(".", "").isdigit() and rank == victim:
         signal_rank(victim, signal.SIGKILL, float(at))
     real = saving.write_plan
@@ -69,9 +102,9 @@ def save_until_killed(rank: int, world: int, path: str, first: int, victim: int,
     while time.monotonic() < deadline:
         value += 1
         with torch.no_grad():
-            for param in model.parameters():
+            for param in (param for each in objects.values() for param in each.parameters()):
                 param.fill_(value)
-        checkpoint.save(Path(path) / "a", model, overwrite=True)
+        save(value)
 
 
 def cases() -> list[tuple[int, str]]:
@@ -79,24 +112,30 @@ def cases() -> list[tuple[int, str]]:
     steps = [(victim, at) for at in POINTS for victim in (0, 1)]
     steps = [(v, at) for v, at in steps if v == 0 or at in ("create", "write", "sync", "finish")]
     times = [(rng.randrange(2), f"{rng.uniform(0, 0.1):.4f}") for _ in range(KILLS - len(steps))]
-    return steps[:KILLS] + times
+    found = steps[:KILLS] + times
+    rng.shuffle(found)
+    return found
 
 
 def test_killed_ranks_leave_a_complete_checkpoint(tmp_path: Path):
+    """Every second time of several objects, of all of them or of none."""
     value = 0.0
-    for victim, at in cases():
+    for number, (victim, at) in enumerate(cases()):
+        several = number % 2 == 1
         arguments = {"path": str(tmp_path), "first": int(value) + 1, "victim": victim, "at": at}
+        arguments["several"] = several
         outcomes = run_ranks(save_until_killed, 2, faults=True, **arguments)
         assert outcomes[victim].exit_signal == signal.SIGKILL, (victim, at, outcomes[victim].error)
         survivor = outcomes[1 - victim]
         assert survivor.error_types[:1] == ("CheckpointError",), (victim, at, survivor.error)
         assert "rank" in survivor.error
-        found = value_of(tmp_path / "a")
+        found = value_of_all(tmp_path / "b") if several else value_of(tmp_path / "a")
         assert found >= int(value) + 1, (victim, at)
         value = found
-    checkpoint.save(tmp_path / "a", build("plain"), overwrite=True)
+    for name in "ab":
+        checkpoint.save(tmp_path / name, build("plain"), overwrite=True)
     folders.finish_removing()
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]  # leftovers are gone
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]  # leftovers are gone
 
 
 def save_with_fault(rank: int, world: int, path: str, fault: str, async_: bool) -> str:
