@@ -1,5 +1,5 @@
-"""What a save has found in a model, kept for the next one: a model of many small tensors takes long
-to read. The kept reading has addresses, no tensors and no modules, so that nothing lives longer.
+"""What a save or a stream has found in a model, kept for the next: many small tensors take long
+to read. What is kept has addresses, no tensors and no modules, so that nothing lives longer.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from fsdpc.checkpoint.write import planned_set
 
 
 @dataclass
-class _Stamp:
+class Stamp:
     """``values``: equal as long as the tensors have the same names, places, forms and memory.
-    ``tensors``: the parameters and buffers; ``locals``: what this rank has of them.
+    ``tensors``: the parameters and buffers; ``locals``: what this rank has of them; ``units``.
     """
 
     values: list[Any]
     tensors: list[Tensor]
     locals: list[Tensor]
+    units: list[Any]
 
 
 @dataclass
@@ -68,16 +69,17 @@ class Reading:
     ) -> None:
         self._model, self._everyone, self._whole = model, everyone, whole
         self._cast, self._file_bytes = cast, file_bytes
+        self._options = [everyone, cast, file_bytes]
         kept = _kept.pop(model, None) if isinstance(model, nn.Module) else None
-        now = self._stamp() if kept is not None and whole else None
-        self._now, self._old = now, None
-        if kept is not None and now is not None and kept.stamp == now.values:
+        self._now = stamp_of(model, self._options) if kept is not None and whole else None
+        if kept is not None and self._now is not None and kept.stamp == self._now.values:
             self._old, self.parts = kept, kept.parts
         else:
             self._read()
 
     def _read(self) -> None:
         self._old, self._found = None, read_model(self._model, self._everyone)
+        self._now = stamp_of(self._model, self._options) if self._whole else None
         self.parts = parts_of_some(self._found.entries, self._everyone[1])
 
     def settled(self, received: Sequence[np.ndarray]) -> Model:
@@ -104,12 +106,11 @@ class Reading:
         form: dict[str, Any] = {"cast": self._cast, "file_bytes": self._file_bytes}
         entries, aliases = self._found.entries, self._found.aliases
         made = planned_set(lay_out(entries, name="model", aliases=aliases, **form), entries)
-        now = self._stamp() if self._whole else None
-        if now is not None and all(entry.home is None for entry in entries):
-            self._keep(made, now)
+        if self._now is not None and all(entry.home is None for entry in entries):
+            self._keep(made, self._now)
         return made
 
-    def _keep(self, made: PlannedSet, now: _Stamp) -> None:
+    def _keep(self, made: PlannedSet, now: Stamp) -> None:
         numbers = {id(tensor): number for number, tensor in enumerate(now.tensors)}
         params = []
         for each in self._found.params:
@@ -124,45 +125,39 @@ class Reading:
             now.values, self.parts, self._received, entries, aliases, params, made.layout, tables
         )
 
-    def _stamp(self) -> _Stamp | None:
-        """None: it cannot be told whether the model changes."""
-        modules = list(self._model.named_modules(remove_duplicate=False))
-        units = [each._unit for each in unit_modules(self._model)]
-        states = states_below(self._model)
-        for state in states:
-            state.reshard_now()
-        inner = [each._unit for state in states for each in (state, *state._others)]
-        bound = [unit for unit in (*units, *inner) if unit is not None]
-        other = not units and torch_fsdp.handles(self._model)
-        if other or any(unit.summoned or unit.foreign for unit in bound):
-            return None
-        found = [param for unit in bound for param, _, _ in unit.optim_params]
-        for _, module in modules:
-            found += module._parameters.values()
-            found += module._buffers.values()
-        seen: dict[int, int] = {}
-        same = [seen.setdefault(id(tensor), len(seen)) for tensor in found]
-        unlike = {id(tensor): tensor for tensor in found}.values()
-        tensors = [t for t in unlike if t is not None and type(t) is not ReleasedParameter]
-        specs = [t._spec for t in tensors if isinstance(t, DTensor)]
-        local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-        forms = _forms_of(local)
-        if forms is None:
-            return None
-        names = [
-            (
-                name,
-                type(m),
-                *m._parameters,
-                None,
-                *m._buffers,
-                *sorted(m._non_persistent_buffers_set),
-            )
-            for name, m in modules
-        ]
-        options = [self._everyone, self._cast, self._file_bytes]
-        references = [weakref.ref(unit) for unit in bound]
-        return _Stamp([options, references, names, same, specs, *forms], tensors, local)
+
+def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
+    """None: it cannot be told whether the model changes. Local; shows sharded parameters."""
+    modules = list(model.named_modules(remove_duplicate=False))
+    units = [each._unit for each in unit_modules(model)]
+    states = states_below(model)
+    for state in states:
+        state.reshard_now()
+    inner = [each._unit for state in states for each in (state, *state._others)]
+    bound = [unit for unit in (*units, *inner) if unit is not None]
+    other = not units and torch_fsdp.handles(model)
+    if other or any(unit.summoned or unit.foreign for unit in bound):
+        return None
+    found = [param for unit in bound for param, _, _ in unit.optim_params]
+    for _, module in modules:
+        found += module._parameters.values()
+        found += module._buffers.values()
+    seen: dict[int, int] = {}
+    same = [seen.setdefault(id(tensor), len(seen)) for tensor in found]
+    unlike = {id(tensor): tensor for tensor in found}.values()
+    tensors = [t for t in unlike if t is not None and type(t) is not ReleasedParameter]
+    specs = [t._spec for t in tensors if isinstance(t, DTensor)]
+    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    forms = _forms_of(local)
+    if forms is None:
+        return None
+    names = [
+        (name, type(m), *m._parameters, None, *m._buffers, *sorted(m._non_persistent_buffers_set))
+        for name, m in modules
+    ]
+    references = [weakref.ref(unit) for unit in bound]
+    values = [list(options), references, names, same, specs, *forms]
+    return Stamp(values, tensors, local, bound)
 
 
 def _has_states_by_name(param: OptimParam) -> bool:

@@ -18,6 +18,7 @@ from fsdpc import _C
 from fsdpc._comm.bootstrap import read_timeout
 from fsdpc.checkpoint.dtypes import name_of
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.kept import stamp_of
 from fsdpc.checkpoint.names import Only, lasting
 from fsdpc.checkpoint.outlet import Outlet, socket_path
 from fsdpc.checkpoint.ranks import Ranks, ranks_of
@@ -55,6 +56,7 @@ class WeightStream:
         self._rank0_only, self._device = rank0_only, device
         self._rooms = Rooms()
         self._outlet: Outlet | None = None
+        self._kept: tuple[list[Any], Whole] | None = None  # of the last set; holds no tensors
 
     def metadata(self) -> list[WeightInfo]:
         """Of every tensor, in the order of the sets. Local; nothing is gathered."""
@@ -155,7 +157,7 @@ class WeightStream:
 
     def _plan(self, ranks: Ranks) -> Whole:
         with ranks.step(_WHAT) as planned:
-            whole = Whole(self._model, (ranks.rank, ranks.world), self._rooms, **self._options)
+            whole = self._whole((ranks.rank, ranks.world))
             planned.value = (whole.digest, self._rank0_only)
         others = [rank for rank, value in enumerate(planned.values) if value != planned.values[0]]
         if others:
@@ -164,6 +166,14 @@ class WeightStream:
                 "stream()"
             )
         return whole
+
+    def _whole(self, everyone: tuple[int, int]) -> Whole:
+        kept, self._kept = self._kept, None
+        now = None if kept is None else stamp_of(self._model, everyone)
+        if kept is None or now is None or kept[0] != now.values:
+            return Whole(self._model, everyone, self._rooms, **self._options)
+        kept[1].hold(now)
+        return kept[1]
 
     def _room(self, whole: Whole, bucket: list[Part], keeps: bool) -> Tensor | None:
         if not keeps:
@@ -186,6 +196,8 @@ class WeightStream:
                     "parameters or buffers were written before the set was complete, so that it "
                     "has values of two steps: step the optimizer after the last bucket"
                 )
+        values = whole.let_go()
+        self._kept = None if values is None else (values, whole)
 
     def _publish(
         self,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,10 +20,12 @@ from fsdpc._fsdp2.state import states_below
 from fsdpc._torch import storage_use_count
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.dtypes import can_cast
+from fsdpc.checkpoint.kept import Stamp, stamp_of
 from fsdpc.checkpoint.layout import file_dtype
 from fsdpc.checkpoint.model import Model, cleaner, named_buffers, read_model
 from fsdpc.checkpoint.names import Only, chooser, cut_model
 
+_NONE = torch.empty(0, device="cpu")
 ALIGNED = 4096  # of tensors in a bucket: pages, so that readers can map each alone
 
 
@@ -117,6 +120,7 @@ class Whole:
         if bucket_bytes < 1:
             raise ValueError(f"bucket_bytes must be at least 1, not {bucket_bytes}")
         found = read_model(model, everyone)
+        self._stamp = stamp_of(model, everyone)
         if not unit_modules(model) and torch_fsdp.handles(model):
             raise TypeError(
                 "the model is sharded by torch's FullyShardedDataParallel, whose units cannot be "
@@ -128,6 +132,34 @@ class Whole:
         self._tensors = found.touched
         self.buckets = list(_cut(_parts(model, found, dtype), bucket_bytes))
         self._rooms = rooms
+
+    def let_go(self) -> list[Any] | None:
+        """Hold no tensors and units any more, until ``hold`` has an equal stamp. Its values; None:
+        the model's changes cannot be told. Local.
+        """
+        stamp, self._stamp = self._stamp, None
+        if stamp is None:
+            return None
+        known = {
+            id(each): number for number, each in enumerate([None, *stamp.tensors, *stamp.units])
+        }
+        held = [*self._tensors, *(each for part in self.parts for each in (part.tensor, part.unit))]
+        if not all(id(each) in known for each in held):
+            return None
+        self._numbers = [known[id(each)] for each in held]
+        self._tensors = [_NONE for _ in self._tensors]
+        for part in self.parts:
+            part.tensor = part.unit = None
+        return stamp.values
+
+    def hold(self, stamp: Stamp) -> None:
+        """Those of a stamp. Local."""
+        known = [None, *stamp.tensors, *stamp.units]
+        held = iter([known[number] for number in self._numbers])
+        self._tensors = [next(held) for _ in self._tensors]
+        for part in self.parts:
+            part.tensor, part.unit = next(held), next(held)
+        self._stamp = stamp
 
     @property
     def parts(self) -> Iterator[Part]:
@@ -143,7 +175,7 @@ class Whole:
                 return part.tensor.device
         return torch.device("cpu")
 
-    @property
+    @cached_property
     def digest(self) -> int:
         """Equal on ranks whose buckets are equal."""
         crc = 0

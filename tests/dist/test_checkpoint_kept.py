@@ -1,5 +1,5 @@
-"""What a save keeps of a model for the next one: used as long as the model is the same, and never
-after it has changed.
+"""What a save, and a stream of weights, keeps of a model for the next one: used as long as the
+model is the same, and never after it has changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 
 import fsdpc
 from fsdpc import checkpoint
-from fsdpc.checkpoint import kept
+from fsdpc.checkpoint import kept, whole
 
 
 class Net(nn.Module):
@@ -96,7 +96,10 @@ def change_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, An
     model, used = build(kind), {}
     read, reads = kept.read_model, []
     kept.read_model = lambda *given: reads.append(1) or read(*given)
+    read_whole = whole.read_model
     checkpoint.save(f"{path}/begin", model)
+    tap = checkpoint.stream(model)
+    list(tap)
     for number, what in enumerate(CHANGES):
         change(model, what)
         reads.clear()
@@ -104,13 +107,19 @@ def change_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, An
         if saving is not None:
             saving.wait()
         used[what] = not reads
+        whole.read_model = kept.read_model
+        mine = dict(tap)
+        assert bool(reads) == (not used[what]), what
+        whole.read_model = read_whole
+        fresh = dict(checkpoint.stream(model))
+        assert list(mine) == list(fresh) and all(map(torch.equal, mine.values(), fresh.values()))
         kept._kept.clear()
         checkpoint.save(f"{path}/{number}-anew", model)
     reads.clear()
     checkpoint.save(f"{path}/low", model, dtype=torch.bfloat16)
     used["other dtype"] = not reads
     gone = weakref.ref(model)
-    del model
+    del model, tap, mine, fresh
     gc.collect()
     used["model alive"] = gone() is not None
     return used
