@@ -179,7 +179,7 @@ def _forms_of(tensors: list[Tensor]) -> list[list[Any]] | None:
         places = [tensor.data_ptr() for tensor in tensors]
         # Few forms, each once: a new object for each tensor would call Python's garbage collector.
         forms = [known.setdefault(_form_of(tensor), len(known)) for tensor in tensors]
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, ValueError):  # NotImplementedError is one of the first
         return None
     return [places, forms, list(known)]
 

@@ -37,6 +37,7 @@ ALLOWED = {
     ("checkpoint/stream_reader.py", "frombuffer"): "memory that processes of the host share",
     ("checkpoint/keymap.py", "numpy"): "files are read into host memory",
     ("checkpoint/lazy.py", "from_numpy"): "files are read into host memory",
+    ("checkpoint/staging.py", "frombuffer"): "snapshots of host memory lie there, too",
     ("checkpoint/several.py", "numpy"): "random numbers of the host",
     ("checkpoint/several.py", "from_numpy"): "random numbers of the host",
     ("checkpoint/optimizer.py", "numpy"): "digests are made of host copies",
