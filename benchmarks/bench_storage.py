@@ -5,7 +5,9 @@
 
 Two ranks with a GPT (`--model 10m`) and AdamW's moments; moto's server runs as a process of its own
 and keeps everything in memory. "upload" and "download" are `s3fs` alone: the saved files by one
-process. Ranks and server share the machine's cores: figures are of this client and this server.
+process. moto reads an object whole for each range of it that is asked for, so that loads, which
+ask for ranges of 8 MiB, take it longer the larger the files are. Ranks and server share the
+machine's cores: figures are of this client and this server.
 `--kills N`: as often, a rank is killed at a random time in a save; afterwards the newest checkpoint
 is loaded and verified, and all of the time a process that looks for checkpoints opens each it sees.
 """
