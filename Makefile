@@ -35,7 +35,7 @@ TORCH := torch==2.13.0
 CLANG_FORMAT := clang-format==18.1.8
 RUFF := ruff==0.14.14
 CLIENTS := accelerate==1.15.0 transformers==5.23.0 peft==0.21.2 lightning==2.6.6 nbclient ipykernel
-TOOLS := setuptools>=77 wheel numpy>=2 pytest pytest-xdist pytest-rerunfailures hypothesis safetensors tqdm matplotlib $(RUFF) $(CLANG_FORMAT)
+TOOLS := setuptools>=77 wheel numpy>=2 pytest pytest-xdist pytest-rerunfailures hypothesis safetensors ml_dtypes tqdm matplotlib $(RUFF) $(CLANG_FORMAT)
 
 # --- which Python --------------------------------------------------------------------------------
 HAS_TORCH := import sys, importlib.metadata as m; \
