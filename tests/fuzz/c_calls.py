@@ -130,9 +130,7 @@ class Caller(Companions):
         return made
 
     def new_flat(self) -> Any:
-        specs = self.rng.choice(values.ALL_SPECS)
-        if self.rng.random() < 0.3:
-            specs = [(*s, self.rng.choice([1, 3, s[1] or 1, -1])) for s in specs if len(s) == 6]
+        specs = self.by_rows(self.rng.choice(values.ALL_SPECS))
         made = _probe.FlatParameter(
             f"unit{self.number}",
             self.rng.choice([_probe.Comm.self_, lambda: self.some("comm")])(),
@@ -526,11 +524,19 @@ class Caller(Companions):
         )
 
     def specs(self) -> Any:
-        specs = [list(spec) for spec in self.rng.choice(values.ALL_SPECS)]
+        specs = [list(spec) for spec in self.by_rows(self.rng.choice(values.ALL_SPECS))]
         if self.rng.random() < 0.4:
             spec = self.rng.choice(specs)
-            spec[self.rng.randrange(6)] = self.odd()
+            spec[self.rng.randrange(len(spec))] = self.odd()
         return [tuple(spec) for spec in specs]
+
+    def by_rows(self, specs: Any) -> Any:
+        """Sometimes cut between rows, and then sometimes coded."""
+        if self.rng.random() < 0.7:
+            return specs
+        cut = [(*s[:6], self.rng.choice([1, 3, s[1] or 1, -1])) for s in specs]
+        codec = self.rng.choice(values.CODECS)
+        return cut if self.rng.random() < 0.5 else [(*s, codec) for s in cut]
 
     def call_kernels(self) -> None:
         rng = self.rng
@@ -552,6 +558,23 @@ class Caller(Companions):
             self.call("kernel_norm2", _probe.kernel_norm2, src, other, where)
         else:
             self.call("kernel_scale_by", _probe.kernel_scale_by, dst, one, np.ones(1), where)
+
+    def call_codec(self) -> None:
+        rng = self.rng
+        codec, rows, row = rng.choice(values.CODECS), rng.choice([0, 1, 3]), rng.choice([1, 5, 300])
+        size = self.call("codec_bytes", _probe.codec_bytes, codec, rows, row)
+        data, dtype = values.arrays(rng), rng.choice(values.DTYPES)
+        coded = np.zeros(size if isinstance(size, int) else rng.choice([0, 16, 64]), "u1")
+        if rng.random() < 0.6:
+            data, dtype = np.zeros((rows, row), "f4"), "float32"
+        row = row if rng.random() < 0.8 else self.odd()
+        name = rng.choice(["codec_encode", "codec_decode", "codec_round"])
+        if name == "codec_round":
+            out, other = np.zeros((rows, 5), "f4"), rng.choice(values.DTYPES)
+            self.call(name, _probe.codec_round, codec, data, dtype, row, out, other)
+        else:
+            function = _probe.codec_encode if name == "codec_encode" else _probe.codec_decode
+            self.call(name, function, codec, data, dtype, row, coded)
 
     def call_pack(self) -> None:
         rng = self.rng

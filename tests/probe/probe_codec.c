@@ -13,7 +13,7 @@ static int
 check(const struct request *r, bool round)
 {
     const int64_t rows = r->row > 0 ? r->values.n / r->row : 0;
-    const bool fits = r->row > 0 && rows * r->row == r->values.n &&
+    const bool fits = r->row > 0 && r->row <= INT32_MAX && rows * r->row == r->values.n &&
                       r->values.dtype != FSDPC_BYTES &&
                       (round ? r->rounded.n == r->values.n && r->rounded.dtype != FSDPC_BYTES
                              : (size_t)r->coded.n == fsdpc_codec_bytes(r->codec, rows, r->row));
@@ -97,6 +97,10 @@ codec_bytes(PyObject *Py_UNUSED(module), PyObject *args)
     fsdpc_codec codec;
     if (!PyArg_ParseTuple(args, "sLL", &name, &rows, &row) ||
         fsdpc_py_checked(fsdpc_codec_from_name(name, &codec)) < 0) {
+        return NULL;
+    }
+    if (rows < 0 || row <= 0 || rows > INT32_MAX || row > INT32_MAX) {
+        PyErr_SetString(PyExc_ValueError, "codec_bytes: rows and their elements out of range");
         return NULL;
     }
     return PyLong_FromSize_t(fsdpc_codec_bytes(codec, rows, row));
