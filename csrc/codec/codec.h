@@ -11,9 +11,9 @@
  *   mxfp8         32     E8M0, 2^(floor(log2(largest)) - 8)   OCP E4M3 of x / scale, at most 448
  *   nf4           64     float32, the largest magnitude   the nearest of the 16 levels of QLoRA (arXiv 2305.14314)
  *
- * Rounding is to nearest; halves go to even, those between two levels of nf4 down. Bits are equal on every
- * instruction set. Coded memory of some rows: all codes, row by row (two codes of 4 bits in a byte, the
- * first one in the upper half; a row begins with a byte), then, from a multiple of 16 bytes on, all scales.
+ * Rounding is to nearest. Halves go to even; halves between two levels of nf4 go down. Every instruction set gives
+ * equal bits. The memory of coded rows has all codes first, row by row (two codes of 4 bits in a byte, the first one
+ * in the upper half; a row begins with a byte), then, from a multiple of 16 bytes on, all scales.
  */
 #ifndef FSDPC_CODEC_H
 #define FSDPC_CODEC_H

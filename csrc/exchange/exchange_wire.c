@@ -167,12 +167,13 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
     }
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
+        if (seg->coded_bytes > 0 && x->world > 1) {
+            FSDPC_TRY(fsdpc_wire_encode(x, unit, s, &x->wire->parts[s]));
+            continue;
+        }
         FSDPC_TRY(fsdpc_exchange_cast_piece(x, unit, s, x->rank, 0, seg->piece_numel));
         x->wire->parts[s] = (fsdpc_comm_part){fsdpc_exchange_values(x, unit) + seg->full_offset,
                                               seg->piece_numel, seg->compute};
-        if (seg->coded_bytes > 0 && x->world > 1) {
-            FSDPC_TRY(fsdpc_wire_encode(x, unit, s, &x->wire->parts[s]));
-        }
     }
     if (x->world == 1) {
         return FSDPC_OK;

@@ -1,5 +1,5 @@
-/* Units of which segments travel coded: this rank's pieces are coded into memory beside the slot, flights bring
- * those of the others there, and what has landed is decoded into the slot. */
+/* Units with segments that travel coded. A rank codes its own pieces into memory beside the slot, flights bring the
+ * coded pieces of other ranks there, and all of them are decoded into the slot. */
 #include "base/mem.h"
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
@@ -62,6 +62,19 @@ offset_of(const fsdpc_layout *layout, int segment)
     return offset;
 }
 
+static int
+decode_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int owner)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    const fsdpc_segment *seg = &layout->segments[segment];
+    const char *pieces = coded_of(x, unit)->memory + offset_of(layout, segment);
+    const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
+    return fsdpc_codec_decode(
+        seg->codec, pieces + seg->coded_bytes * (size_t)owner, seg->piece_numel / seg->row_numel,
+        seg->row_numel, fsdpc_exchange_values(x, unit) + seg->full_offset + bytes * (size_t)owner,
+        seg->compute);
+}
+
 int
 fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_part *part)
 {
@@ -74,9 +87,12 @@ fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_p
     }
     char *pieces = coded->memory + offset_of(layout, segment);
     *part = (fsdpc_comm_part){pieces, (int64_t)seg->coded_bytes, FSDPC_BYTES};
-    return fsdpc_codec_encode(seg->codec, (const char *)fsdpc_unit_master(unit) + seg->shard_offset,
-                              seg->storage, seg->piece_numel / seg->row_numel, seg->row_numel,
-                              pieces + seg->coded_bytes * (size_t)x->rank);
+    FSDPC_TRY(fsdpc_codec_encode(seg->codec,
+                                 (const char *)fsdpc_unit_master(unit) + seg->shard_offset,
+                                 seg->storage, seg->piece_numel / seg->row_numel, seg->row_numel,
+                                 pieces + seg->coded_bytes * (size_t)x->rank));
+    x->copied_bytes += (uint64_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
+    return decode_piece(x, unit, segment, x->rank);
 }
 
 bool
@@ -86,31 +102,15 @@ fsdpc_wire_brings(const fsdpc_exchange *x, fsdpc_route route, int owner)
            (route == FSDPC_TO_ALL || fsdpc_hosts_carries(x->comm, x->rank, owner));
 }
 
-static int
-decode_segment(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_route route)
-{
-    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    const fsdpc_segment *seg = &layout->segments[segment];
-    const char *pieces = coded_of(x, unit)->memory + offset_of(layout, segment);
-    const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
-    char *values = fsdpc_exchange_values(x, unit) + seg->full_offset;
-    for (int r = 0; r < x->world; r++) {
-        if (fsdpc_wire_brings(x, route, r)) {
-            FSDPC_TRY(fsdpc_codec_decode(seg->codec, pieces + seg->coded_bytes * (size_t)r,
-                                         seg->piece_numel / seg->row_numel, seg->row_numel,
-                                         values + bytes * (size_t)r, seg->compute));
-        }
-    }
-    return FSDPC_OK;
-}
-
 int
 fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     for (int s = 0; s < layout->segment_count; s++) {
-        if (layout->segments[s].coded_bytes > 0) {
-            FSDPC_TRY(decode_segment(x, unit, s, route));
+        for (int r = 0; layout->segments[s].coded_bytes > 0 && r < x->world; r++) {
+            if (fsdpc_wire_brings(x, route, r)) {
+                FSDPC_TRY(decode_piece(x, unit, s, r));
+            }
         }
     }
     return FSDPC_OK;

@@ -100,7 +100,7 @@ int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
 int fsdpc_wire_coded_open(fsdpc_exchange *x, int slot_count);
 /* `keep`: other ranks may still send to the memory. */
 void fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep);
-/* Codes this rank's piece of a segment; *part: what of it travels. */
+/* Codes this rank's piece of a segment, and decodes the piece into the slot; *part: the coded pieces. */
 int fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_part *part);
 /* Decodes what a flight has brought; nothing where the unit is not coded. */
 int fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route);

@@ -1,5 +1,5 @@
-"""Weights that are gathered in fewer bits (qwZ of ZeRO++): a policy; the gathered value of one
-where Python gathers, and not the engine, which codes by ``csrc/codec``.
+"""Weights that are gathered in fewer bits (qwZ of ZeRO++): their policy, and their gathered value
+where Python gathers. Elsewhere the engine does, by ``csrc/codec``.
 
 A block is a part of a row, so codes depend on the whole parameter alone, and gathered values are
 the same on any number of ranks.
@@ -31,9 +31,9 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     """For ``fully_shard(..., mp_policy=)``: torch's ``MixedPrecisionPolicy``, whose units gather
     their weights in fewer bits (ZeRO++, arXiv 2306.10209, calls that qwZ).
 
-    Of its rows of a floating-point parameter with at least 64 rows of at least 64 elements each
-    rank sends codes, made from the shard's own dtype, with one scale per block of a row; modules
-    compute with the decoded values in ``param_dtype``. ``codec`` is one of
+    Each rank sends codes of its rows of a parameter, made from the shard's own dtype, with one
+    scale per block of a row: of floating-point parameters with at least 64 rows of at least 64
+    elements. Modules compute with the decoded values in ``param_dtype``. ``codec`` is one of
 
     - ``"int8"``: a signed byte per element and a float32 scale per 256. A value is off by at most
       the largest magnitude of its block / 252.
