@@ -251,8 +251,8 @@ $(SIMDIR)/test_%_rows: $(SIMDIR)/test_%
 # The simulated cluster: ranks as fibers of one process, on copies of the core whose calls of the world the
 # linker turns to the simulation (tests/simcluster/world.list).
 CLUSTER := $(CDIR)/simcluster
-CLUSTER_CORE := $(filter csrc/base/% csrc/device/% csrc/shm/% csrc/comm/% csrc/unit/% csrc/exchange/% csrc/tree/% \
-    kernels/%,$(CORE))
+CLUSTER_CORE := $(filter csrc/base/% csrc/activation/% csrc/codec/% csrc/device/% csrc/shm/% csrc/comm/% csrc/unit/% \
+    csrc/exchange/% csrc/tree/% kernels/%,$(CORE))
 CLUSTER_POINTS := $(filter csrc/shm/% csrc/comm/% csrc/exchange/%,$(CLUSTER_CORE))
 CLUSTER_WRAPS := $(shell sed -n 's/^wrap \([a-z0-9_]*\)$$/-Wl,--wrap=\1/p' tests/simcluster/world.list)
 CLUSTER_PARTS := $(patsubst %,$(CLUSTER)/%.o,main schedule world sockets)
