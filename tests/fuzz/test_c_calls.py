@@ -336,6 +336,11 @@ def test_a_unit_cannot_be_in_a_tree_twice():
             _probe.layout([], 2147483647, 64)
         with pytest.raises(TypeError, match="tuple of seventeen"):
             _probe.Tree([flat], [0], torch=1)
+        # Torch crashes where it prints a tensor whose storage was released.
+        released = torch.zeros(3)
+        released.untyped_storage().resize_(0)
+        with pytest.raises(TypeError, match="tuple of seventeen items or None, not Tensor"):
+            _probe.Tree([flat], [0], torch=released)
         """
     )
 

@@ -284,8 +284,11 @@ set_timeout(PyObject *Py_UNUSED(module), PyObject *number)
         return NULL;
     }
     if (!(seconds > 0) || isinf(seconds)) {
-        return PyErr_Format(PyExc_ValueError, "set_timeout: seconds must be above 0, but is %R",
-                            number);
+        PyObject *value = PyFloat_FromDouble(seconds);
+        PyErr_Format(PyExc_ValueError, "set_timeout: seconds must be above 0 and finite, but is %R",
+                     value);
+        Py_XDECREF(value);
+        return NULL;
     }
     fsdpc_set_timeout(seconds);
     Py_RETURN_NONE;

@@ -135,7 +135,8 @@ take_torch(fsdpc_py_tree *self, PyObject *torch)
     }
     if (!PyTuple_Check(torch) || PyTuple_GET_SIZE(torch) != OF_TORCH) {
         PyErr_Format(PyExc_TypeError,
-                     "Tree: torch must be a tuple of seventeen items or None, not %.100R", torch);
+                     "Tree: torch must be a tuple of seventeen items or None, not %.100s",
+                     Py_TYPE(torch)->tp_name);
         return -1;
     }
     for (int i = 0; i < OF_TORCH; i++) {
