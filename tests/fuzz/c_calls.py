@@ -8,6 +8,7 @@ its seed and its last calls; ``--replay SEED`` runs that batch again in this pro
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import gc
 import os
@@ -812,6 +813,7 @@ def fork_batch(seed: int, calls: int, folder: Path) -> Fault | None:
             os.dup2(file, 2)
             faulthandler.enable(file)
             faulthandler.register(signal.SIGUSR1, file, chain=False)
+            os.chdir(folder)  # some calls write files named by a random word
             run_batch(
                 seed, calls, lambda text: os.write(file, text.encode(errors="replace") + b"\n")
             )
@@ -871,7 +873,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.replay is not None:
         faulthandler.enable()
-        run_batch(options.replay, BATCH, lambda text: print(text, flush=True))
+        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+            run_batch(options.replay, BATCH, lambda text: print(text, flush=True))
         return 0
     made, faults, seed = 0, 0, options.seed
     while made < options.calls:
