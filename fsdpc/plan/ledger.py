@@ -193,6 +193,8 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
         return _host_rows(model, setup, kind)
     if kind.name in OF_MATRICES:
         return _matrix_rows(model, setup, kind)
+    if kind.name == "adafactor":
+        return _factored_rows(model, setup, kind)
     each = {s: kind.state_bytes(ITEM_BYTES[s]) for s in elements}
     where = "host" if setup.offloads else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
@@ -260,6 +262,37 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             round(sent * (exchange + working)),
             ("step",),
             f"{why}, round by round; the largest has {counted(largest, 'element')}",
+            where=where,
+        ),
+    ]
+
+
+def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
+    """Averages of rows and columns, and whole ones of vectors, at the parameters' owners, to which
+    gradients and values travel. The mean of the ranks."""
+    states = moved = largest = 0
+    for unit in model.units:
+        storage = {param: param.dtype or setup.storage for param in unit.params}
+        for param in (param for param in unit.params if param.trainable):
+            rows, columns = param.sides
+            stack = param.numel // max(rows * columns, 1)
+            item = ITEM_BYTES[storage[param]]
+            states += item * (stack * (rows + columns) if rows else param.numel)
+            moved += item * param.numel
+            largest = max(largest, item * param.numel)
+    share, most = moved / setup.shards, 4 * ROUND
+    # Gradients, values and new values of a round; beside them the next one's, on their way.
+    exchange = 3 * max(min(share, most), largest) + (2 * most if share > most else 0)
+    exchange = exchange if setup.shards > 1 else 0
+    where = "host" if setup.offloads else "device"
+    return [
+        Row("optimizer states", round(states / setup.shards), ALWAYS, kind.source, where=where),
+        Row(
+            "update's temporaries",
+            round(exchange + 3 * largest),
+            ("step",),
+            f"each step moves {size(round(3 * share))} of gradients and values to their owners and "
+            f"back, round by round; the largest parameter has {size(largest)}",
             where=where,
         ),
     ]

@@ -26,8 +26,9 @@ class Param:
     """A parameter of a unit, each counted once however many modules use it. ``dtype`` None: the
     plan's storage dtype. Carried as bytes (not cast, not trained) where ``dtype`` is ``uint8``.
     ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
-    ``matrix``: rows and columns of the matrix that it is, or of each of a stack of them; (0, 0):
-    none, or an embedding or output layer. ``codec``: in which codes the engine gathers it.
+    ``sides``: rows and columns of the matrix that it is, or of each of a stack of them; (0, 0):
+    a vector. ``looked_up``: an embedding or output layer. ``codec``: in which codes the engine
+    gathers it.
     """
 
     name: str
@@ -35,8 +36,14 @@ class Param:
     dtype: str | None = None
     trainable: bool = True
     row: int = 0
-    matrix: tuple[int, int] = (0, 0)
+    sides: tuple[int, int] = (0, 0)
     codec: str = ""
+    looked_up: bool = False
+
+    @property
+    def matrix(self) -> tuple[int, int]:
+        """``sides`` of what optimizers of whole matrices take; (0, 0): they leave it to AdamW."""
+        return (0, 0) if self.looked_up else self.sides
 
 
 @dataclass(frozen=True)

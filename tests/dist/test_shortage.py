@@ -112,6 +112,7 @@ STATES = {
     "muon": lambda params: optim.Muon([{"params": params, "use_muon": True}]),
     "soap": lambda params: optim.SOAP([{"params": params, "use_soap": True}]),
     "shampoo": lambda params: optim.Shampoo([{"params": params, "use_shampoo": True}]),
+    "adafactor": optim.Adafactor,
     "momentum": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     "sgd": functools.partial(torch.optim.SGD, lr=0.1),
 }
@@ -131,6 +132,7 @@ def test_the_states_of_each_optimizer_are_planned(rank, world, name):
     [line] = [line for line in note.splitlines() if line.startswith("optimizer states ")]
     _, planned, actual = re.split(r"  +", line.rstrip())
     but = {"sgd": "-", "adamw8bit": "0.38 MiB"}  # each parameter begins a block of its own
+    but["adafactor"] = "10.03 KiB"  # beside numbers of steps
     assert planned == but.get(name, actual), line
 
 

@@ -49,7 +49,7 @@ class Geometry:
         count = max(1, self.experts)
 
         def matrix(name: str, rows: int, columns: int, of: int = 1) -> Param:
-            return Param(name, of * rows * columns, matrix=(rows, columns))
+            return Param(name, of * rows * columns, sides=(rows, columns))
 
         attention = [matrix(n, w, h) for n, w in (("q", q), ("k", kv), ("v", kv))]
         found = [Param("norm1", h), *attention, matrix("o", h, q), Param("norm2", h)]
@@ -60,9 +60,13 @@ class Geometry:
         return (*found, *(Param(name, numel) for name, numel in self.inside))
 
     def outside(self) -> tuple[Param, ...]:
-        head = () if self.tied else (Param("head", self.vocab * self.hidden),)
+        def table(name: str) -> Param:
+            sides = self.vocab, self.hidden
+            return Param(name, self.vocab * self.hidden, sides=sides, looked_up=True)
+
+        head = () if self.tied else (table("head"),)
         return (
-            Param("embed", self.vocab * self.hidden),
+            table("embed"),
             Param("norm", self.hidden),
             *(Param(name, numel) for name, numel in self.around),
             *head,

@@ -227,5 +227,7 @@ def _param_of(
     if not computes(dtype):
         size = dtype.itemsize
         return Param(name, shape.numel() * size, "uint8", False, row * size)
-    rows, columns = shape[-2:] if is_matrix(f"{unit}.{name}".lstrip("."), shape) else (0, 0)
-    return Param(name, shape.numel(), dtype_name(dtype), trainable, row, (rows, columns), codec)
+    rows, columns = shape[-2:] if len(shape) > 1 else (0, 0)
+    looked_up = not is_matrix(f"{unit}.{name}".lstrip("."), shape)
+    kind, sides = dtype_name(dtype), (rows, columns)
+    return Param(name, shape.numel(), kind, trainable, row, sides, codec, looked_up)
