@@ -7,7 +7,8 @@ python benchmarks/bench_curves.py --worlds 1 2 3 --steps 20 --layers 2 --width 6
 The first writes results/curves.json and, with --picture, the curves as an SVG. Every optimizer
 trains the same model from the same weights on the same batches; the figures are bits per byte of
 the last training steps (mean of 20) and of validation.
-Lion and SGD have learning rates of their own.
+Lion, SGD, SOAP and Adafactor have learning rates of their own. --only with --json keeps what the
+file has of the other optimizers, if the model and the batches are the same.
 
 With --worlds every rank computes the same batch in bfloat16, so sums of gradients are exact on any
 number of ranks, and the runs of the optimizers that store fewer bits must give equal weights.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import hashlib
+import json
 import math
 import os
 import socket
@@ -67,6 +69,18 @@ OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
     "AdamMini": (1e-3, torch.float32, lambda p, _: optim.AdamMini(p, block=by_row, **ADAM)),
     "Lion": (2e-4, torch.float32, lambda p, _: optim.Lion(p, **LION)),
     "SGD": (1e-1, torch.float32, lambda p, _: optim.SGD(p, momentum=0.9, weight_decay=1e-4)),
+    "Muon": (
+        1e-3,
+        torch.float32,
+        lambda p, _: optim.Muon(p, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+    ),
+    "SOAP": (3e-3, torch.float32, lambda p, _: optim.SOAP(p, weight_decay=0.1)),
+    "Shampoo": (
+        1e-3,
+        torch.float32,
+        lambda p, _: optim.Shampoo(p, betas=(0.9, 0.95), weight_decay=0.1),
+    ),
+    "Adafactor": (1e-2, torch.float32, lambda p, _: optim.Adafactor(p)),
 }
 EQUAL = ("AdamWBF16, fp32 parameters", "AdamWBF16, bf16 parameters", "AdamW8bit", "Lion")
 
@@ -215,6 +229,13 @@ def show(results: dict[str, Any]) -> None:
     common.print_table(head, rows)
 
 
+def earlier(head: dict[str, Any]) -> dict[str, Any]:
+    """What curves.json has of runs of the same model, steps and batches."""
+    kept = json.loads((common.RESULTS / "curves.json").read_text())
+    same = all(kept[key] == value for key, value in head.items() if key != "run")
+    return kept["cases"] if same else {}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=400)
@@ -242,7 +263,7 @@ def main() -> None:
         raise SystemExit(0 if equal else "the runs differ")
     head = {"run": common.describe_run(kept=options.json), "ranks": options.world}
     head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch")}
-    results: dict[str, Any] = {}
+    results = earlier(head) if options.only and options.json else {}
     for name in [name for name in OPTIMIZERS if options.only in name]:
         results |= run(options.world, options, [name])
         if options.json:  # after each optimizer, because all of them take long
