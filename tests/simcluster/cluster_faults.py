@@ -7,11 +7,16 @@ which runs until an invariant is violated.
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
+import re
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -897,35 +902,21 @@ def run(command: list[str], most_s: float = 300) -> subprocess.CompletedProcess[
 
 
 def plant(fault: Fault, build: Path) -> Path:
-    """A core with the fault."""
+    """A core with the fault: its file compiled anew, the rest as built."""
     source = (ROOT / "csrc" / fault.file).read_text()
-    if source.count(fault.old) != 1:
-        sys.exit(f"{fault.name}: its text occurs {source.count(fault.old)} times in {fault.file}")
-    number = FAULTS.index(fault)
-    folder = build / f"fault-{number}"
+    folder = build / f"fault-{FAULTS.index(fault)}"
     folder.mkdir(parents=True, exist_ok=True)
     changed = folder / Path(fault.file).name
     changed.write_text(source.replace(fault.old, fault.new))
     compiler, *flags = os.environ["CLUSTER_CC"].split()
     made, library = folder / "changed.o", folder / "core.so"
-    wraps = os.environ["CLUSTER_WRAPS"].split()
-    points = ["-include", "tests/simcluster/points.h"]
+    link = ["-shared", "-Wl,-z,now", "-Wl,-Bsymbolic", *os.environ["CLUSTER_WRAPS"].split()]
+    # The changed file comes first, so that the one in the archive is not needed.
+    parts = [str(build / "program.o"), str(made), str(build / "core.a")]
+    points = [] if fault.file.startswith("tree/") else ["-include", "tests/simcluster/points.h"]
     for command in (
         [compiler, *flags, "-w", "-fPIC", *points, "-c", str(changed), "-o", str(made)],
-        # The changed file comes first, so that the one in the archive is not needed.
-        [
-            compiler,
-            "-shared",
-            "-Wl,-z,now",
-            "-Wl,-Bsymbolic",
-            *wraps,
-            str(build / "program.o"),
-            str(made),
-            str(build / "core.a"),
-            "-o",
-            str(library),
-            "-lm",
-        ],
+        [compiler, *link, *parts, "-o", str(library), "-lm"],
     ):
         result = run(command)
         if result.returncode:
@@ -933,20 +924,85 @@ def plant(fault: Fault, build: Path) -> Path:
     return library
 
 
-def seeds_to_find(fault: Fault, build: Path, most: int) -> tuple[int | None, str]:
-    """None: not found; and what was violated."""
+@dataclass
+class Outcome:
+    """What is known of a fault; of what it was found out with, `made` is the digest."""
+
+    made: str
+    tried: int = 0  # seeds that found nothing
+    found: int = 0  # the seed that found it
+    what: str = ""
+    seconds: float = 0
+
+
+def search(fault: Fault, build: Path, before: Outcome, most: int) -> Outcome:
+    """The seeds that were not tried yet, up to `most`."""
     library = plant(fault, build)
-    command = [str(build / "simcluster"), str(library), "--count", str(most), "--until-found"]
+    first, begin = before.tried + 1, time.monotonic()
+    command = [str(build / "simcluster"), str(library), "--until-found"]
+    command += ["--first", str(first), "--count", str(most - before.tried)]
+    tried, found, what = before.tried, 0, ""
     try:
-        result = run(command)
+        result = run(command, 60 + (most - before.tried) / 10)
     except subprocess.TimeoutExpired:
-        return None, "no end in 300 s"
-    lines = result.stdout.splitlines()
-    if result.returncode < 0:
-        return 0, f"signal {-result.returncode}"
-    last = lines[-1].split() if lines else []
-    what = next((line for line in lines if line.startswith("VIOLATION")), "")
-    return (int(last[1]) if last[:1] == ["found"] else None), what.removeprefix("VIOLATION ")
+        what = "no end in time"
+    else:
+        lines = [line for line in result.stdout.splitlines() if line.startswith("VIOLATION ")]
+        what = lines[0].removeprefix("VIOLATION ") if lines else ""
+        last = result.stdout.split()[-2:]
+        if result.returncode < 0 and what.startswith("a crash"):
+            found = int(what.split()[-1])
+        elif result.returncode == 0 and last[0] == "found":
+            found = tried + int(last[1])
+        elif result.returncode == 1:
+            tried = most
+        else:
+            sys.exit(f"{fault.name}: {result.stdout} {result.stderr}")
+    return Outcome(before.made, tried, found, what, before.seconds + time.monotonic() - begin)
+
+
+class Results:
+    """Kept in a file after each search, so that an interrupted run goes on."""
+
+    def __init__(self, path: Path, build: Path) -> None:
+        self.path, self.build = path, build
+        self.common = b"".join(
+            (build / name).read_bytes() for name in ("simcluster", "program.o", "core.a")
+        )
+        kept = json.loads(path.read_text()) if path.exists() else {}
+        self.of = {name: Outcome(**fields) for name, fields in kept.items()}
+        self.lock = threading.Lock()
+
+    def before(self, fault: Fault) -> Outcome:
+        text = f"{fault.file}\n{fault.old}\n{fault.new}".encode()
+        made = hashlib.sha256(self.common + text).hexdigest()[:16]
+        kept = self.of.get(fault.name)
+        return kept if kept and kept.made == made else Outcome(made)
+
+    def search(self, fault: Fault, most: int) -> None:
+        before = self.before(fault)
+        if before.found or before.tried >= most:
+            return
+        outcome = search(fault, self.build, before, most)
+        with self.lock:
+            self.of[fault.name] = outcome
+            kept = {name: asdict(each) for name, each in self.of.items()}
+            self.path.write_text(json.dumps(kept, indent=1))
+            shown = outcome.found or f"> {outcome.tried}"
+            print(f"{shown:>8}  {fault.name:60}  {outcome.what[:90]}", flush=True)
+
+
+def report(faults: list[Fault], results: Results, count: int) -> int:
+    seeds = []
+    for fault in faults:
+        outcome = results.before(fault)
+        seeds += [outcome.found] * (outcome.found > 0)
+        print(f"{outcome.found or '-':>6}  {fault.name:60}  {outcome.what[:90]}")
+    within = ", ".join(
+        f"{sum(seed <= most for seed in seeds)} within {most}" for most in (10, 100, 1000)
+    )
+    print(f"{len(seeds)} of {len(faults)} faults found within {count} seeds; {within}")
+    return len(seeds)
 
 
 def main() -> None:
@@ -954,20 +1010,19 @@ def main() -> None:
     parser.add_argument("--build", type=Path, required=True)
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", default="", help="faults whose names contain this")
-    parser.add_argument("--least", type=float, default=0.7, help="share that must be found")
+    parser.add_argument("--only", default="", help="faults whose names match this")
+    parser.add_argument("--least", type=float, default=0.98, help="share that must be found")
     args = parser.parse_args()
-    faults = [fault for fault in FAULTS if args.only in fault.name]
-    build = args.build.resolve()
-    found = 0
-    with ThreadPoolExecutor(args.jobs) as pool:
-        results = pool.map(lambda fault: seeds_to_find(fault, build, args.count), faults)
-        for fault, (seeds, what) in zip(faults, results, strict=True):
-            found += seeds is not None
-            shown = "-" if seeds is None else seeds
-            print(f"{shown:>6}  {fault.name:55}  {what[:90]}", flush=True)
-    print(f"{found} of {len(faults)} faults found within {args.count} seeds")
-    sys.exit(found < args.least * len(faults))
+    faults = [fault for fault in FAULTS if re.search(args.only, fault.name)]
+    for fault in faults:
+        times = (ROOT / "csrc" / fault.file).read_text().count(fault.old)
+        if times != 1:
+            sys.exit(f"{fault.name}: its text occurs {times} times in {fault.file}")
+    results = Results(args.build.resolve() / "faults.json", args.build.resolve())
+    for most in sorted({min(args.count, 300), min(args.count, 3000), args.count}):
+        with ThreadPoolExecutor(args.jobs) as pool:
+            list(pool.map(lambda fault, most=most: results.search(fault, most), faults))
+    sys.exit(report(faults, results, args.count) < args.least * len(faults))
 
 
 if __name__ == "__main__":
