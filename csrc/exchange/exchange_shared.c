@@ -44,7 +44,11 @@ leave(fsdpc_exchange *x)
     fsdpc_shared_wait_begin(x, &wait, "end of forward", NULL);
     for (;;) {
         fsdpc_shared_wait_read(x, &wait);
-        if (all_left(x) || fsdpc_shared_must_act(x, &wait, FSDPC_WAY_LEAVE)) {
+        if (all_left(x)) {
+            break;
+        }
+        if (fsdpc_shared_must_act(x, &wait, FSDPC_WAY_LEAVE)) {
+            atomic_store(&x->shared->ranks[x->rank].early, x->tag);
             break;
         }
         FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, FSDPC_WAY_LEAVE), done);
@@ -89,7 +93,9 @@ open_shared(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     }
     s->post_offset = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *s->post_offset);
     s->post_stride = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *s->post_stride);
-    if (!s->post_offset || !s->post_stride) {
+    s->seen = fsdpc_mem_calloc(1, fsdpc_shared_samples_bytes(x));
+    s->seen_at = fsdpc_mem_calloc((size_t)x->world, sizeof *s->seen_at);
+    if (!s->post_offset || !s->post_stride || !s->seen || !s->seen_at) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
     size_t slots_at, posts_at, acks_at, samples_at;
@@ -139,6 +145,8 @@ close_shared(fsdpc_exchange *x)
     }
     fsdpc_mem_free(s->post_offset);
     fsdpc_mem_free(s->post_stride);
+    fsdpc_mem_free(s->seen);
+    fsdpc_mem_free(s->seen_at);
     fsdpc_mem_free(s);
     x->shared = NULL;
 }

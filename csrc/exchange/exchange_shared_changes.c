@@ -20,7 +20,9 @@
  * write a part of a parameter in a way that autograd does not count.
  *
  * A rank that waits elsewhere (for a state dict) has not published its changes: this rank compares the other's
- * values with the samples of the other's last pass. A rank that has left changes nothing any more: its values
+ * values with the samples of the other's last pass, or, if it has read the other's values in a later pass of its own,
+ * with what it read then. A rank that ended this forward while this rank waited elsewhere may have changed its weights
+ * since: the same comparison. A rank that has left changes nothing any more: its values
  * are read as long as no rank has touched its own since, in passes of both kinds.
  *
  * Passes with gradients compare themselves only with ranks that wait elsewhere or have left: their tags (next_pass
@@ -39,10 +41,11 @@ fsdpc_shared_samples_bytes(const fsdpc_exchange *x)
     return sizeof(uint64_t) * SAMPLES * (size_t)x->world * (size_t)x->unit_count;
 }
 
+/* Of `all`: the samples that ranks publish, or those that this rank has seen. */
 static _Atomic uint64_t *
-samples_of(const fsdpc_exchange *x, int rank, int unit)
+samples_of(const fsdpc_exchange *x, _Atomic uint64_t *all, int rank, int unit)
 {
-    return x->shared->samples + ((size_t)rank * (size_t)x->unit_count + (size_t)unit) * SAMPLES;
+    return all + ((size_t)rank * (size_t)x->unit_count + (size_t)unit) * SAMPLES;
 }
 
 /* --- samples --------------------------------------------------------------------------------- */
@@ -98,7 +101,7 @@ enum found { SAME, SOME, MOST };
 
 /* Compares a rank's values with its samples. */
 static enum found
-compare_rank(const fsdpc_exchange *x, int rank, bool keep)
+compare_rank(const fsdpc_exchange *x, _Atomic uint64_t *all, int rank, bool keep)
 {
     int units = 0, whole = 0, any = 0;
     for (int u = 0; u < x->unit_count; u++) {
@@ -108,7 +111,7 @@ compare_rank(const fsdpc_exchange *x, int rank, bool keep)
         if (first < 0) {
             continue;
         }
-        _Atomic uint64_t *samples = samples_of(x, rank, u);
+        _Atomic uint64_t *samples = samples_of(x, all, rank, u);
         int begin = compare_param(x->units[u], rank, first, samples, keep);
         int end = compare_param(x->units[u], rank, last, samples + EACH, keep);
         whole += begin > 0 && end > 0;
@@ -146,7 +149,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
         atomic_store(&own->touched, tag);
         return;
     }
-    enum found found = compare_rank(x, x->rank, true);
+    enum found found = compare_rank(x, x->shared->samples, x->rank, false);
     bool follows = before != 0 && atomic_load(&own->sampled) == before &&
                    before >> FSDPC_TAG_BITS == tag >> FSDPC_TAG_BITS;
     if (!follows || touched || found != SAME) {
@@ -156,6 +159,8 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
         atomic_store(&own->before, before);
         atomic_store(&own->changed, tag);
     }
+    /* Last: who finds the samples as the values are finds the change in the tags. */
+    (void)(found != SAME && compare_rank(x, x->shared->samples, x->rank, true));
     atomic_store(&own->sampled, tag);
 }
 
@@ -188,14 +193,24 @@ changed_here(const fsdpc_exchange *x, uint64_t *before)
 static bool
 waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
 {
-    const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
+    struct fsdpc_shared *s = x->shared;
+    const struct fsdpc_rank_ctl *other = &s->ranks[r];
+    const uint64_t ready = atomic_load(&other->ready);
     uint64_t before;
-    if (touched <= atomic_load(&other->ready)) {
-        return compare_rank(x, r, false) == MOST;
+    if (touched <= ready) {
+        return compare_rank(x, s->samples, r, false) == MOST;
     }
     *who = x->rank;
-    return changed_here(x, &before) && atomic_load(&other->touched) <= before &&
-           shares(x, x->rank, r) && compare_rank(x, r, false) == SAME;
+    bool differs =
+        changed_here(x, &before) && atomic_load(&other->touched) <= before && shares(x, x->rank, r);
+    /* The rank has not begun the pass before the change either: it may have changed its weights before that. */
+    bool seen = ready < before && s->seen_at[r] == before;
+    differs = differs && compare_rank(x, seen ? s->seen : s->samples, r, false) == SAME;
+    if (s->seen_at[r] != x->tag) {
+        compare_rank(x, s->seen, r, true);
+        s->seen_at[r] = x->tag;
+    }
+    return differs;
 }
 
 /* The rank's values belong to other weights than this rank's in this pass; *who: the rank whose weights have
@@ -213,6 +228,10 @@ differs(fsdpc_exchange *x, int r, int *who)
     }
     if (!x->shared->checks) {
         return false;
+    }
+    if (ready == x->tag && atomic_load(&other->early) == x->tag &&
+        compare_rank(x, x->shared->samples, r, false) == MOST) {
+        return true;
     }
     if (atomic_load(&other->changed) >= x->tag && touched <= atomic_load(&other->before)) {
         return ready > x->tag || shares(x, r, x->rank);

@@ -269,12 +269,14 @@ take_hold(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_slot_ctl *slot, bool
             fsdpc_shared_wait_was_worth(x, &wait);
             goto done;
         }
-        if (!may_wait || slot_held(x, slot)[x->rank] || act ||
-            (final && fsdpc_shared_must_act(x, &wait, way))) {
-            *busy = true;
+        *busy = !may_wait || slot_held(x, slot)[x->rank] || act;
+        if (!*busy) {
+            FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
+            *busy = final && fsdpc_shared_must_act(x, &wait, way);
+        }
+        if (*busy) {
             goto done;
         }
-        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
         FSDPC_GOTO(wait_for_masters(x, &wait, way), done);
     }
 done:

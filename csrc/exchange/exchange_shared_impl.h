@@ -16,7 +16,8 @@ struct fsdpc_rank_ctl {
     _Atomic uint64_t thaws, thawed;
     /* Tags of passes: [Note: changed weights] in exchange_shared_changes.c. */
     _Atomic uint64_t changed, before, touched, sampled;
-    char pad[128 - 80];
+    _Atomic uint64_t early; /* tag of the last forward whose end did not wait for all ranks */
+    char pad[128 - 88];
 };
 
 struct fsdpc_slot_ctl {
@@ -50,9 +51,12 @@ struct fsdpc_shared {
     size_t *post_offset, *post_stride;
     _Atomic uint32_t *acks; /* [rank][reduce slot] */
     _Atomic uint64_t *samples;
-    bool checks;      /* this pass is without gradients: exchange_shared_changes.c */
-    bool compared;    /* samples were taken before this pass */
-    int reduce_total; /* base slots, then one overflow slot per unit */
+    /* The same, of ranks that waited elsewhere: read by this rank in the pass of this tag. */
+    _Atomic uint64_t *seen;
+    uint64_t *seen_at; /* per rank */
+    bool checks;       /* this pass is without gradients: exchange_shared_changes.c */
+    bool compared;     /* samples were taken before this pass */
+    int reduce_total;  /* base slots, then one overflow slot per unit */
     char *base_map, *over_map;
     uint64_t ctl_offset, base_offset, over_offset; /* in the segment */
     size_t base_bytes, over_bytes, base_stride, over_stride;

@@ -192,6 +192,18 @@ free_base_slot(fsdpc_exchange *x)
     return -1;
 }
 
+/* A rank that has left in good order will not end this backward. */
+static int
+check_missing_left(fsdpc_exchange *x, const fsdpc_wait *what)
+{
+    for (int r = 0; r < x->world; r++) {
+        if (fsdpc_shm_left(x->shm, r) && atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
+            return fsdpc_shm_left_error(x->shm, r, what);
+        }
+    }
+    return FSDPC_OK;
+}
+
 static int
 acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
 {
@@ -209,13 +221,15 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
                 fsdpc_shared_wait_was_worth(x, &wait);
                 goto done;
             }
-            if (fsdpc_shared_must_act(x, &wait, way)) {
-                *slot = x->reduce_slots + fsdpc_unit_use(unit)->id;
-                x->shared->over_used[fsdpc_unit_use(unit)->id] = true;
-                goto done;
-            }
         }
         FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
+        /* Nobody has a fallback here: the rank must acknowledge this unit's first post. */
+        FSDPC_GOTO(way == FSDPC_WAY_NONE ? check_missing_left(x, &wait.what) : FSDPC_OK, done);
+        if (fsdpc_shared_must_act(x, &wait, way)) {
+            *slot = x->reduce_slots + fsdpc_unit_use(unit)->id;
+            x->shared->over_used[fsdpc_unit_use(unit)->id] = true;
+            goto done;
+        }
         FSDPC_GOTO(fsdpc_shared_wait_step(x, &wait, way), done);
     }
 done:
@@ -327,18 +341,6 @@ name_missing(fsdpc_exchange *x, const fsdpc_wait *what, int status)
     }
     return status == FSDPC_E_TIMEOUT ? fsdpc_shm_timeout_error(x->shm, what, missing, count)
                                      : status;
-}
-
-/* A rank that has left in good order will not end this backward. */
-static int
-check_missing_left(fsdpc_exchange *x, const fsdpc_wait *what)
-{
-    for (int r = 0; r < x->world; r++) {
-        if (fsdpc_shm_left(x->shm, r) && atomic_load(&x->shared->ranks[r].ended) <= x->backwards) {
-            return fsdpc_shm_left_error(x->shm, r, what);
-        }
-    }
-    return FSDPC_OK;
 }
 
 int

@@ -149,6 +149,8 @@ void fsdpc_shm_watch_stop(fsdpc_shm *shm);
  * unmapped. */
 void fsdpc_shm_stuck_join(fsdpc_shm *shm);
 void fsdpc_shm_stuck_leave(fsdpc_shm *shm);
+/* Wakes all ranks that wait for a change, without one. */
+void fsdpc_shm_ring(fsdpc_shm *shm);
 
 /* shm_wait.c. Writes this rank's wait into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);

@@ -174,16 +174,30 @@ end:
 }
 
 static int
+send_ready(guest *self)
+{
+    const int socket = self->shm->peers[0].socket;
+    fsdpc_shm_message ready = fsdpc_shm_message_new(FSDPC_SHM_READY), got;
+    fsdpc_shm_descriptors passed;
+    int status = fsdpc_shm_message_send(socket, &ready, NULL, 0, self->deadline_ns);
+    if (status != FSDPC_E_PEER) {
+        return status;
+    }
+    /* Rank 0 may have said why, before it closed the connection. */
+    status = receive_from_host(self, &got, &passed);
+    return status == FSDPC_OK ? unexpected(&passed) : status;
+}
+
+static int
 guest_confirm(fsdpc_shm *shm, int own_status, int64_t deadline_ns)
 {
     guest self = {.shm = shm, .deadline_ns = deadline_ns};
-    fsdpc_shm_message ready = fsdpc_shm_message_new(FSDPC_SHM_READY);
     fsdpc_shm_message got;
     fsdpc_shm_descriptors passed;
     memset(self.arrived, 0xff, sizeof self.arrived);
     int status = own_status;
     FSDPC_GOTO(own_status, end);
-    FSDPC_GOTO(fsdpc_shm_message_send(shm->peers[0].socket, &ready, NULL, 0, deadline_ns), end);
+    FSDPC_GOTO(send_ready(&self), end);
     FSDPC_GOTO(receive_from_host(&self, &got, &passed), end);
     if (got.kind != FSDPC_SHM_GO) {
         status = unexpected(&passed);

@@ -47,7 +47,7 @@
  *   NONE     no fallback: the wait goes on.
  *
  * A rank in a barrier that this rank has not entered stands still at any count: nothing ends that wait
- * before this rank enters.
+ * before this rank enters. A rank that goes to sleep there wakes the others, as the last one to stand still does.
  *
  * When the last rank begins to wait, the others sleep. The last rank wakes those with a fallback by the
  * segment's `bell`, the futex word of these sleeps, which every change increments as well.
@@ -298,6 +298,17 @@ fsdpc_shm_stuck(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way w
     bool stuck = stuck_locked(shm, view, way);
     pthread_mutex_unlock(&joined.lock);
     return stuck;
+}
+
+void
+fsdpc_shm_ring(fsdpc_shm *shm)
+{
+    pthread_mutex_lock(&joined.lock);
+    fsdpc_shm *each;
+    for (int at = 0; (each = next_of(shm, shm->kin, &at));) {
+        ring(each);
+    }
+    pthread_mutex_unlock(&joined.lock);
 }
 
 /* Writes this process's words; 0 where the wait does not count (rule 5). */

@@ -52,6 +52,8 @@ wait_round(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
     int status = FSDPC_OK;
     atomic_fetch_add(&shm->control->barrier_sleepers, 1);
     fsdpc_board_begin(what ? what->op : NULL, what ? what->unit : NULL, NULL);
+    /* Ranks that wait for this one elsewhere may have to act now: it stands still (shm_stuck.c). */
+    fsdpc_shm_ring(shm);
     for (;;) {
         uint32_t old = atomic_load(done);
         if (!before(old, round)) {

@@ -242,21 +242,22 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
                         int missing_count)
 {
     enum { STATES = 8 };
-    char more[FSDPC_ERROR_BYTES] = "";
+    char more[FSDPC_ERROR_BYTES] = "", states[1024] = "";
     int causes[FSDPC_SHM_MAX_RANKS], numbers[FSDPC_SHM_MAX_RANKS];
     int count = missing ? missing_count : 0;
-    /* A rank that gave up a moment ago is not late: it has left, and knows the cause. */
-    FSDPC_TRY(fsdpc_shm_check(shm, what));
     for (int i = 0; i < count; i++) {
         causes[i] = numbers[i] = fsdpc_shm_number(shm, missing[i]);
     }
+    for (int i = 0; i < count && i < STATES; i++) {
+        append_state(shm, missing[i], states, sizeof states);
+    }
+    /* A rank that gave up a moment ago is not late: it knows the cause. It may have left, as its state says, but not
+     * before it gave up. */
+    FSDPC_TRY(fsdpc_shm_check(shm, what));
     if (fsdpc_shm_verdict(shm, true, causes, &count, more, sizeof more)) {
         return late_error(shm, what, causes, count, more);
     }
-    for (int i = 0; missing && i < missing_count && i < STATES; i++) {
-        append_state(shm, missing[i], more, 1024);
-    }
-    return late_error(shm, what, missing ? numbers : NULL, missing_count, more);
+    return late_error(shm, what, missing ? numbers : NULL, missing_count, states);
 }
 
 /* A rank whose group has failed leaves, too, and is not the cause: it failed before it left. */
