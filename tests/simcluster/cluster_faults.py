@@ -45,6 +45,14 @@ MESSAGE = "shm/shm_message.c"
 #   its own and wakes all; if it must wait before that, its wait wakes who may act.
 # - A barrier that is entered after a failure: its wait looks for failures as well.
 # - The last failure counts, not the first: the text of each failure quotes the one before.
+# - Masters of an earlier pass read at once, into a slot or into private memory: the first gather of
+#   a pass takes hold of its slot only when all ranks have begun the pass or stand still, and who
+#   stands still then changes nothing before that gather has ended.
+# - The end of a forward that waits for a rank that has left, or has begun a later pass: the latter
+#   waits for this rank at its first gather, so this rank soon finds that all stand still. It only
+#   takes longer; values of a rank that left are checked apart from that.
+# - Values joined in the slot of a rank that had not changed its weights: the check after the gather
+#   refuses them as well, unless a rank counts writes that change nothing.
 FAULTS = [
     # Barrier and agreement.
     Fault(
@@ -85,6 +93,7 @@ FAULTS = [
         "FSDPC_GOTO(check_missing_left(shm, round, what), end);",
         "",
     ),
+    Fault("a rank that sleeps in a barrier wakes nobody", SYNC, "    fsdpc_shm_ring(shm);\n", ""),
     Fault("barrier names no missing rank", SYNC, "missing[count++] = i;", "missing[0] = i;"),
     # Waits, failures, departures.
     Fault("deadline of a wait unchecked", WAIT, "if (now_ns >= deadline_ns) {", "if (false) {"),
@@ -150,8 +159,8 @@ FAULTS = [
     Fault(
         "a rank that gave up is late for others",
         WAIT,
-        "    FSDPC_TRY(fsdpc_shm_check(shm, what));\n    for (int i = 0; i < count; i++) {",
-        "    for (int i = 0; i < count; i++) {",
+        "    FSDPC_TRY(fsdpc_shm_check(shm, what));\n    if (fsdpc_shm_verdict",
+        "    if (fsdpc_shm_verdict",
     ),
     # Rendezvous.
     Fault(
@@ -311,8 +320,8 @@ FAULTS = [
     Fault(
         "end of a forward does not wait",
         SHARED,
-        "if (all_left(x) || fsdpc_shared_must_act",
-        "if (true || fsdpc_shared_must_act",
+        "if (all_left(x)) {",
+        "if (true) {",
     ),
     # Reduce.
     Fault(
@@ -445,12 +454,6 @@ FAULTS = [
         "if (false) {",
     ),
     Fault(
-        "a rank that left is waited for at the end of a forward",
-        SHARED,
-        " &&\n            !fsdpc_shm_left(x->shm, r)) {",
-        ") {",
-    ),
-    Fault(
         "values of a rank that waits elsewhere beside changed ones",
         CHANGES,
         "if (ready < x->tag) {",
@@ -470,12 +473,6 @@ FAULTS = [
         "return changed_here(x, &before) && false && (ready",
     ),
     Fault(
-        "values of another claimer beside changed ones",
-        CHANGES,
-        "return x->shared->checks && changed_here(x, &before) && touched <= before &&",
-        "return false && x->shared->checks && changed_here(x, &before) && touched <= before &&",
-    ),
-    Fault(
         "passes with gradients continue the count of those without",
         TREE,
         "return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;",
@@ -486,6 +483,24 @@ FAULTS = [
         TREE,
         "return tree->backwards << FSDPC_TAG_BITS | tree->pass;",
         "return (uint64_t)1 << FSDPC_TAG_BITS | tree->pass;",
+    ),
+    Fault(
+        "values of a rank that waits elsewhere compared with its last pass alone",
+        CHANGES,
+        "bool seen = ready < before && s->seen_at[r] == before;",
+        "bool seen = false;",
+    ),
+    Fault(
+        "weights of a rank that did not wait at the end of this forward unchecked",
+        CHANGES,
+        "if (ready == x->tag && atomic_load(&other->early) == x->tag &&",
+        "if (false &&",
+    ),
+    Fault(
+        "samples renewed before the change is known",
+        CHANGES,
+        "enum found found = compare_rank(x, x->shared->samples, x->rank, false);",
+        "enum found found = compare_rank(x, x->shared->samples, x->rank, true);",
     ),
     # More of barriers, waits and departures.
     Fault(
@@ -507,7 +522,7 @@ FAULTS = [
     Fault(
         "the end of a backward does not look for ranks that left",
         REDUCE,
-        "FSDPC_GOTO(check_missing_left(x, &wait.what), done);",
+        "        FSDPC_GOTO(check_missing_left(x, &wait.what), done);\n",
         "",
     ),
     Fault(
@@ -592,6 +607,12 @@ FAULTS = [
         "    if (rc == EAGAIN) {\n        return FSDPC_OK;\n    }\n"
         "    fsdpc_shm_descriptors_close(&passed);\n    if (rc == 0 && got.kind",
         "    fsdpc_shm_descriptors_close(&passed);\n    if (rc == 0 && got.kind",
+    ),
+    Fault(
+        "a closed connection tells more than the word before it",
+        MEET,
+        "    status = receive_from_host(self, &got, &passed);\n    return status == FSDPC_OK ?",
+        "    (void)got;\n    return status == FSDPC_OK ?",
     ),
     Fault(
         "go before the last rank is ready",
@@ -715,24 +736,10 @@ FAULTS = [
         "return ready >= x->tag || (false && older && ready",
     ),
     Fault(
-        "older masters are read at once",
-        GATHER,
-        "if (masters_final(x, r, act)) {",
-        "if (masters_final(x, r, true)) {",
-    ),
-    Fault(
         "older masters do not help",
         GATHER,
         "            masters_final(x, r, true)) {\n            return true;",
         "            masters_final(x, r, true)) {\n            return false;",
-    ),
-    Fault(
-        "private memory filled with masters of an earlier pass",
-        GATHER,
-        "if (masters_final(x, r, false) || fsdpc_shared_must_act(x, &wait, way)) {\n"
-        "                break;",
-        "if (masters_final(x, r, true) || fsdpc_shared_must_act(x, &wait, way)) {\n"
-        "                break;",
     ),
     Fault(
         "private memory lacks a rank's piece",
@@ -774,12 +781,6 @@ FAULTS = [
         "        if (x->uses[u].begun && x->uses[u].refs == 0) {",
         "        if (false) {",
     ),
-    Fault(
-        "the end of a forward does not see later passes",
-        SHARED,
-        "if (atomic_load(&other->left) < x->tag && atomic_load(&other->ready) <= x->tag &&",
-        "if (atomic_load(&other->left) < x->tag &&",
-    ),
     # More of reductions.
     Fault(
         "a round does not name its backward",
@@ -812,6 +813,19 @@ FAULTS = [
         REDUCE,
         "bool absent_too = atomic_load(&x->shared->ranks[x->rank].first) > x->backwards;",
         "bool absent_too = false;",
+    ),
+    Fault(
+        "a rank that waits for a reduce slot keeps its prefetch",
+        REDUCE,
+        "        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);\n        /* Nobody",
+        "        /* Nobody",
+    ),
+    Fault(
+        "a second post does not look for ranks that left",
+        REDUCE,
+        "        FSDPC_GOTO(way == FSDPC_WAY_NONE ? check_missing_left(x, &wait.what) : "
+        "FSDPC_OK, done);\n",
+        "",
     ),
     Fault(
         "a rank that waits for a slot sums nothing",

@@ -11,10 +11,12 @@
 #include "base/mem.h"
 #include "base/status.h"
 #include "sim.h"
-#include "tree/tree.h"
+#include "exchange/exchange_shared_impl.h"
+#include "tree/tree_impl.h"
 #include "unit/unit_impl.h"
 
-enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
+/* LATE: the unit that gets late gradients, and the number of the round that they are. */
+enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0, LATE = 1, LATE_ROUND = 8 };
 
 typedef struct model {
     const sim_case *c;
@@ -77,7 +79,8 @@ grad_of(int rank, int unit, int param, int64_t i, int step, int round)
 static bool
 runs(const sim_case *c, int rank, int unit, int step, int round)
 {
-    return unit == ROOT || !c->skips || drawn(c, 2 + rank, unit, step, round) % 4 != 0;
+    return unit == ROOT ? !c->rootless
+                        : !c->skips || drawn(c, 2 + rank, unit, step, round) % 4 != 0;
 }
 
 static bool
@@ -100,14 +103,27 @@ sent(const model *m, int rank, int unit, int param, int64_t i)
     return sum;
 }
 
+/* The rank runs the unit in the last round, and more gradients of the parameter come after its reduction. */
+static bool
+gets_late(const sim_case *c, int rank, int unit, int param, int step)
+{
+    return c->late && unit == LATE && runs(c, rank, unit, step, c->rounds - 1) &&
+           gets(c, rank, unit, param, step, LATE_ROUND);
+}
+
+/* Those that came late are summed apart. */
 static float
 expected_sum(const model *m, int unit, int param, int64_t i)
 {
-    float sum = 0;
+    float sum = 0, late = 0;
     for (int r = 0; r < m->c->world; r++) {
         sum += sent(m, r, unit, param, i);
+        if (gets_late(m->c, r, unit, param, m->step)) {
+            late += grad_of(r, unit, param, i, m->step, LATE_ROUND);
+        }
     }
-    return sum * (float)(1.0 / m->c->world);
+    const float part = (float)(1.0 / m->c->world);
+    return sum * part + late * part;
 }
 
 static bool
@@ -118,6 +134,9 @@ any_gets(const model *m, int unit, int param)
             if (gets(m->c, r, unit, param, m->step, round)) {
                 return true;
             }
+        }
+        if (gets_late(m->c, r, unit, param, m->step)) {
+            return true;
         }
     }
     return false;
@@ -282,27 +301,69 @@ child(const model *m, int position)
     return 1 + (position + shift) % (m->c->units - 1);
 }
 
-static int
-forward(model *m, bool grad, int round)
+/* The child after this one runs inside of it. */
+static bool
+has_inner(const model *m, int i)
 {
-    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, grad));
-    FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, ROOT));
-    for (int i = 0; i < m->c->units - 1; i++) {
-        const int u = child(m, i);
-        if (!runs(m->c, m->rank, u, m->step, round)) {
-            continue;
-        }
+    return m->c->nested && i % 2 == 0 && i < m->c->units - 2;
+}
+
+/* Private memory and overflow slots are for ranks that run units in different orders, or wait for long. */
+static void
+check_memory(const model *m, int u)
+{
+    const sim_case *c = m->c;
+    const bool in_step = !c->own_order && !c->skips && !c->nested && !c->uneven && !c->naps &&
+                         !c->computes && c->fault == SIM_NO_FAULT;
+    if (in_step &&
+        (fsdpc_unit_is_spare(m->units[u]) || m->tree->exchanges[0]->shared->over_used[u])) {
+        sim_violation("memory: rank %d uses more for unit %d, at step %d, than ranks in step need",
+                      m->rank, u, m->step);
+    }
+}
+
+static int
+enter_child(model *m, int u, int (*enter)(fsdpc_tree *, int))
+{
+    FSDPC_TRY(enter(m->tree, u));
+    /* After some time a rank takes private memory by itself. */
+    sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
+    check_memory(m, u);
+    check_values(m, u);
+    sim_compute();
+    return FSDPC_OK;
+}
+
+static int
+forward_child(model *m, int i, bool grad, int round)
+{
+    const int u = child(m, i);
+    const bool here = runs(m->c, m->rank, u, m->step, round);
+    if (here) {
         sim_say("forward of unit %d, step %d", u, m->step);
-        FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, u));
-        /* After some time a rank takes private memory by itself. */
-        sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
-        check_values(m, u);
-        sim_compute();
+        FSDPC_TRY(enter_child(m, u, fsdpc_tree_forward_enter));
+    }
+    FSDPC_TRY(has_inner(m, i) ? forward_child(m, i + 1, grad, round) : FSDPC_OK);
+    if (here) {
         check_values(m, u);
         FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, u, grad));
     }
-    check_values(m, ROOT);
-    FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, ROOT, grad));
+    return FSDPC_OK;
+}
+
+static int
+forward(model *m, bool grad, int round)
+{
+    const bool rooted = !m->c->rootless;
+    FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, grad));
+    FSDPC_TRY(rooted ? fsdpc_tree_forward_enter(m->tree, ROOT) : FSDPC_OK);
+    for (int i = 0; i < m->c->units - 1; i += m->c->nested ? 2 : 1) {
+        FSDPC_TRY(forward_child(m, i, grad, round));
+    }
+    if (rooted) {
+        check_values(m, ROOT);
+        FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, ROOT, grad));
+    }
     if (!grad) {
         FSDPC_TRY(fsdpc_tree_end_forward(m->tree));
         sim_wait_ended(true);
@@ -342,6 +403,7 @@ send_due(model *m, int round, bool at_end)
         fill_grads(m, u, round, &own);
         sim_say("reduction of unit %d, step %d", u, m->step);
         FSDPC_TRY(fsdpc_tree_reduce(m->tree, u, own.tensors));
+        check_memory(m, u);
     }
     return FSDPC_OK;
 }
@@ -359,25 +421,41 @@ finish(model *m, int u, int round, bool sync)
 }
 
 static int
-backward(model *m, int round, bool sync)
+backward_child(model *m, int i, int round, bool sync)
 {
-    FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
-    FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, ROOT));
-    for (int i = m->c->units - 2; i >= 0; i--) {
-        const int u = child(m, i);
-        if (!runs(m->c, m->rank, u, m->step, round)) {
-            continue;
-        }
+    const int u = child(m, i);
+    const bool here = runs(m->c, m->rank, u, m->step, round);
+    if (here) {
         sim_say("backward of unit %d, step %d", u, m->step);
-        FSDPC_TRY(fsdpc_tree_backward_enter(m->tree, u));
-        sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
-        check_values(m, u);
-        sim_compute();
+        FSDPC_TRY(enter_child(m, u, fsdpc_tree_backward_enter));
+    }
+    FSDPC_TRY(has_inner(m, i) ? backward_child(m, i + 1, round, sync) : FSDPC_OK);
+    if (here) {
         check_values(m, u);
         FSDPC_TRY(finish(m, u, round, sync));
     }
-    check_values(m, ROOT);
-    FSDPC_TRY(finish(m, ROOT, round, sync));
+    if (here && sync && m->c->late && u == LATE) {
+        FSDPC_TRY(enter_child(m, u, fsdpc_tree_backward_enter));
+        return finish(m, u, LATE_ROUND, sync);
+    }
+    return FSDPC_OK;
+}
+
+static int
+backward(model *m, int round, bool sync)
+{
+    const bool rooted = !m->c->rootless;
+    FSDPC_TRY(fsdpc_tree_begin_backward(m->tree));
+    FSDPC_TRY(rooted ? fsdpc_tree_backward_enter(m->tree, ROOT) : FSDPC_OK);
+    for (int i = m->c->units - 2; i >= 0; i--) {
+        if (!m->c->nested || i % 2 == 0) {
+            FSDPC_TRY(backward_child(m, i, round, sync));
+        }
+    }
+    if (rooted) {
+        check_values(m, ROOT);
+        FSDPC_TRY(finish(m, ROOT, round, sync));
+    }
     FSDPC_TRY(sync ? send_due(m, round, true) : FSDPC_OK);
     FSDPC_TRY(fsdpc_tree_end_backward(m->tree, sync));
     sim_wait_ended(true);
@@ -455,13 +533,44 @@ deal(const model *m)
     return FSDPC_OK;
 }
 
+static int (*const ways[])(const model *) = {add_up, spread, collect, deal};
+enum { MEETINGS = 2, WAYS = 4 };
+
+/* Which of the ways a meeting after a step is, or -1. */
+static int
+way_of(const sim_case *c, int step, int meeting)
+{
+    const uint64_t draw = drawn(c, 6, step, 0, 0);
+    if (draw % 32 >= (meeting == 0 ? 24 : 12)) {
+        return -1;
+    }
+    return (int)(meeting == 0 ? draw % WAYS : draw / 32 % WAYS);
+}
+
 static int
 meet(const model *m)
 {
-    static int (*const ways[])(const model *) = {add_up, spread, collect, deal};
-    const uint64_t draw = drawn(m->c, 6, m->step, 0, 0);
-    FSDPC_TRY(draw % 32 < 24 ? ways[draw % 4](m) : FSDPC_OK);
-    return draw % 32 < 12 ? ways[draw / 32 % 4](m) : FSDPC_OK;
+    for (int k = 0; k < MEETINGS; k++) {
+        const int way = way_of(m->c, m->step, k);
+        FSDPC_TRY(way >= 0 ? ways[way](m) : FSDPC_OK);
+    }
+    return FSDPC_OK;
+}
+
+/* Into a barrier, or, where the program has no such collective, into one of as many bytes as others. */
+static int
+stray(const model *m)
+{
+    bool collects = false;
+    for (int step = 0; step < m->c->steps; step++) {
+        for (int k = 0; k < MEETINGS; k++) {
+            const int way = way_of(m->c, step, k);
+            collects = collects || (way >= 0 && ways[way] == collect);
+        }
+    }
+    float all[SIM_RANKS] = {0};
+    return collects || m->c->at % 2 ? fsdpc_comm_barrier(m->comm, "stray")
+                                    : fsdpc_comm_all_gather(m->comm, all, sizeof *all, "stray");
 }
 
 /* --- training -------------------------------------------------------------------------------- */
@@ -494,7 +603,7 @@ event(model *m)
     }
     if (now && c->fault == SIM_STRAYS) {
         sim_note_fault();
-        return fsdpc_comm_barrier(m->comm, "stray");
+        return stray(m);
     }
     if (now && c->fault == SIM_LEAVES) {
         sim_note_fault();

@@ -7,7 +7,8 @@
  * Two policies: at random (the points between two switches have a mean that the seed draws, and the next fiber is any
  * that can run), and by priorities, of which a few change at random points of the run (after Burckhardt and others,
  * "A randomized scheduler with probabilistic guarantees of finding bugs", 2010): faults that need few, but certain,
- * switches are found more often.
+ * switches are found more often. With both, ranks are held up at some places of the source, for many points of the
+ * others or until no other one can run: what must happen between two lines of one rank happens more often.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,8 +26,11 @@ enum {
     CHANGES = 8,
     NUMBERS = 1 << 20,
     COMPUTE_NS = 60000000,
+    BUSY_POINTS = 4000000,
     CALL_NS = 5000000, /* within which a call comes that was on its way */
     NAP_IN = 48,       /* one of so many switches is a nap, where there are naps */
+    KNOWN = 4096,      /* places whose hash is kept */
+    HELD_IN = 2,       /* one of so many times a rank is held up at a place where it may be */
 };
 
 enum state { FREE, READY, ASLEEP };
@@ -44,6 +48,8 @@ typedef struct fiber {
     bool polls, woken, main;
     int number; /* of the fibers that this place has had */
     uint64_t priority;
+    uint64_t held_until; /* points of the run; before, it runs only if no other one can */
+    uint64_t busy;       /* points since it slept */
     void *(*function)(void *);
     void *argument;
     const char *place;
@@ -269,15 +275,25 @@ strike(void)
     }
 }
 
+/* Of the text, as each copy of the core has strings of its own, which stay where they are. */
 static uint64_t
 hash_of(const char *place)
 {
-    const char *name = strrchr(place, '/');
-    uint64_t hash = 0;
-    for (name = name ? name : place; *name; name++) {
-        hash = sim_mix(hash + (unsigned char)*name);
+    static struct {
+        const char *place;
+        uint64_t hash;
+    } known[KNOWN];
+    const size_t at = sim_mix((uintptr_t)place) % KNOWN;
+    if (known[at].place != place) {
+        const char *name = strrchr(place, '/');
+        uint64_t hash = 0;
+        for (name = name ? name : place; *name; name++) {
+            hash = sim_mix(hash + (unsigned char)*name);
+        }
+        known[at].place = place;
+        known[at].hash = hash;
     }
-    return hash;
+    return known[at].hash;
 }
 
 static bool
@@ -291,6 +307,18 @@ is_due(int rank, const char *place)
         return ++s.points == c->at;
     }
     return hash_of(place) % SIM_PLACES == (uint64_t)c->place - 1 && ++s.points == 1 + c->at % 4;
+}
+
+static void
+hold_up(fiber *self)
+{
+    const sim_case *c = s.run->c;
+    const uint64_t place = hash_of(self->place) >> 8 & ((UINT64_C(1) << c->hold_bits) - 1);
+    if (place == c->hold && sim_draw() % HELD_IN == 0) {
+        const uint64_t most = s.run->points + (UINT64_C(1) << (4 + sim_draw() % 12));
+        self->held_until = sim_draw() % 2 ? UINT64_MAX : most;
+        to_scheduler();
+    }
 }
 
 static void
@@ -316,6 +344,13 @@ sim_wait_ended(bool called)
     s.now->unchanged = NULL;
 }
 
+/* Far above the points of a rank that goes on from one sleep to the next. */
+static uint64_t
+most_busy(const sim_case *c)
+{
+    return BUSY_POINTS + 100 * (uint64_t)c->world * (uint64_t)c->world;
+}
+
 void
 sim_point(const char *place)
 {
@@ -332,8 +367,15 @@ sim_point(const char *place)
     if (s.quiet && s.now_ns >= s.quiet_until_ns) {
         check_quiet();
     }
+    if (++self->busy >= most_busy(s.run->c)) {
+        sim_violation("rank %d is busy without an end, at %s", self->rank, place);
+        to_scheduler();
+    }
     if (++s.run->points >= s.until) {
         preempt();
+    }
+    if (s.run->c->holds) {
+        hold_up(self);
     }
 }
 
@@ -344,6 +386,9 @@ sim_yield(void)
     const bool stopped = s.stopped_until[s.run->c->victim] > s.now_ns;
     s.now_ns += stopped ? (int64_t)(s.run->c->timeout_s * 1e6) : 0;
     sim_point("sched_yield");
+    for (int i = 0; i < s.used; i++) {
+        s.fibers[i].held_until = 0; /* one of them may be what this rank spins for */
+    }
     s.now->priority = s.lowest--;
     to_scheduler();
 }
@@ -360,6 +405,7 @@ sleep_until(int64_t until_ns)
     to_scheduler();
     self->word_count = 0;
     self->polls = false;
+    self->busy = 0;
     return self->woken;
 }
 
@@ -380,8 +426,7 @@ sim_sleep_on(void *const *words, int count, int64_t until_ns)
     self->word_count = count;
     memcpy(self->words, words, sizeof *words * (size_t)count);
     const bool woken = sleep_until(until_ns);
-    /* Who waits for a rank that goes to sleep in a barrier finds that out after a slice. */
-    const bool judged = !woken && c->fault == SIM_NO_FAULT && !c->naps && !(c->uneven && c->meets);
+    const bool judged = !woken && c->fault == SIM_NO_FAULT && !c->naps;
     self->unchanged = judged && until_ns != SIM_NEVER ? words[0] : NULL;
     self->then = self->unchanged ? __atomic_load_n(self->unchanged, __ATOMIC_SEQ_CST) : 0;
     if (judged && !c->computes) {
@@ -488,14 +533,15 @@ can_run(fiber *each)
     return each->state == READY;
 }
 
+/* Of those that can run and are held up or not. */
 static fiber *
-choose(void)
+choose_among(bool held)
 {
     fiber *able[FIBERS], *best = NULL;
     int count = 0;
     for (int i = 0; i < s.used; i++) {
         fiber *each = &s.fibers[i];
-        if (can_run(each)) {
+        if (can_run(each) && held == (each->held_until > s.run->points)) {
             able[count++] = each;
             best = !best || each->priority > best->priority ? each : best;
         }
@@ -504,6 +550,17 @@ choose(void)
         return best;
     }
     return able[sim_draw() % (uint64_t)count];
+}
+
+static fiber *
+choose(void)
+{
+    fiber *found = choose_among(false);
+    found = found ? found : choose_among(true);
+    if (found) {
+        found->held_until = 0;
+    }
+    return found;
 }
 
 /* All members sleep for long after a fault that none of them may sleep through. */

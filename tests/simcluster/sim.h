@@ -44,6 +44,9 @@ typedef struct sim_case {
     /* The program. */
     int rounds; /* backwards of a step, all but the last under no_sync */
     bool own_order, skips, evaluates, uneven, poison, wide;
+    bool nested;   /* each second unit runs inside of the one before */
+    bool rootless; /* no rank runs the root's unit */
+    bool late;     /* a unit gets more gradients after it has been reduced */
     bool meets;    /* in a barrier after each evaluation */
     bool computes; /* for some time, in modules */
     int backward_prefetch, gather_slots, reduce_slots;
@@ -58,6 +61,10 @@ typedef struct sim_case {
     int mean;
     bool naps, spurious;
     bool lingers; /* ranks that are about to sleep are late */
+    /* Ranks are held up at places of which some bits of the hash are this. */
+    bool holds;
+    int hold_bits;
+    uint64_t hold;
     /* What goes wrong, with whom, at which of its points (or allocations, or steps). */
     enum sim_fault fault;
     int victim;

@@ -22,6 +22,7 @@ enum {
     PENDING = 128,
     MESSAGES = 24,
     PASSED = 64,
+    SPURIOUS_IN = 24,
 };
 
 enum kind { NONE, MEMORY, PROCESS, EVENT, LISTENER, SOCKET };
@@ -407,6 +408,8 @@ ready(const object *each, short events)
     default:
         return POLLNVAL;
     }
+    /* As man 2 select says: a socket may be reported as ready where a read then would block. */
+    in = in || (each->kind == SOCKET && sim_case_now()->spurious && sim_draw() % SPURIOUS_IN == 0);
     return (short)((in ? events & POLLIN : 0) | (ended ? (events & POLLRDHUP) | POLLHUP : 0));
 }
 
