@@ -24,7 +24,7 @@ MAKEFLAGS += --no-print-directory
 export PYTHONDONTWRITEBYTECODE :=
 # Failures that a slow machine explains get a second run, which the summary lists: tests/README.md.
 export FSDPC_TEST_AGAIN ?= 1
-.PHONY: default build test test-all test-more test-versions test-version pytest pytest-others pytest-version \
+.PHONY: default build test test-all test-more test-versions test-version pytest pytest-long pytest-version \
         check format-check lint layering ctest ctest-arm ctest-run \
         both programs simgpu simgpu-run \
         simgpu-step simgpu-py simlibs simcluster simcluster-faults cluster-run pytest-jitter fuzz asan asan-c asan-py tsan fmt docs wheel size bench demo gpu gpu-dry clean
@@ -106,14 +106,13 @@ both:
 	  $(MAKE) $(PYTHON_TESTS); python=$$?; wait $$beside; code=$$?; cat build/beside.log; \
 	  [ $$python = 0 ] && [ $$code = 0 ]
 
-# Beside torch's FSDP and under frameworks; and some Python tests once more where that shows other faults:
-# ranks late at random, the simulated GPU.
-test-more: pytest-others pytest-jitter simgpu-step
+# What takes long; and some Python tests once more where that shows other faults: ranks late at random, the
+# simulated GPU.
+test-more: pytest-long pytest-jitter simgpu-step
 	$(call say,more Python tests passed)
 
 # Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every
-# value of each; `.ci/run` has every pair of values in `make test`. SLOW: where each test takes several times
-# as long, on the simulated GPU and under sanitizers.
+# value of each. SLOW: where each test takes several times as long, on the simulated GPU and under sanitizers.
 COMBINATIONS := each
 SLOW_COMBINATIONS := each
 test-all:
@@ -138,24 +137,24 @@ test-version:
 pytest-version: build
 	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) $(VERSION_TESTS) $(ARGS)
 
-# Tests wait for other ranks, for deadlines and for files, so there are two processes more than processors.
-# Each holds torch in memory, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
-PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 2 : 4))) \
+# Tests wait for other ranks, for deadlines and for files, so there is one process more than processors.
+# Each imports torch and all tests, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
+PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 1 : 4))) \
     --dist loadfile --no-loadscope-reorder
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
-	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) $(BESIDE_OTHERS:%=--ignore=%) tests $(ARGS)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) -m "not long" \
+	  --ignore=tests/conformance --ignore=tests/clients tests $(ARGS)
 
-# What runs beside torch's own FSDP, and frameworks on fsdpc.
-BESIDE_OTHERS := tests/conformance tests/clients
-pytest-others: build $(STAMPS)/clients
-	$(call say,Python tests beside torch and under frameworks)
-	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) $(BESIDE_OTHERS)
+# The tests that are marked so; and all that run beside torch's own FSDP, and frameworks on fsdpc.
+pytest-long: build simlibs $(STAMPS)/clients
+	$(call say,Python tests that take long, beside torch and under frameworks)
+	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) -m long tests
 
 # The tests whose graphs race most, with random ranks late at random places; `make test-more` does it once.
 SEED := 1
 JITTER_TESTS := $(wildcard tests/dist/test_features_graph.py tests/dist/test_features_experts.py \
-    tests/dist/test_with_checkpointing.py tests/dist/test_late_*.py)
+    tests/dist/test_late_*.py)
 pytest-jitter: build
 	$(call say,Python tests with ranks late at random: seed $(SEED))
 	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) --jitter $(SEED) $(JITTER_TESTS) $(ARGS)
@@ -313,7 +312,7 @@ simlibs:
 # operators watched for races; `make simgpu-py` runs all tests.
 SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch" \
     --combinations $(SLOW_COMBINATIONS)
-SIMGPU_STEP := tests/parity $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
+SIMGPU_STEP := tests/parity/test_product.py $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
     tests/dist/test_with_checkpointing.py tests/dist/test_fully_shard.py)
 SIMGPU_WATCHED := test_features_graph test_clip_gpu
 simgpu-step: build simlibs
@@ -359,7 +358,7 @@ asan-py: $(STAMPS)/tools
 	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
 	@$(ASAN_ENV) $(PY) -c 'import fsdpc._probe as c; assert "build/asan" in c.__file__, c.__file__'
 	@$(ASAN_ENV) $(PY) -m pytest -q -p no:cacheprovider $(PYTEST_JOBS) --combinations $(SLOW_COMBINATIONS) \
-	  $(ASAN_TESTS) $(ARGS)
+	  -m "not long" $(ASAN_TESTS) $(ARGS)
 
 TSAN_TESTS := shm comm arena exchange tree trace device
 TSAN_FILES = $(wildcard $(TSAN_TESTS:%=tests/c/test_%*.c))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from pathlib import Path
@@ -91,6 +92,11 @@ def pytest_configure(config: pytest.Config) -> None:
         Root.start()  # the one that all processes of pytest-xdist share
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.path.parent.name in ("conformance", "clients"):
+        item.add_marker("long")
+
+
 @pytest.hookimpl(trylast=True)  # after -k and -m: the choice is among what those leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--gpu") != "none":
@@ -109,6 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=list(set(items) - set(kept)))
     in_parts = hasattr(config, "workerinput")  # pytest-xdist's
     items[:] = sorted(kept, key=lambda item: run_order(item.path)) if in_parts else kept
+    gc.collect()
+    gc.freeze()  # else each later collection visits all items and all of torch
 
 
 def run_again(path: Path) -> pytest.MarkDecorator:

@@ -64,7 +64,8 @@ TEMPLATE_ENV = {
 }
 # Each would be imported again by every rank that uses its kind of model, checkpoint or optimizer.
 LOADED_BY_RANKS = """
-    encodings.ascii jitter fsdpc._fsdp2.module fsdpc.plan.report torch.profiler._cupti_monitor
+    encodings.ascii jitter fsdpc._fsdp2.module fsdpc.plan.report fsdpc._companions.foreign
+    fsdpc._companions.runs fsdpc._companions.stepping torch.profiler._cupti_monitor
     torch.distributed.checkpoint.state_dict torch.distributed.checkpoint._fsspec_filesystem
     torch.utils.serialization.config
 """.split()
@@ -712,6 +713,8 @@ def import_for_templates() -> None:
                 importlib.import_module(name)
     except ImportError:
         traceback.print_exc()  # the tests that need it fail in their ranks, saying why
+    if os.environ.get("FSDPC_TEST_GPU") != "cuda":
+        importlib.import_module("warm").up()
     gc.enable()
     gc.collect()
     gc.freeze()

@@ -53,6 +53,7 @@ def step(trained: nn.Module, around: Any = None) -> list[torch.Tensor]:
     return [p.grad.detach().clone() for p in trained.parameters() if p.grad is not None]
 
 
+@pytest.mark.long
 @ranks(1, 2, env=ON_GPU)
 def test_gradients_are_equal_in_every_order(rank: int, world: int):
     import simgpu

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import combinations, permutations
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
@@ -200,6 +201,7 @@ def orders(pair: tuple[str, str]) -> list[tuple[str, ...]]:
     return list(permutations(pair)) if same_kind else [pair]
 
 
+@pytest.mark.long
 @ranks(1, 2)
 def test_pairs(rank: int, world: int):
     """On one rank those without sharding, on two those with."""

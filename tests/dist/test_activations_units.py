@@ -41,6 +41,7 @@ def gathers(model):
     return [trace["gather", unit.name] for unit in tree.units]
 
 
+@pytest.mark.long
 @ranks(2)
 def test_checkpointing_before_and_after_wrapping(rank, world):
     """No unit is gathered a third time in a step, whatever is computed again."""

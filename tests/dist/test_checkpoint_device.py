@@ -78,6 +78,7 @@ def load_and_save(rank: int, world: int, folder: str, to: str) -> None:
     checkpoint.save(f"{to}-dcp", run.model, run.optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world, more", [(1, {}), (2, {}), (2, BOUND)])
 def test_equal_to_processors(tmp_path: Path, world: int, more: dict[str, str]):
     """Files of both are equal; of a snapshot, too, though the model has stepped since."""
@@ -284,6 +285,7 @@ def leave_out_each(rank: int, world: int, folder: str) -> list[tuple[Any, list[s
     return found
 
 
+@pytest.mark.long
 def test_each_wait_that_is_left_out_is_found(tmp_path: Path):
     found = run_ranks(leave_out_each, 1, env=ON_GPU, folder=str(tmp_path))[0]
     for planted, reports in found:

@@ -255,6 +255,7 @@ def read_dcp(rank: int, world: int, path: str) -> None:
     checkpoint.save(f"{path}/again", model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["fsdpc-flat", "fsdpc2"])
 def test_torch_reads_folders_in_its_format(tmp_path: Path, kind: str):
     run_ranks(write_dcp, 2, path=str(tmp_path), kind=kind)
@@ -287,6 +288,7 @@ def load_dcp(rank: int, world: int, path: str, kinds: list[str]) -> None:
         checkpoint.save(f"{path}/{kind}-{world}", model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "loads"),
     [

@@ -117,6 +117,7 @@ def cases() -> list[tuple[int, str]]:
     return found
 
 
+@pytest.mark.long
 def test_killed_ranks_leave_a_complete_checkpoint(tmp_path: Path):
     """Every second time of several objects, of all of them or of none."""
     value = 0.0
@@ -356,6 +357,7 @@ PYTHON
 """
 
 
+@pytest.mark.long
 def test_a_full_file_system(tmp_path: Path):
     can = subprocess.run(["unshare", "-rm", "true"], capture_output=True)
     if can.returncode:

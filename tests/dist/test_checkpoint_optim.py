@@ -74,6 +74,7 @@ def never_saved(name: str) -> dict[str, torch.Tensor]:
     return full(model, "plain") | {"loss": model(0).detach()}
 
 
+@pytest.mark.long
 def test_optimizers_at_other_numbers_of_ranks(tmp_path: Path):
     paths = [{name: str(tmp_path / f"{name}{i}") for name in OPTIONS} for i in range(len(HOPS))]
     run_ranks(write, HOPS[0][0], paths=paths[0], kind=HOPS[0][1])

@@ -62,6 +62,7 @@ def load_bare(rank: int, world: int, path: str) -> float:
     return loss(model)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["DDP", "compiled part", "compiled fsdpc-flat", "compiled fsdp2"])
 def test_wrappers_leave_no_trace_in_names(tmp_path: Path, kind: str):
     path = str(tmp_path / "a")
@@ -304,6 +305,7 @@ print(good > 0)
 """
 
 
+@pytest.mark.long
 def test_evaluation_while_training_goes_on(tmp_path: Path):
     """A process on its own reads what `latest` names while that moves and old ones are removed."""
     here = Path(__file__).parent

@@ -43,6 +43,7 @@ def write_named(rank: int, world: int, path: str) -> None:
     checkpoint.save(path, wrap("fsdpc", model))
 
 
+@pytest.mark.long
 def test_transformers_reads_it(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     config = transformers.LlamaConfig(

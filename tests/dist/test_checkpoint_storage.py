@@ -98,6 +98,7 @@ def load_there(rank: int, world: int, path: str, kind: str) -> None:
     same(there[0].state_dict(), whole(here[0].state_dict()))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["fsdpc", "fsdp2"])
 def test_uploads_load_at_any_number_of_ranks(tmp_path: Path, kind: str):
     run_ranks(save_there, 2, path=str(tmp_path), kind=kind)

@@ -238,6 +238,7 @@ def test_shm_is_refused_across_hosts(rank, world):
         _bootstrap.comm_for_group(other, kind="shm")
 
 
+@pytest.mark.long
 def test_fake_backend():
     code = """
         import torch, torch.distributed as dist
@@ -404,6 +405,7 @@ def run_program(folder: Path, launcher: str, how: str) -> str:
             process.communicate()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("launcher", "how"), subset(itertools.product(["script", "spawn"], ["raise", "exit"]))
 )

@@ -131,6 +131,7 @@ def clipped_steps(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
         optimizer.zero_grad()
 
 
+@pytest.mark.long
 @ranks(4)
 def test_equal_meshes_are_one_mesh(rank, world):
     """Meshes made twice, copied and pickled; DTensors on several meshes, clipped together."""
@@ -206,6 +207,7 @@ def hop(rank: int, world: int, kind: str, folder: str, number: int) -> dict[str,
     }
 
 
+@pytest.mark.long
 def test_a_checkpoint_hops_through_both_libraries(tmp_path):
     """torch FSDP2 on 2 ranks, fsdpc's fully_shard on 3, its FSDP1 on 2, torch FSDP2 on 1:
     weights and moments stay equal to the bit.

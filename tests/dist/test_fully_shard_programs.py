@@ -282,6 +282,7 @@ WAYS = ["assign", "assign in parts", "to_empty", "parameters", "plain parameters
 TIED_WAYS = ["parameters", "the other name", "broadcast", "broadcast, offloaded"]
 
 
+@pytest.mark.long
 @ranks(2)
 def test_every_way_to_fill_a_meta_model(rank, world):
     """Tied or not, in units of one module and of several, before and after the first forward."""

@@ -22,6 +22,7 @@ def sent_per_step(model: torch.nn.Module, before: int) -> float:
     return mine.item() / 2 / (pieces * dist.get_world_size())
 
 
+@pytest.mark.long
 @ranks(4, env=on_hosts.counted_as("aabb"))
 @pytest.mark.parametrize("reshard, most", [(True, 1.5), (2, 1.0), (4, 1.5), (False, 1.0)])
 def test_bytes_between_hosts_and_a_second_shard(rank, world, reshard, most):

@@ -123,6 +123,7 @@ def test_enums_and_policies_do_not_change():
     assert all(getattr(public, name) is getattr(fsdpc, name) for name in changed)
 
 
+@pytest.mark.long
 def test_importing_and_installing_is_silent():
     script = (
         "import torch.distributed.fsdp, fsdpc; fsdpc.install();"

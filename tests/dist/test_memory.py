@@ -156,6 +156,7 @@ def test_gathered_weights_are_paid_once_per_host(rank, world):
     assert 60 < grown < 80, f"all ranks together grew by {grown:.1f} MiB for 64 MiB of weights"
 
 
+@pytest.mark.long
 @ranks(2)
 def test_a_dropped_model_gives_its_memory_back(rank, world):
     before = pss_of_all_ranks()

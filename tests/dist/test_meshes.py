@@ -276,6 +276,7 @@ def groups_of_two() -> nn.Module:
     return fsdpc.FullyShardedDataParallel(mixtures(), process_group=mesh.get_group("shard"))
 
 
+@pytest.mark.long
 @ranks(4)
 def test_save_and_load_what_groups_of_ranks_hold_alike(rank, world):
     """A checkpoint has the values once, and each group reads them: any number of replicas, both
@@ -317,6 +318,7 @@ def test_save_and_load_what_groups_of_ranks_hold_alike(rank, world):
             assert torch.equal(last.state[one]["exp_avg"], stepper.state[two]["exp_avg"])
 
 
+@pytest.mark.long
 @ranks(4)
 @pytest.mark.parametrize("names", ["a b tp", "r a b", "r q s"])
 def test_several_dimensions_in_dp_mesh_dims(rank, world, names):

@@ -271,6 +271,7 @@ def test_agree_and_barriers_name_the_missing_ranks(rank, world, numel):
         comm.all_gather(np.zeros(numel * world))
 
 
+@pytest.mark.long
 @ranks(2, env={**GPU, "FSDPC_TIMEOUT": "4"})
 def test_a_rank_that_does_not_come_to_the_start(rank, world):
     if rank == 0:
@@ -320,6 +321,7 @@ def stopped(rank, world, numel):
         return str(error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("numel", [3, LARGE])
 def test_a_rank_that_is_stopped(numel):
     outcomes = run_ranks(stopped, 2, faults=True, env={**GPU, "FSDPC_TIMEOUT": "6"}, numel=numel)
@@ -329,6 +331,7 @@ def test_a_rank_that_is_stopped(numel):
     assert words in outcomes[0].value
 
 
+@pytest.mark.long
 @ranks(3, env={**GPU, "FSDPC_TIMEOUT": "10"})
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
@@ -445,6 +448,7 @@ PROGRAM = """
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "how, expected",
     [

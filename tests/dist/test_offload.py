@@ -126,6 +126,7 @@ def test_part_of_the_units_stays_on_the_device(rank, world, engine):
         assert places == {None if unit.flat.offloaded else 0}
 
 
+@pytest.mark.long
 @ranks(4, env=GPU)
 def test_replicas(rank, world, engine):
     from torch.distributed.device_mesh import init_device_mesh

@@ -99,6 +99,7 @@ CHAINS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chain", CHAINS, ids=lambda c: "-".join(f"{k}.{n}" for k, n in c))
 def test_from_one_kind_to_the_next_on_disk(chain, tmp_path):
     paths = [str(tmp_path / str(i)) for i in range(len(chain))]
@@ -125,6 +126,7 @@ def hop_whole(rank, world, kind, source):
     return everything(model, optim)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chain", CHAINS[:2], ids=lambda c: "-".join(f"{k}.{n}" for k, n in c))
 def test_from_one_kind_to_the_next_by_whole_dicts(chain, tmp_path):
     kind, world = chain[0]

@@ -104,6 +104,7 @@ def same(one: Any, other: Any) -> None:
             assert x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y), path
 
 
+@pytest.mark.long
 @on_gpu
 @ranks(1, 2, env=ON_GPU)
 def test_equal_to_states_on_the_gpu(rank: int, world: int):
@@ -294,6 +295,7 @@ def test_masters(rank: int, world: int):
             assert total > 0 and here <= (1 - ratio) * total and (here == total) == (ratio == 0)
 
 
+@pytest.mark.long
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_masters_with_second_moments_of_blocks(rank: int, world: int):
@@ -377,6 +379,7 @@ def test_infinities_skip_a_step(rank: int, world: int):
         same(*ends)
 
 
+@pytest.mark.long
 @on_gpu
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamMini"])
 @ranks(2, env=ON_GPU)

@@ -71,6 +71,7 @@ def cases(function):
     return pytest.mark.parametrize("wire", [None, "wire"], ids=["shared", "wire"])(function)
 
 
+@pytest.mark.long
 @cases
 def test_a_rank_that_keeps_nothing_holds_a_window(wire, use_orig_params):
     config = FullOptimStateDictConfig(rank0_only=True)
@@ -81,6 +82,7 @@ def test_a_rank_that_keeps_nothing_holds_a_window(wire, use_orig_params):
     assert max(loaded) <= OWN_MB + 2 * WINDOW_MB + NOISE_MB
 
 
+@pytest.mark.long
 @cases
 def test_rows_cost_themselves_and_a_window(wire, use_orig_params):
     config = ShardedOptimStateDictConfig()

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import die, ranks, run_ranks
@@ -156,6 +157,7 @@ def fits(model: nn.Module) -> bool:
     return True
 
 
+@pytest.mark.long
 @ranks(2)
 def test_memory_is_bounded(rank, world):
     """A sharded model whose states take 32 MB on each rank, with 8 MB allowed by RLIMIT_DATA and 8

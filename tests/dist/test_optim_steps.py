@@ -85,6 +85,7 @@ def alone(name: str, dtype: torch.dtype, clip: bool = False) -> tuple[Model, lis
     return model, train(model, make(name, model), range(STEPS), clip)
 
 
+@pytest.mark.long
 @ranks(2, 3)
 def test_shards_of_fsdp(rank, world):
     for use_orig_params in (True, False):
@@ -111,6 +112,7 @@ def test_random_bits_of_flat_parameters(rank, world):
         torch.testing.assert_close(value, expected[key].detach(), rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 @ranks(2, 3)
 def test_rows_of_dtensors(rank, world):
     from torch.distributed.fsdp import fully_shard

@@ -237,6 +237,7 @@ def test_state_dicts(rank, world, kind):
     equal(flat, alone(kind, STEPS + 1)[0])
 
 
+@pytest.mark.long
 @ranks(2, 3)
 @KINDS
 def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):

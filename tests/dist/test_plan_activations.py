@@ -93,6 +93,7 @@ CASES = [(kind, ratio, {}) for kind in MODELS for ratio in (0.0, 1.0)]
 CASES += [(kind, 1.0, MIXED) for kind in ("gpt", "resnet")]
 
 
+@pytest.mark.long
 @ranks(2)
 def test_traced_activations_are_those_of_a_run(rank, world):
     """Live tensors within 0.1 % at the peak; all these cases were equal to the byte."""
@@ -104,6 +105,7 @@ def test_traced_activations_are_those_of_a_run(rank, world):
             assert torch_plan == pytest.approx(live, rel=1e-3), (kind, ratio, precision)
 
 
+@pytest.mark.long
 @ranks(1)
 def test_also_where_blocks_are_unlike_or_nested(rank, world):
     """Every fifth block saves more; a kernel's workspace; frozen parts of a tree; deep copies."""
@@ -114,6 +116,7 @@ def test_also_where_blocks_are_unlike_or_nested(rank, world):
         assert torch_plan == pytest.approx(live, rel=1e-3), (kind, precision)
 
 
+@pytest.mark.long
 @ranks(2)
 def test_the_allocator_agrees(rank, world):
     """Nothing else is allocated, where operators have no workspace of their own."""

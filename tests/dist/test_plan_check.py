@@ -209,6 +209,7 @@ PLANTED = [
 ]
 
 
+@pytest.mark.long
 @ranks(2)
 @pytest.mark.parametrize("planted", [PLANTED])
 def test_planted_mistakes_are_found_and_named(rank, world, planted):
@@ -310,6 +311,7 @@ def command(*arguments, **options):
     )
 
 
+@pytest.mark.long
 def test_the_command_reports_and_exits(monkeypatch):
     """As users call it; two processes each."""
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))

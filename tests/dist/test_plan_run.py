@@ -128,6 +128,7 @@ def test_the_plan_equals_the_run(rank, world):
         )
 
 
+@pytest.mark.long
 @ranks(2, 4)
 def test_also_with_replicas_and_accumulation(rank, world):
     mesh = init_device_mesh("cpu", (2, world // 2))

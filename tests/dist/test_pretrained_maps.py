@@ -64,6 +64,7 @@ def moved(choose: random.Random, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, T
     return way(pair[0]), way(pair[1])
 
 
+@pytest.mark.long
 def test_rearranged_tensors_equal_torchs(monkeypatch):
     """Any range of any chain of functions, whatever the sizes of chunks and runs."""
     choose = random.Random(0)

@@ -138,6 +138,7 @@ def test_planted_leaks_are_named(rank, world):
     assert "still gathered when steps end: 2 " in str(kept) and "reshard()" in str(kept)
 
 
+@pytest.mark.long
 @ranks(1)
 def test_files(rank, world, tmp_path_factory=None):
     import tempfile

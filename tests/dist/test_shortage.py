@@ -136,6 +136,7 @@ def test_the_states_of_each_optimizer_are_planned(rank, world, name):
     assert planned == but.get(name, actual), line
 
 
+@pytest.mark.long
 @ranks(1)
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_advice_is_about_the_moment_that_failed(rank, world, front):
@@ -155,6 +156,7 @@ def test_advice_is_about_the_moment_that_failed(rank, world, front):
         step(sharded, optimizer, 4096)
 
 
+@pytest.mark.long
 @ranks(1)
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_the_optimizers_step_and_wrapping_are_reported(rank, world, front):

@@ -51,6 +51,7 @@ def test_theirs_into_ours(tmp_path, kind):
     run_ranks(read, 3, path=str(tmp_path), kinds=OURS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OURS)
 def test_ours_into_theirs(tmp_path, kind):
     run_ranks(write, 2, path=str(tmp_path), kind=kind)
@@ -67,6 +68,7 @@ def read_and_write(rank, world, source, target, kind):
     save(target, {"model": get_model_state_dict(model), "step": state["step"]})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ours", OURS)
 def test_a_journey(tmp_path, ours):
     """FSDP1 on 2 ranks, fsdpc on 3, FSDP2 on 1, fsdpc on 2, and back to plain torch."""

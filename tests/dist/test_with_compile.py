@@ -76,6 +76,7 @@ WAYS = {
 }
 
 
+@pytest.mark.long
 @ranks(2, **patient)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_compiled_blocks(rank, world, use_orig_params):
@@ -84,6 +85,7 @@ def test_compiled_blocks(rank, world, use_orig_params):
     train_compiled(rank, "before", "eager", use_orig_params=use_orig_params)
 
 
+@pytest.mark.long
 @ranks(2, **patient)
 def test_backend_inductor(rank, world, tmp_path):
     """The one test that runs a C++ compiler; both ranks use one cache."""
@@ -138,6 +140,7 @@ def test_state_dicts_and_policies(rank, world):
     assert torch.equal(loss_of(model, tokens(rank, 0)), loss)
 
 
+@pytest.mark.long
 @ranks(1)
 def test_nothing_of_the_compiler_is_imported(rank, world):
     """A training step alone does not pay for it."""
@@ -166,6 +169,7 @@ class Branches(nn.Module):
         return self.head(self.block(self.embed(batch)))
 
 
+@pytest.mark.long
 @ranks(2, **patient)
 def test_units_inside_a_compiled_block(rank, world):
     """The policy wraps parts of a compiled block: graphs break at the units, values hold."""
@@ -190,6 +194,7 @@ class UncompiledBranches(nn.Module):
     forward = Branches.forward
 
 
+@pytest.mark.long
 @ranks(1, **patient)
 def test_the_wrappers_frame_is_not_traced(rank, world):
     """Where the whole model is compiled, each unit's forward runs as it is."""
@@ -204,6 +209,7 @@ def test_the_wrappers_frame_is_not_traced(rank, world):
     assert FullyShardedDataParallel.forward.__code__ not in input_codes
 
 
+@pytest.mark.long
 @ranks(2, **patient)
 def test_hooks_of_fully_shard_beside_whole_graphs(rank, world):
     """Blocks that must compile as one graph; units of one module and of two, outputs cast."""

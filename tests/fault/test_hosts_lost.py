@@ -76,6 +76,7 @@ def late(rank, world, victim):
     train(rank, world, lambda rank: time.sleep(2 * TIMEOUT_S) if rank == victim else None)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("victim", [2])
 def test_a_late_rank_is_named_on_its_host_and_on_others(victim):
     env = {**on_hosts.counted_as("abb"), "FSDPC_TIMEOUT": "2"}
@@ -127,6 +128,7 @@ def cut_off(rank, world, seconds):
         print(f"took {time.monotonic() - begun:.1f} s")
 
 
+@pytest.mark.long
 @namespaces
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_cut_link_ends_every_rank_at_its_deadline(world):
@@ -140,6 +142,7 @@ def test_a_cut_link_ends_every_rank_at_its_deadline(world):
     assert max(ends) - min(ends) < 4.0, ends
 
 
+@pytest.mark.long
 @namespaces
 def test_training_goes_on_after_a_short_cut():
     env = {**on_hosts.environment_for(2, 2), "FSDPC_TIMEOUT": "30"}
@@ -151,6 +154,7 @@ def few_steps(rank, world):
     return train(rank, world, steps=3)
 
 
+@pytest.mark.long
 @namespaces
 @pytest.mark.parametrize("link", [{"delay": 0.05}, {"loss": 0.05}], ids=["delay", "loss"])
 def test_a_slow_or_lossy_link_is_no_error(link):
@@ -170,6 +174,7 @@ def stopped(rank, world):
     train(rank, world, stop)
 
 
+@pytest.mark.long
 @namespaces
 def test_a_stopped_host_is_named_and_learns_it():
     """One rank here, two on the host that stops: those raise, too, when they go on."""

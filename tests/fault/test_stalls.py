@@ -100,6 +100,7 @@ def check_warnings(outcomes):
         assert f"{MARK}rank {VICTIM} (" in outcome.log, outcome.log
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("function", "env"),
     [
@@ -117,6 +118,7 @@ def test_a_stopped_rank_is_the_cause_on_every_rank(function, env):
     check_warnings(outcomes)
 
 
+@pytest.mark.long
 def test_the_line_of_a_rank_that_holds_the_interpreters_lock(tmp_path):
     path = str(tmp_path / "file")
     outcomes = run_ranks(holding_the_lock, 3, faults=True, env=ENVIRONMENT, path=path)

@@ -115,6 +115,7 @@ def late_again(rank, world):
         same(model.state_dict(), toy().state_dict())
 
 
+@pytest.mark.long
 def test_after_a_rank_gave_up_over_a_wire():
     run_ranks(late_again, 2, env={**SHORT, "FSDPC_COLLECTIVES": "wire"})
 

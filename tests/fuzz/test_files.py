@@ -27,6 +27,7 @@ def fault_of(number: int) -> str:
     return ""
 
 
+@pytest.mark.long
 def test_random_lives_of_folders():
     lives, done, faults = fuzz_files.run(1, SECONDS)
     assert not faults, "\n".join(faults)

@@ -36,6 +36,7 @@ def test_what_is_left_out_leaves_the_rest():
     assert Builder("s", 3, Cut(without=frozenset(k.name for k in KINDS))).build(3, 9) is not None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "fault, outcome",
     [

@@ -12,6 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import fuzz_optim  # noqa: E402
 
 
+@pytest.mark.long
 def test_random_optimizers_follow_their_formulas():
     before = torch.get_num_threads()
     torch.set_num_threads(1)

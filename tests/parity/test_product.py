@@ -66,6 +66,7 @@ def test_every_combination(rank, world, engine, precision):
     check_combinations(rank, world, engine, precision)
 
 
+@pytest.mark.long
 @ranks(3, 4, timeout=150, env=on_hosts.counted_as("abba"))
 def test_hosts_of_several_ranks(rank, world):
     """1 + 2 ranks, and 2 + 2 whose order is not that of the hosts."""

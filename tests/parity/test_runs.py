@@ -118,6 +118,7 @@ def test_sums_of_fully_shard_do_not_depend_on_who_is_late(rank, world, reduce):
     check_equal(*runs, "the turned run")
 
 
+@pytest.mark.long
 @ranks(2, 3, env=WIRE)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_over_torchs_collectives(rank, world, use_orig_params):

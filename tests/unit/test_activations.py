@@ -193,6 +193,7 @@ class Norm(nn.Module):
         return x + self.down(functional.relu(self.norm(self.up(x)))) * self.scale
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("compiled", [False, True])
 def test_buffers_change_once(compiled: bool):
     torch.manual_seed(0)

@@ -37,6 +37,7 @@ def running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_ranks_end_with_the_benchmark(tmp_path: Path, number: signal.Signals):
     script = tmp_path / "script.py"

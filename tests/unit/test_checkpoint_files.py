@@ -1095,6 +1095,7 @@ print(saved, loaded, cast)
 """
 
 
+@pytest.mark.long
 def test_memory_does_not_grow_with_the_model(tmp_path: Path):
     """96 MB are saved and loaded with the staging of 8 MB and little else."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
@@ -1142,6 +1143,7 @@ for kind in ("safetensors", "dcp"):
 """
 
 
+@pytest.mark.long
 def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: Path):
     """64 MB in tensors of 4 MB: one tensor, what reads one, and the staging."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
@@ -1200,6 +1202,7 @@ def test_an_error_in_the_background_comes_out_at_the_next_call(tmp_path: Path):
     checkpoint.save(tmp_path / "d", Net())
 
 
+@pytest.mark.long
 def test_an_error_in_the_background_is_printed_at_exit(tmp_path: Path):
     (tmp_path / "a").write_text("")
     code = (
@@ -1341,6 +1344,7 @@ time.sleep(60)
 """
 
 
+@pytest.mark.long
 def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
     """Every save begins while what the one before has replaced is still there."""
     program = subprocess.Popen(

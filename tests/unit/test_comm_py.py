@@ -357,6 +357,7 @@ def test_import_is_silent_and_single():
     assert (done.stdout.strip(), done.stderr) == ("fsdpc._C is already loaded in this process", "")
 
 
+@pytest.mark.long
 def test_objects_outlive_the_interpreter():
     done = run_python("""
         import atexit, numpy as np, fsdpc._probe as C, torch

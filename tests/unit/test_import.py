@@ -21,6 +21,7 @@ print("torch.distributed.fsdp" in sys.modules, torch.cuda.is_initialized())
 """
 
 
+@pytest.mark.long
 def test_importing_is_silent_and_loads_nothing_else():
     command = [sys.executable, "-W", "error", "-c", PROBE]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
@@ -135,5 +136,6 @@ fsdpc.sharded_grad_scaler.ShardedGradScaler, fsdpc.wrap.ModuleWrapPolicy
 """
 
 
+@pytest.mark.long
 def test_submodules_need_no_import_of_their_own():
     subprocess.run([sys.executable, "-c", SUBMODULES], timeout=300, check=True)

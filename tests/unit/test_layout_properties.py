@@ -255,6 +255,7 @@ def test_buffers_by_rows_match_the_model(params: list, world: int, align: int) -
     assert got["padding_bytes"] == full[-1] - payload
 
 
+@pytest.mark.long
 @given(parameters(), row_parameters(), worlds, aligns)
 def test_segments_by_rows_leave_flat_ones_as_they_are(
     flat: list[Spec], params: list, world: int, align: int

@@ -69,6 +69,7 @@ def test_the_table_names_what_and_why(capsys):
         assert part in seen.out, part
 
 
+@pytest.mark.long
 def test_one_line_for_each_row_fits_the_terminal(capsys, monkeypatch):
     """In 100 columns, and a plan in 80; reasons are shown when they are asked for."""
     found, suggest = [], advise.suggest
@@ -168,6 +169,7 @@ def test_errors_are_one_sentence(capsys, arguments, text):
     assert seen.out == ""
 
 
+@pytest.mark.long
 def test_suggestions_fit_and_are_sorted(capsys):
     code, seen = output(
         capsys,
@@ -188,6 +190,7 @@ def test_suggestions_fit_and_are_sorted(capsys):
     assert speeds == sorted(speeds, reverse=True)
 
 
+@pytest.mark.long
 def test_the_smallest_world_is_named_and_right(capsys):
     code, seen = output(
         capsys,
@@ -230,6 +233,7 @@ def test_every_optimizer_is_explained(capsys):
         assert code == 0 and ("states in host memory" in seen.out) == kind.offloads, name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [[], ["--suggest", "--gpu", "h100"], ["--explain"]])
 def test_405_b_on_16384_ranks_is_quick_and_small(more):
     """Arithmetic only: no torch, no loop over ranks and parameters, a bounded number of plans."""

@@ -239,6 +239,7 @@ def test_units_and_trees_that_come_and_go():
     assert_balanced(once, comm, *torch_functions)
 
 
+@pytest.mark.long
 def test_reports(stepped):
     for _ in range(300):
         stepped.step()
@@ -293,6 +294,7 @@ def test_kernels(refused):
     assert_balanced(once, acc, src, targets, *targets)
 
 
+@pytest.mark.long
 def test_views_of_tensors():
     tensor, array = torch.ones(3, 2), np.ones((3, 2), np.float32)
     for how in ("any", "torch", "methods"):

@@ -120,6 +120,7 @@ def test_a_process_without_a_handler_is_not_ended_by_the_signal(child):
     assert status_of(Process.find(child.pid), 5.0).state in ("sleeps", "runs")
 
 
+@pytest.mark.long
 def test_a_signal_that_the_user_has_is_left_alone():
     program = (
         "import signal; n = signal.SIGRTMIN + 11; signal.signal(n, lambda *_: print('mine'));"

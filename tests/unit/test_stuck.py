@@ -177,6 +177,7 @@ THREE = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("needs", "ways"), THREE)
 def test_three_ranks(needs: tuple[int, ...], ways: tuple[int, ...]) -> None:
     assert Model(needs, ways).run() > 1000
