@@ -10,6 +10,7 @@ The rows of one parametrize call are one axis, however many arguments they hold:
 One rank exchanges nothing: where a test runs on several ranks as well, an item on one rank counts
 for its world size and for nothing else.
 
+A test that starts its ranks with `run_ranks` is chosen alike: its parametrize calls are the axes.
 `subset` does the same for a product inside a test: it follows $FSDPC_TEST_COMBINATIONS, which the
 option sets for the ranks.
 """
@@ -23,6 +24,7 @@ from typing import Any
 
 MODES = {"all": 0, "pairs": 2, "each": 1}  # how many axes must have all their values together
 VARIABLE = "FSDPC_TEST_COMBINATIONS"
+FOLDERS = ("dist", "parity", "fault", "clients", "fuzz")  # of tests of several ranks
 
 Row = dict[str, Hashable]  # axis -> value
 Goal = tuple[tuple[str, Hashable], ...]  # values that must occur together
@@ -48,12 +50,15 @@ def cover(rows: Sequence[Row], size: int) -> list[int]:
     return sorted(chosen)
 
 
-def subset(product: Iterable[tuple[Any, ...]], mode: str | None = None) -> list[tuple[Any, ...]]:
-    """The tuples of a product, or those among them that the mode asks for."""
+def subset(
+    product: Iterable[tuple[Any, ...]], mode: str | None = None, least: str = "each"
+) -> list[tuple[Any, ...]]:
+    """The tuples of a product, or those among them that the mode asks for; `least` at least."""
     values = list(product)
     size = MODES[mode or os.environ.get(VARIABLE, "all")]
     if not size:
         return values
+    size = max(size, MODES[least])
     rows = [{str(axis): repr(value) for axis, value in enumerate(row)} for row in values]
     return [values[i] for i in cover(rows, size)]
 
@@ -67,11 +72,12 @@ def axes_of(item: Any) -> tuple[Hashable, Row] | None:
     if case_of is not None:
         function, arguments = case_of(**callspec.params)
         return (item.path, item.originalname, function), arguments
-    if not hasattr(item.function, "rank_function"):  # of dist/harness.py
+    by_ranks = hasattr(item.function, "rank_function")  # of dist/harness.py
+    if not by_ranks and item.path.parent.name not in FOLDERS:
         return None
     ids = getattr(callspec, "_idlist", ())  # one for each of the parametrize calls
     calls = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    if "world" not in calls or len(calls) != len(ids):
+    if len(calls) < 2 or len(calls) != len(ids):
         return None
     row = {str(call): i for call, i in zip(calls, ids, strict=True)}
     return (item.path, item.cls, item.originalname), row

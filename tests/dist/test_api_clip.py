@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from combinations import subset
 from harness import ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -44,7 +45,7 @@ def test_norm_and_gradients(rank, world, engine, strategy):
     options = strategy_options(strategy, world)
     for use_orig_params in (True, False):
         sharded = wrap_blocks(engine, toy(), use_orig_params=use_orig_params, **options)
-        for norm_type, max_norm in itertools.product(NORMS, [0.1, 1e6]):
+        for norm_type, max_norm in subset(itertools.product(NORMS, [0.1, 1e6])):
             reference = averaged_reference(lambda r: tokens(r, 0))
             sharded.zero_grad()
             loss_of(sharded, tokens(rank, 0)).backward()

@@ -238,25 +238,19 @@ def test_shm_is_refused_across_hosts(rank, world):
         _bootstrap.comm_for_group(other, kind="shm")
 
 
-@pytest.mark.long
-def test_fake_backend():
-    code = """
-        import torch, torch.distributed as dist
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-        from fsdpc._comm import bootstrap as _bootstrap
-        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
-        comm = _bootstrap.comm_for_group(dist.group.WORLD)
-        comm.all_gather(torch.zeros(8))
-        comm.reduce_scatter(torch.zeros(8))
-        comm.all_reduce(torch.zeros(8))
-        comm.barrier()
-        comm.agree("text")
-        print(comm.kind, comm.rank, comm.world)
-    """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=300
-    )
-    assert done.stdout.split() == ["c10d", "1", "4"], done.stderr
+@ranks(1)
+def test_fake_backend(rank, world):
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+    comm = _bootstrap.comm_for_group(dist.group.WORLD)
+    comm.all_gather(torch.zeros(8))
+    comm.reduce_scatter(torch.zeros(8))
+    comm.all_reduce(torch.zeros(8))
+    comm.barrier()
+    comm.agree("text")
+    assert (comm.kind, comm.rank, comm.world) == ("c10d", 1, 4)
 
 
 # --- disagreement ----------------------------------------------------------------------------

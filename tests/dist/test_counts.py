@@ -6,10 +6,12 @@ are kept, and reduces it once, whatever is recomputed in between.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
 import torch
+from combinations import subset
 from harness import ranks
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -55,23 +57,22 @@ def expected(model, times, skip=()):
 @ranks(2, 3)
 @pytest.mark.parametrize("strategy", GATHERS, ids=lambda s: s.name)
 def test_gathers_and_reduces_of_a_step(rank, world, strategy):
-    for prefetch in (*BackwardPrefetch, None):
-        for use_orig_params in (True, False):
-            for checkpoint in CHECKPOINTS:
-                what = f"{prefetch} {use_orig_params} {checkpoint}"
-                model = checkpointed(
-                    toy(blocks=4),
-                    checkpoint,
-                    sharding_strategy=strategy,
-                    backward_prefetch=prefetch,
-                    forward_prefetch=True,
-                    use_orig_params=use_orig_params,
-                )
-                for step in range(STEPS):
-                    loss_of(model, tokens(rank, step)).backward()
-                assert counts(model, "gather") == expected(model, GATHERS[strategy]), what
-                assert counts(model, "reduce") == expected(model, 1), what
-                assert not counts(model, "spare"), f"{what}: a slot was not free"
+    options = itertools.product((*BackwardPrefetch, None), (True, False), CHECKPOINTS)
+    for prefetch, use_orig_params, checkpoint in subset(options):
+        what = f"{prefetch} {use_orig_params} {checkpoint}"
+        model = checkpointed(
+            toy(blocks=4),
+            checkpoint,
+            sharding_strategy=strategy,
+            backward_prefetch=prefetch,
+            forward_prefetch=True,
+            use_orig_params=use_orig_params,
+        )
+        for step in range(STEPS):
+            loss_of(model, tokens(rank, step)).backward()
+        assert counts(model, "gather") == expected(model, GATHERS[strategy]), what
+        assert counts(model, "reduce") == expected(model, 1), what
+        assert not counts(model, "spare"), f"{what}: a slot was not free"
 
 
 @ranks(2)

@@ -71,6 +71,7 @@ def sync_host() -> None:
     assert simgpu.cuda().cuCtxSynchronize() == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @ranks(1, 2, env=ON_GPU)
 def test_every_policy_gives_the_same_losses(rank: int, world: int, precision: str):

@@ -414,17 +414,17 @@ class Consumer(nn.Module):
 @ranks(2)
 @both_ways
 @pytest.mark.parametrize("shape", SHAPES)
-def test_outputs_of_every_shape(rank, world, engine, use_orig_params, shape):
-    for strategy in STRATEGIES:
-        torch.manual_seed(0)
-        compare_training(
-            engine,
-            Consumer(shape),
-            lambda m, strategy=strategy: wrap_blocks(
-                engine, m, Shaped, sharding_strategy=strategy, use_orig_params=use_orig_params
-            ),
-            lambda step: tokens(rank, step),
-        )
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: s.name)
+def test_outputs_of_every_shape(rank, world, engine, use_orig_params, shape, strategy):
+    torch.manual_seed(0)
+    compare_training(
+        engine,
+        Consumer(shape),
+        lambda m: wrap_blocks(
+            engine, m, Shaped, sharding_strategy=strategy, use_orig_params=use_orig_params
+        ),
+        lambda step: tokens(rank, step),
+    )
 
 
 class RootOutput(nn.Module):

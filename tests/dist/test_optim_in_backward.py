@@ -139,6 +139,7 @@ def resident(tensor: torch.Tensor) -> int:
     return sum(entry >> 63 for entry in entries) * mmap.PAGESIZE
 
 
+@pytest.mark.long
 @ranks(1, 2)
 def test_memory_of_gradients_is_given_up(rank, world):
     for inside in (False, True):

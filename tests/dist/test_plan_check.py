@@ -221,6 +221,7 @@ def test_planted_mistakes_are_found_and_named(rank, world, planted):
         assert text in found[0].text, found
 
 
+@pytest.mark.long
 @ranks(1, 2, 3)
 def test_right_trainings_pass(rank, world):
     for training in (right, right_with_dropout, right_in_bf16, synchronised):

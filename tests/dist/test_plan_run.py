@@ -119,6 +119,7 @@ def run_one(rank, kind, setup, precision, micros=1, **options):
     assert run["spare_bytes"] == 0
 
 
+@pytest.mark.long
 @ranks(1, 2, 3, 4)
 def test_the_plan_equals_the_run(rank, world):
     """300 combinations in all, over the worlds (fewer with --combinations)."""

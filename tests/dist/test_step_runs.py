@@ -23,7 +23,7 @@ from fsdpc._companions import runs as engine_runs
 from fsdpc._companions.runs import Runs
 from fsdpc._torch import INIT_GROUP
 
-STEPS = 6
+STEPS = 5
 
 
 class Layer(nn.Module):
@@ -262,13 +262,13 @@ def without_runs(make, before, dim=None):
     return results
 
 
-@ranks(1, 2, 3)
+@ranks(2, 3)
 def test_programs(rank, world):
     for number, (make, before) in list(enumerate(PROGRAMS))[:: 1 if world == 2 else 3]:
         what = f"program {number} ({before.__name__})"
         one, results = outcome(fsdpc.fully_shard, make, before)
         assert one.runs() > 0, what
-        if world < 3:  # the sum of three has another order there
+        if world == 2:  # the sum of three has another order there
             _, others = outcome(torch_fully_shard, make, before)
             assert_same(results, others, what)
         else:

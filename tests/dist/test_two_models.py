@@ -150,6 +150,7 @@ def test_teacher_inside(rank, world, seed, mode, use_orig_params):
     distil(rank, world, seed, mode, use_orig_params)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", INNER)
 @ranks(4, env=DEADLINE)
 def test_teacher_inside_on_four_ranks(rank, world, mode):
@@ -163,6 +164,7 @@ def test_teacher_of_another_group(rank, world, mode):
     distil(rank, world, 3, mode, True, dist.new_group(list(range(world))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", INNER)
 @ranks(4, env=DEADLINE)
 def test_teacher_of_a_smaller_group(rank, world, mode):
@@ -171,6 +173,7 @@ def test_teacher_of_a_smaller_group(rank, world, mode):
     distil(rank, world, 4, mode, True, pairs[rank // 2])
 
 
+@pytest.mark.long
 @both_ways
 @ranks(2, 3, env=DEADLINE)
 def test_checkpoints_that_alternate(rank, world, use_orig_params):

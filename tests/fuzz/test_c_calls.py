@@ -18,7 +18,7 @@ import pytest
 import torch  # noqa: F401  so that forked processes have it
 
 sys.path.insert(0, str(Path(__file__).parent))
-SECONDS = 8
+SECONDS = 5
 LONGEST_S = 240
 
 

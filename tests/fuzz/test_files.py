@@ -15,7 +15,7 @@ from fsdpc.checkpoint.verify import Report
 sys.path.insert(0, str(Path(__file__).parent))
 import fuzz_files  # noqa: E402
 
-SECONDS, SEED = 6.0, 2
+SECONDS, SEED = 4.0, 2
 MOST_LIVES = 60
 
 

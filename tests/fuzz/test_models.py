@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import cases
 import fuzz_runs as runs
 import pytest
 from trees import KINDS, Builder, Cut, describe
 
 SEED = 1
-SECONDS = 20.0
+SECONDS = 10.0
 EVERYTHING = Cut()
 REFUSED = 0.05  # share of the cases that may end in an error of fsdpc's
 NO_COMMUNICATION = ("c10d", "hybrid")
@@ -77,6 +79,7 @@ def results_of(numbers, cut, **options):
     return results
 
 
+@functools.cache  # without a fault, the same for each of them
 def outcomes_of(numbers, cut):
     return runs.fuzz(SEED, list(numbers), cut, 2).outcomes
 

@@ -184,6 +184,7 @@ def test_reduce_is_torchs_sum_in_list_order(count: int, src: str, kernels: str, 
         assert_same(out, want, acc)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kernels", TABLES)
 @pytest.mark.parametrize("narrow", ["bfloat16", "float16"])
 def test_destinations_beyond_the_caches(narrow: str, kernels: str) -> None:

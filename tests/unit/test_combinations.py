@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from types import SimpleNamespace
 
 import combinations
@@ -79,12 +80,12 @@ def with_axes(world, size, left, right):
 with_axes.rank_function = with_axes  # as harness.ranks does
 
 
-def items_of(function, ids, **more):
+def items_of(function, ids, folder="unit", **more):
     """Items as pytest makes them, the parametrize call next to the function first."""
     markers = function.pytestmark
     return [
         SimpleNamespace(
-            path="file",
+            path=Path(folder, "file"),
             cls=None,
             originalname=function.__name__,
             function=function,
@@ -117,6 +118,8 @@ def test_one_process_keeps_its_product(monkeypatch):
     monkeypatch.delattr(with_axes, "rank_function")
     items = items_of(with_axes, (["1-1", "2-1"], ["1", "2"], ["1", "2"]))
     assert choose(items, "each") == items
+    items = items_of(with_axes, (["1-1", "2-1"], ["1", "2"], ["1", "2"]), folder="dist")
+    assert len(choose(items, "each")) == 3, "one that starts its ranks itself"
 
 
 @pytest.mark.parametrize("world", [1])

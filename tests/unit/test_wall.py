@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_layering import COMPANIONS
 
 ROOT = Path(__file__).parents[2] / "fsdpc"
@@ -66,6 +67,7 @@ def copy_without(folder: Path, gone: tuple[str, ...]) -> str:
     return str(folder)
 
 
+@pytest.mark.long
 def test_both_interfaces_train_without_companions(tmp_path):
     choices = [COMPANIONS, *((name,) for name in COMPANIONS)]
     assert all((ROOT / name).is_dir() for name in COMPANIONS)
