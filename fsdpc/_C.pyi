@@ -120,11 +120,12 @@ class Comm:
         rank: int, seconds: float, what: str, missing: Sequence[int], more: str = "", /
     ) -> str: ...
 
-# (name, numel, storage, compute, reduce, trainable[, row_numel[, codec]])
+# (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, reduce_codec]]])
 _Spec = (
     tuple[str, int, str, str, str, bool]
     | tuple[str, int, str, str, str, bool, int]
     | tuple[str, int, str, str, str, bool, int, str]
+    | tuple[str, int, str, str, str, bool, int, str, str]
 )
 
 def layout(

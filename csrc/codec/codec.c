@@ -29,6 +29,8 @@ static const struct form {
     [FSDPC_E5M2] = {"float8_e5m2", 256, 8, 4},
     [FSDPC_MXFP8] = {"mxfp8", 32, 8, 1},
     [FSDPC_NF4] = {"nf4", 64, 4, 4},
+    [FSDPC_INT4] = {"int4", 128, 4, 4},
+    [FSDPC_INT4_STOCHASTIC] = {"int4_stochastic", 128, 4, 4},
 };
 
 int
@@ -41,7 +43,8 @@ fsdpc_codec_from_name(const char *name, fsdpc_codec *out)
         }
     }
     return fsdpc_error(FSDPC_E_INVAL,
-                       "unknown codec '%s': int8, float8_e4m3, float8_e5m2, mxfp8 and nf4 exist",
+                       "unknown codec '%s': int8, float8_e4m3, float8_e5m2, mxfp8, nf4, int4 and "
+                       "int4_stochastic exist",
                        name);
 }
 
@@ -191,6 +194,54 @@ decode_nf4(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values)
     }
 }
 
+/* What rounding at random begins with: any change of a value in the block makes another one. */
+INLINE uint32_t
+seed_of(const float *values, int64_t n)
+{
+    uint32_t seed = 0;
+    for (int64_t i = 0; i < n; i++) {
+        seed += f32_bits(values[i]);
+    }
+    return fsdpc_mixed(seed);
+}
+
+INLINE void
+encode_int4(const float *values, int64_t n, bool stochastic, uint8_t *codes, uint8_t *scale)
+{
+    const float most = largest(values, n);
+    const struct factor factor = factor_of(most, 7);
+    const uint32_t seed = stochastic ? seed_of(values, n) : 0;
+    uint8_t levels[128 + 1];
+    put_scale(most, scale);
+    for (int32_t i = 0; i < (int32_t)n; i++) {
+        const float shift = stochastic ? fsdpc_dither(seed + (uint32_t)i) : 0;
+        levels[i] = (uint8_t)fsdpc_int4_of(values[i] * factor.lift * factor.inverse + shift);
+    }
+    levels[n] = 0;
+    for (int32_t i = 0; i < (int32_t)(n + 1) / 2; i++) {
+        codes[i] = (uint8_t)(levels[2 * i] << 4 | levels[2 * i + 1]);
+    }
+}
+
+INLINE float
+int4_value(int32_t code, float most)
+{
+    return (float)(code - 8) * (1.0f / 7) * most;
+}
+
+INLINE void
+decode_int4(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values)
+{
+    const float most = load_F32(scale, 0);
+    for (int32_t i = 0; i < (int32_t)n / 2; i++) {
+        values[2 * i] = int4_value(codes[i] >> 4, most);
+        values[2 * i + 1] = int4_value(codes[i] & 15, most);
+    }
+    if (n % 2 > 0) {
+        values[n - 1] = int4_value(codes[n / 2] >> 4, most);
+    }
+}
+
 /* --- stretches of a row ------------------------------------------------------------------------ */
 
 INLINE void
@@ -206,8 +257,10 @@ encode_blocks(fsdpc_codec codec, const float *values, int64_t n, uint8_t *codes,
             encode_float8(values + at, count, FSDPC_FLOAT8_E5M2, 57344, out, scales);
         } else if (codec == FSDPC_MXFP8) {
             encode_mxfp8(values + at, count, out, scales);
-        } else {
+        } else if (codec == FSDPC_NF4) {
             encode_nf4(values + at, count, out, scales);
+        } else {
+            encode_int4(values + at, count, codec == FSDPC_INT4_STOCHASTIC, out, scales);
         }
     }
 }
@@ -226,8 +279,10 @@ decode_blocks(fsdpc_codec codec, const uint8_t *codes, const uint8_t *scales, in
             decode_float8(in, count, FSDPC_FLOAT8_E5M2, 57344, scales, values + at);
         } else if (codec == FSDPC_MXFP8) {
             decode_mxfp8(in, count, scales, values + at);
-        } else {
+        } else if (codec == FSDPC_NF4) {
             decode_nf4(in, count, scales, values + at);
+        } else {
+            decode_int4(in, count, scales, values + at);
         }
     }
 }
@@ -333,20 +388,20 @@ fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int6
 }
 
 int
-fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row, void *values,
-                   fsdpc_dtype type)
+fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row, int64_t begin,
+                   int64_t n, void *values, fsdpc_dtype type)
 {
     const size_t item = fsdpc_dtype_bytes(type);
     const fsdpc_kernels *kernels;
     FSDPC_TRY(fsdpc_kernels_select(&kernels));
-    for (int64_t number = 0; number < rows; number++) {
-        for (int64_t at = 0; at < row; at += STRETCH) {
-            const struct place place = place_of(&FORMS[codec], rows, row, number, at);
-            FSDPC_TRY(decode_stretch(codec, kernels, (const uint8_t *)coded + place.codes,
-                                     (const uint8_t *)coded + place.scales,
-                                     row - at < STRETCH ? row - at : STRETCH,
-                                     (char *)values + (size_t)(number * row + at) * item, type));
-        }
+    for (int64_t i = 0, count; i < n; i += count) {
+        const int64_t number = (begin + i) / row, at = (begin + i) % row;
+        const struct place place = place_of(&FORMS[codec], rows, row, number, at);
+        count = row - at < STRETCH ? row - at : STRETCH;
+        count = count < n - i ? count : n - i;
+        FSDPC_TRY(decode_stretch(codec, kernels, (const uint8_t *)coded + place.codes,
+                                 (const uint8_t *)coded + place.scales, count,
+                                 (char *)values + (size_t)i * item, type));
     }
     return FSDPC_OK;
 }

@@ -10,9 +10,11 @@
  *   float8_e5m2   256    float32, the largest magnitude   E5M2 of x / largest * 57344
  *   mxfp8         32     E8M0, 2^(floor(log2(largest)) - 8)   OCP E4M3 of x / scale, at most 448
  *   nf4           64     float32, the largest magnitude   the nearest of the 16 levels of QLoRA (arXiv 2305.14314)
+ *   int4          128    float32, the largest magnitude   8 + x / largest * 7, an integer from 1 to 15
+ *   int4_stochastic      the same, rounded up or down at random, so that errors are 0 on average
  *
- * Rounding is to nearest. Halves go to even; halves between two levels of nf4 go down. Every instruction set gives
- * equal bits. The memory of coded rows has all codes first, row by row (two codes of 4 bits in a byte, the first one
+ * Rounding is to nearest otherwise. Halves go to even; halves between two levels of nf4 go down. What is random depends on
+ * the values of the block and the place in it: equal blocks have equal codes. Every instruction set gives equal bits. The memory of coded rows has all codes first, row by row (two codes of 4 bits in a byte, the first one
  * in the upper half; a row begins with a byte), then, from a multiple of 16 bytes on, all scales.
  */
 #ifndef FSDPC_CODEC_H
@@ -30,6 +32,8 @@ typedef enum fsdpc_codec {
     FSDPC_E5M2,
     FSDPC_MXFP8,
     FSDPC_NF4,
+    FSDPC_INT4,
+    FSDPC_INT4_STOCHASTIC,
     FSDPC_CODECS
 } fsdpc_codec;
 
@@ -46,8 +50,9 @@ int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
  * choice of kernels (kernels.h). */
 int fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
                        int64_t row, void *coded);
+/* n elements from element `begin` of the rows on, which begins a block. */
 int fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row,
-                       void *values, fsdpc_dtype type);
+                       int64_t begin, int64_t n, void *values, fsdpc_dtype type);
 /* What decoding gives of n elements of `src`, of which the first begins a block, `at` elements behind the begin
  * of its row; they end where a block ends. */
 int fsdpc_codec_round(fsdpc_codec codec, const void *src, fsdpc_dtype src_type, int64_t row,

@@ -98,4 +98,29 @@ fsdpc_nf4_of(float value)
     return code;
 }
 
+/* 8 and the nearest integer of -7.5 to 7.5, halves to even, from 1 to 15. */
+FSDPC_CODEC_INLINE int32_t
+fsdpc_int4_of(float value)
+{
+    const int32_t level = (int32_t)f32_bits(value + FSDPC_ROUNDS) - (int32_t)f32_bits(FSDPC_ROUNDS);
+    const int32_t low = level < 7 ? level : 7;
+    return 8 + (low > -7 ? low : -7);
+}
+
+/* Each bit of the result depends on each of the argument. */
+FSDPC_CODEC_INLINE uint32_t
+fsdpc_mixed(uint32_t bits)
+{
+    bits = (bits ^ bits >> 16) * 0x7feb352du;
+    bits = (bits ^ bits >> 15) * 0x846ca68bu;
+    return bits ^ bits >> 16;
+}
+
+/* A number between -1/2 and 1/2, each as likely: what is added before rounding to nearest makes it rounding at random. */
+FSDPC_CODEC_INLINE float
+fsdpc_dither(uint32_t bits)
+{
+    return (float)(int32_t)(fsdpc_mixed(bits) >> 8) * 0x1p-24f - 0.5f;
+}
+
 #endif

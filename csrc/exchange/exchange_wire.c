@@ -5,7 +5,8 @@
  * others' there. A prefetch only begins the flight, which lands when the values are needed. A reduction packs
  * into the next of a few buffers and begins a flight that brings every rank its own pieces of all ranks'
  * gradients; this rank sums them in the order of ranks when the buffer is needed again, or at the end of
- * backward. So transfers go on while the caller computes.
+ * backward. Gradients that travel coded (exchange_wire_coded.c) are coded behind the packed ones, and decoded for the
+ * sum. So transfers go on while the caller computes.
  *
  *   gather slot     begin: cast, post           ... compute ...   land
  *   reduce buffer   begin: pack, post           ... compute ...   land, sum
@@ -57,7 +58,7 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     wire->bit_count = fsdpc_used_count(x) + (size_t)x->unit_count;
     wire->gathers = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_flight *));
     wire->parts = fsdpc_mem_calloc(parts, sizeof *wire->parts);
-    wire->landing_offsets = fsdpc_mem_calloc(2 * parts, sizeof *wire->landing_offsets);
+    wire->landing_offsets = fsdpc_mem_calloc(3 * parts, sizeof *wire->landing_offsets);
     wire->used = fsdpc_mem_calloc(params, 1);
     wire->bits = fsdpc_mem_calloc(wire->bit_count, (size_t)x->world);
     if (!wire->gathers || !wire->parts || !wire->landing_offsets || !wire->used || !wire->bits) {

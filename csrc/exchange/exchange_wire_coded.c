@@ -1,5 +1,6 @@
-/* Units with segments that travel coded. A rank codes its own pieces into memory beside the slot, flights bring the
- * coded pieces of other ranks there, and all of them are decoded into the slot. */
+/* Segments that travel coded. In a gather a rank codes its own pieces into memory beside the slot, flights bring the
+ * coded pieces of other ranks there, and all of them are decoded into the slot. In a reduction a rank codes the packed
+ * gradients that it sends; those that have landed are decoded on their way to the sum (grad.c). */
 #include "base/mem.h"
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
@@ -71,8 +72,8 @@ decode_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int owner)
     const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
     return fsdpc_codec_decode(
         seg->codec, pieces + seg->coded_bytes * (size_t)owner, seg->piece_numel / seg->row_numel,
-        seg->row_numel, fsdpc_exchange_values(x, unit) + seg->full_offset + bytes * (size_t)owner,
-        seg->compute);
+        seg->row_numel, 0, seg->piece_numel,
+        fsdpc_exchange_values(x, unit) + seg->full_offset + bytes * (size_t)owner, seg->compute);
 }
 
 int
@@ -93,6 +94,23 @@ fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_p
                                  pieces + seg->coded_bytes * (size_t)x->rank));
     x->copied_bytes += (uint64_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
     return decode_piece(x, unit, segment, x->rank);
+}
+
+int
+fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_segment *seg, const char *packed,
+                        fsdpc_route route, char *codes, fsdpc_comm_part *part)
+{
+    const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->reduce);
+    *part = (fsdpc_comm_part){codes, (int64_t)seg->reduce_coded_bytes, FSDPC_BYTES};
+    for (int r = 0; r < x->world; r++) {
+        if (fsdpc_wire_brings(x, route, r)) {
+            FSDPC_TRY(fsdpc_codec_encode(
+                seg->reduce_codec, packed + seg->reduce_offset + bytes * (size_t)r, seg->reduce,
+                seg->piece_numel / seg->row_numel, seg->row_numel,
+                codes + seg->reduce_coded_bytes * (size_t)r));
+        }
+    }
+    return FSDPC_OK;
 }
 
 bool

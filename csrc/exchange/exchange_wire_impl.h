@@ -7,7 +7,8 @@
 
 enum { FSDPC_WIRE_WHAT_BYTES = 256 };
 
-/* Packed gradients on their way; behind them in `memory` is room for the other ranks' pieces. */
+/* Packed gradients on their way; behind them in `memory` are the codes of those that travel coded, and room for the other
+ * ranks' pieces. */
 struct fsdpc_wire_reduce {
     void *memory;
     fsdpc_flight *flight;
@@ -29,7 +30,7 @@ struct fsdpc_wire {
     fsdpc_comm_part *parts;         /* of the unit being sent */
     struct fsdpc_wire_coded *coded; /* per slot, and one for gathers beside a slot in use */
     int coded_count;
-    size_t *landing_offsets;      /* of its parts, and of its segments */
+    size_t *landing_offsets;      /* of its parts, of its segments, and of their codes */
     uint8_t *used, *bits;         /* of the unit being packed; of all ranks and units at the end */
     size_t bit_count;             /* per rank */
     bool lost;                    /* a flight has not landed: its memory is other ranks' for ever */
@@ -102,10 +103,13 @@ int fsdpc_wire_coded_open(fsdpc_exchange *x, int slot_count);
 void fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep);
 /* Codes this rank's piece of a segment, and decodes the piece into the slot; *part: the coded pieces. */
 int fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_part *part);
+/* Codes the packed gradients of a segment that this rank sends, into room for the pieces of all ranks; *part: these. */
+int fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_segment *seg, const char *packed,
+                            fsdpc_route route, char *codes, fsdpc_comm_part *part);
 /* Decodes what a flight has brought; nothing where the unit is not coded. */
 int fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route);
-/* Elements of another rank that a flight brings into a slot that the ranks of this host share, or all of them into
- * this rank's own memory. */
+/* Elements of another rank that a flight of a gather brings into a slot that the ranks of this host share, or all of them
+ * into this rank's own memory; in a reduction, gradients that this rank sends to their owner. */
 bool fsdpc_wire_brings(const fsdpc_exchange *x, fsdpc_route route, int owner);
 
 /* --- exchange_wire_land.c ------------------------------------------------------------------------ */

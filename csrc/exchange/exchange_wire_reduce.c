@@ -14,35 +14,61 @@ name_reduce(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES])
 }
 
 static char *
-landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
+codes_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     return (char *)to->memory + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
 }
 
+static char *
+landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
+{
+    return codes_room(to, unit) + fsdpc_footprint_codes(fsdpc_unit_layout(unit), NULL);
+}
+
+/* Lists what is sent, and where the others' pieces land: *count parts. A blocking collective sums, so it gets no codes. */
+static int
+list_parts(fsdpc_exchange *x, const struct fsdpc_wire_reduce *to, fsdpc_route route, int *count)
+{
+    const fsdpc_layout *layout = fsdpc_unit_layout(to->unit);
+    const size_t segments = (size_t)layout->segment_count;
+    size_t *offsets = x->wire->landing_offsets, *landings = offsets + segments;
+    size_t *codes = landings + segments;
+    fsdpc_footprint_landing(layout, landings);
+    fsdpc_footprint_codes(layout, codes);
+    *count = 0;
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (!seg->trainable) {
+            continue;
+        }
+        fsdpc_comm_part *part = &x->wire->parts[*count];
+        offsets[(*count)++] = landings[s];
+        *part = (fsdpc_comm_part){(char *)to->memory + seg->reduce_offset, seg->piece_numel,
+                                  seg->reduce};
+        if (seg->reduce_coded_bytes > 0 && fsdpc_comm_flies(x->comm)) {
+            FSDPC_TRY(fsdpc_wire_encode_grads(x, seg, to->memory, route,
+                                              codes_room(to, to->unit) + codes[s], part));
+        }
+    }
+    return FSDPC_OK;
+}
+
 static int
 post(fsdpc_exchange *x, struct fsdpc_wire_reduce *to)
 {
-    int count = 0;
+    int count;
     char what[FSDPC_WIRE_WHAT_BYTES];
     fsdpc_mark mark;
     const fsdpc_unit *unit = to->unit;
-    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    size_t *offsets = x->wire->landing_offsets, *of_segment = offsets + layout->segment_count;
-    const size_t stride = fsdpc_footprint_landing(layout, of_segment);
-    const fsdpc_landing landing = {landing_room(to, unit), stride, offsets};
-    for (int s = 0; s < layout->segment_count; s++) {
-        const fsdpc_segment *seg = &layout->segments[s];
-        if (seg->trainable) {
-            offsets[count] = of_segment[s];
-            x->wire->parts[count++] = (fsdpc_comm_part){(char *)to->memory + seg->reduce_offset,
-                                                        seg->piece_numel, seg->reduce};
-        }
-    }
+    const fsdpc_route route = x->wire->host ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL;
+    const size_t stride = fsdpc_footprint_landing(fsdpc_unit_layout(unit), NULL);
+    const fsdpc_landing landing = {landing_room(to, unit), stride, x->wire->landing_offsets};
+    FSDPC_TRY(list_parts(x, to, route, &count));
     to->packed = false;
     name_reduce(unit, what);
     FSDPC_TRY(fsdpc_flight_reduce(
-        x->comm, x->wire->parts, count, &landing, x->wire->host ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL,
+        x->comm, x->wire->parts, count, &landing, route,
         fsdpc_wire_mark(x, FSDPC_WIRE_REDUCE(fsdpc_unit_use(unit)->id), &mark), what, &to->flight));
     fsdpc_wire_count(x, unit, to->flight);
     return FSDPC_OK;

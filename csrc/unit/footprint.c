@@ -27,20 +27,31 @@ sees_other_grads(const fsdpc_layout *layout)
     return false;
 }
 
-/* Trainable segments end to end: `copies` pieces each, in the accumulate or (`packed`) the reduce dtype. */
+/* What a piece is placed as: in the accumulate dtype; as it is sent; as its codes, if it travels coded. */
+enum form { ACCUMULATED, SENT, CODED };
+
 static size_t
-place_segments(const fsdpc_layout *layout, int copies, bool packed, size_t *offsets)
+piece_bytes(const fsdpc_segment *seg, enum form form)
+{
+    if (form == CODED || (form == SENT && seg->reduce_coded_bytes > 0)) {
+        return seg->reduce_coded_bytes;
+    }
+    return (size_t)seg->piece_numel *
+           fsdpc_dtype_bytes(form == SENT ? seg->reduce : seg->accumulate);
+}
+
+/* Trainable segments end to end: `copies` pieces each. */
+static size_t
+place_segments(const fsdpc_layout *layout, int copies, enum form form, size_t *offsets)
 {
     size_t bytes = 0;
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
-        const size_t item = fsdpc_dtype_bytes(packed ? seg->reduce : seg->accumulate);
         if (offsets) {
             offsets[s] = bytes;
         }
         if (seg->trainable) {
-            bytes += fsdpc_round_up((size_t)seg->piece_numel * (size_t)copies * item,
-                                    layout->align_bytes);
+            bytes += fsdpc_round_up(piece_bytes(seg, form) * (size_t)copies, layout->align_bytes);
         }
     }
     return bytes;
@@ -49,19 +60,26 @@ place_segments(const fsdpc_layout *layout, int copies, bool packed, size_t *offs
 size_t
 fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets)
 {
-    return place_segments(layout, layout->world, false, offsets);
+    return place_segments(layout, layout->world, ACCUMULATED, offsets);
 }
 
 size_t
 fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets)
 {
-    return place_segments(layout, 1, true, offsets);
+    return place_segments(layout, 1, SENT, offsets);
+}
+
+size_t
+fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets)
+{
+    return place_segments(layout, layout->world, CODED, offsets);
 }
 
 static size_t
 landing_bytes(const fsdpc_layout *layout, int senders)
 {
     return fsdpc_round_up(layout->reduce_bytes, layout->align_bytes) - layout->reduce_bytes +
+           fsdpc_footprint_codes(layout, NULL) +
            fsdpc_footprint_landing(layout, NULL) * (size_t)senders;
 }
 

@@ -26,7 +26,7 @@ typedef struct fsdpc_footprint {
     size_t partial_bytes;  /* sum over the shard group before replicas; 0 without replicas */
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
-    size_t reduce_bytes;   /* one rank's packed gradients (and what lands), whole pages */
+    size_t reduce_bytes; /* one rank's packed gradients (and codes, and what lands), whole pages */
     size_t coded_bytes; /* all ranks' pieces as they travel, where they land coded; beside a slot */
 } fsdpc_footprint;
 
@@ -34,8 +34,10 @@ typedef struct fsdpc_footprint {
  * (NULL: not wanted) gets where segment s begins. */
 size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
 
-/* Bytes of one rank's pieces of the gradients of another rank, in the reduce dtype, aligned as above. */
+/* Bytes of one rank's pieces of the gradients of another rank, in the reduce dtype or coded, aligned as above. */
 size_t fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets);
+/* Bytes of all ranks' coded pieces of gradients, of segments that have such, aligned as above. */
+size_t fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets);
 
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
                                    const fsdpc_footprint_options *options);

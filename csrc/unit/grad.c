@@ -44,12 +44,22 @@ own_piece(const fsdpc_unit *unit, const fsdpc_segment *seg)
     return piece_of(seg, unit->rank);
 }
 
+/* Elements of a segment's piece from `begin` on. */
+static int
+sum_elements(fsdpc_unit *unit, const fsdpc_segment *seg, int64_t begin, int64_t n,
+             const void *const *sources, int count, fsdpc_dtype type)
+{
+    const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
+    char *sum = (char *)to.sum + seg->grad_offset;
+    return fsdpc_device_reduce(unit->device,
+                               sum + (size_t)begin * fsdpc_dtype_bytes(seg->accumulate),
+                               seg->accumulate, sources, count, type, n, to.scale, *to.add);
+}
+
 static int
 sum_segment(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces, int count)
 {
-    const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
-    return fsdpc_device_reduce(unit->device, (char *)to.sum + seg->grad_offset, seg->accumulate,
-                               pieces, count, seg->reduce, seg->piece_numel, to.scale, *to.add);
+    return sum_elements(unit, seg, 0, seg->piece_numel, pieces, count, seg->reduce);
 }
 
 int
@@ -71,6 +81,43 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
     return FSDPC_OK;
 }
 
+/* --- pieces that have landed --------------------------------------------------------------------- */
+
+enum { CHUNK = 1 << 14 }; /* elements; whole blocks of every codec */
+
+/* Whole rows, or a part of one, from `begin` on. */
+static int64_t
+next_chunk(const fsdpc_segment *seg, int64_t begin)
+{
+    const int64_t row = seg->row_numel, left = row - begin % row;
+    const int64_t most = row <= CHUNK ? CHUNK / row * row : left < CHUNK ? left : CHUNK;
+    return most < seg->piece_numel - begin ? most : seg->piece_numel - begin;
+}
+
+/* The same of coded pieces, but for the own-th, through `room`, which holds a chunk of each. */
+static int
+sum_coded(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces, int own, int count,
+          double *room, const void **sources)
+{
+    const fsdpc_dtype wide = seg->reduce == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    const size_t item = fsdpc_dtype_bytes(seg->reduce);
+    for (int64_t begin = 0, n; begin < seg->piece_numel; begin += n) {
+        n = next_chunk(seg, begin);
+        for (int i = 0; i < count; i++) {
+            void *to = room + (size_t)i * CHUNK;
+            sources[i] = to;
+            FSDPC_TRY(i == own ? fsdpc_device_cast(unit->device, to, wide,
+                                                   (const char *)pieces[i] + (size_t)begin * item,
+                                                   seg->reduce, n, 1.0)
+                               : fsdpc_codec_decode(seg->reduce_codec, pieces[i],
+                                                    seg->piece_numel / seg->row_numel,
+                                                    seg->row_numel, begin, n, to, wide));
+        }
+        FSDPC_TRY(sum_elements(unit, seg, begin, n, sources, count, wide));
+    }
+    return FSDPC_OK;
+}
+
 int
 fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own, int count)
 {
@@ -80,9 +127,11 @@ fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing,
     if (!landing) {
         return fsdpc_grad_sum(unit, &buffer, 1);
     }
-    const void **pieces = fsdpc_mem_calloc((size_t)count, sizeof *pieces);
+    const size_t chunks = fsdpc_footprint_codes(layout, NULL) > 0 ? (size_t)count * CHUNK : 0;
+    const void **pieces = fsdpc_mem_calloc(2 * (size_t)count, sizeof *pieces);
     size_t *offsets = fsdpc_mem_calloc(segments, sizeof *offsets);
-    if (!pieces || !offsets) {
+    double *room = fsdpc_mem_calloc(chunks, sizeof *room);
+    if (!pieces || !offsets || !room) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the sums of unit %s", unit->name),
                    done);
     }
@@ -96,11 +145,15 @@ fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing,
             pieces[i] = i == own ? (const char *)buffer + own_piece(unit, seg)
                                  : landing + offsets[s] + stride * (size_t)at++;
         }
-        FSDPC_GOTO(sum_segment(unit, seg, pieces, count), done);
+        FSDPC_GOTO(seg->reduce_coded_bytes > 0
+                       ? sum_coded(unit, seg, pieces, own, count, room, pieces + count)
+                       : sum_segment(unit, seg, pieces, count),
+                   done);
     }
     *fsdpc_grad_target(unit).add = true;
 done:
     fsdpc_mem_free(pieces);
+    fsdpc_mem_free(room);
     fsdpc_mem_free(offsets);
     return status;
 }

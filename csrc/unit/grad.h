@@ -7,7 +7,8 @@
 /* Sums this rank's pieces: sources[r] is rank r's reduce buffer, NULL if the rank sent none. */
 int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
 /* The same for `count` pieces that have landed apart: the own-th is in this rank's reduce buffer `buffer`, the
- * others, in their order, are one fsdpc_footprint_landing behind the other. `landing` NULL: `buffer` holds the sum. */
+ * others, in their order, are one fsdpc_footprint_landing behind the other, coded where the segment says so. `landing`
+ * NULL: `buffer` holds the sum. */
 int fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own,
                           int count);
 

@@ -41,10 +41,11 @@ check_rows(const fsdpc_param_spec *spec)
                            "parameter '%s': %lld elements do not divide into rows of %lld",
                            spec->name, (long long)spec->numel, (long long)spec->row_numel);
     }
-    if (spec->codec != FSDPC_UNCODED &&
-        (spec->row_numel == 0 || spec->storage == FSDPC_BYTES || spec->compute == FSDPC_BYTES)) {
+    const fsdpc_codec codec = spec->codec != FSDPC_UNCODED ? spec->codec : spec->reduce_codec;
+    if (codec != FSDPC_UNCODED && (spec->row_numel == 0 || spec->storage == FSDPC_BYTES ||
+                                   spec->compute == FSDPC_BYTES || spec->reduce == FSDPC_BYTES)) {
         return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': codec %s needs floating-point rows",
-                           spec->name, fsdpc_codec_name(spec->codec));
+                           spec->name, fsdpc_codec_name(codec));
     }
     return FSDPC_OK;
 }
@@ -126,6 +127,7 @@ segment_for(fsdpc_layout *layout, const fsdpc_param_spec *spec)
         .trainable = spec->trainable,
         .row_numel = spec->row_numel,
         .codec = spec->codec,
+        .reduce_codec = spec->reduce_codec,
     };
     return layout->segment_count++;
 }
@@ -200,6 +202,15 @@ bytes_of(const fsdpc_layout *layout, size_t numel, fsdpc_dtype dtype)
     return fsdpc_round_up(numel * fsdpc_dtype_bytes(dtype), layout->align_bytes);
 }
 
+static size_t
+coded_piece(const fsdpc_segment *segment, fsdpc_codec codec)
+{
+    return codec == FSDPC_UNCODED
+               ? 0
+               : fsdpc_codec_bytes(codec, segment->piece_numel / segment->row_numel,
+                                   segment->row_numel);
+}
+
 static void
 cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
 {
@@ -213,11 +224,9 @@ cut_segment(fsdpc_layout *layout, fsdpc_segment *segment)
     segment->shard_offset = layout->shard_bytes;
     layout->full_bytes += bytes_of(layout, all, segment->compute);
     layout->shard_bytes += bytes_of(layout, piece, segment->storage);
-    if (segment->codec != FSDPC_UNCODED) {
-        segment->coded_bytes = fsdpc_codec_bytes(
-            segment->codec, segment->piece_numel / segment->row_numel, segment->row_numel);
-        layout->coded_bytes += segment->coded_bytes * (size_t)layout->world;
-    }
+    segment->coded_bytes = coded_piece(segment, segment->codec);
+    segment->reduce_coded_bytes = coded_piece(segment, segment->reduce_codec);
+    layout->coded_bytes += segment->coded_bytes * (size_t)layout->world;
 }
 
 /* The part of the layout that depends on which segments are trainable: gradient buffers, and the indices of

@@ -40,6 +40,7 @@ typedef struct fsdpc_param_spec {
     bool trainable;    /* false: no room in gradient buffers. Must be false for FSDPC_BYTES. */
     int64_t row_numel; /* elements of one row, which divide numel; 0: cut anywhere */
     fsdpc_codec codec; /* how gathered values travel; only by rows, only of floats */
+    fsdpc_codec reduce_codec; /* how gradients travel between ranks that send; likewise */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_param_place {
@@ -52,18 +53,20 @@ typedef struct fsdpc_param_place {
 
 typedef struct fsdpc_segment {
     fsdpc_dtype storage, compute, reduce;
-    fsdpc_dtype accumulate; /* of the shard gradient: F64 if storage or reduce is F64, else F32 */
-    bool trainable;         /* has room in gradient buffers */
-    int64_t numel;          /* up to the end of the last parameter */
-    int64_t row_numel;      /* > 0: by rows; 0: flat */
-    fsdpc_codec codec;      /* by rows: how pieces travel, whatever gathers them */
-    size_t coded_bytes;     /* of a piece; 0: it travels in the compute dtype */
-    int64_t piece_numel;    /* per rank; world * piece_numel >= numel */
-    int first, count;       /* its parameters: layout->order[first] to [first + count - 1] */
-    size_t full_offset;     /* bytes, in the gathered buffer (compute dtype) */
-    size_t shard_offset;    /* bytes, in each rank's shard (storage dtype) */
-    size_t grad_offset;     /* bytes, in each rank's shard gradient (accumulate dtype) */
-    size_t reduce_offset;   /* bytes, in each rank's reduce buffer (reduce dtype) */
+    fsdpc_dtype accumulate;   /* of the shard gradient: F64 if storage or reduce is F64, else F32 */
+    bool trainable;           /* has room in gradient buffers */
+    int64_t numel;            /* up to the end of the last parameter */
+    int64_t row_numel;        /* > 0: by rows; 0: flat */
+    fsdpc_codec codec;        /* by rows: how pieces travel, whatever gathers them */
+    size_t coded_bytes;       /* of a piece; 0: it travels in the compute dtype */
+    fsdpc_codec reduce_codec; /* by rows: how pieces of gradients travel over a wire */
+    size_t reduce_coded_bytes; /* of a piece; 0: it travels in the reduce dtype */
+    int64_t piece_numel;       /* per rank; world * piece_numel >= numel */
+    int first, count;          /* its parameters: layout->order[first] to [first + count - 1] */
+    size_t full_offset;        /* bytes, in the gathered buffer (compute dtype) */
+    size_t shard_offset;       /* bytes, in each rank's shard (storage dtype) */
+    size_t grad_offset;        /* bytes, in each rank's shard gradient (accumulate dtype) */
+    size_t reduce_offset;      /* bytes, in each rank's reduce buffer (reduce dtype) */
 } fsdpc_segment;
 
 typedef struct fsdpc_layout {

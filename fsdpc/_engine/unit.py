@@ -63,7 +63,8 @@ class Unit(WholeValues):
     ``by_rows`` (which needs ``use_orig_params``) these elements are the rows of
     ``torch.chunk(param, world, 0)[rank]``, for every parameter; a 0-dim parameter is one row.
     ``dims``: the place that the first dimension of each parameter has in the modules (default 0).
-    ``codecs``: in which codes of ``csrc/codec`` each parameter travels, "": in none.
+    ``codecs``: in which codes of ``csrc/codec`` each parameter's values, and its gradients,
+    travel, "": in none.
     ``MismatchError``: ranks differ in names, shapes, dtypes or options. ``TypeError``: a trainable
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
@@ -87,7 +88,7 @@ class Unit(WholeValues):
         offload: bool = False,
         by_rows: bool = False,
         dims: Sequence[int] = (),
-        codecs: Sequence[str] = (),
+        codecs: Sequence[tuple[str, str]] = (),
     ) -> None:
         if by_rows and not use_orig_params:
             raise ValueError(f"unit {name}: by_rows needs use_orig_params=True")
@@ -102,7 +103,7 @@ class Unit(WholeValues):
         self.offload = offload
         self.by_rows = by_rows
         self.dims = list(dims) or [0] * len(infos)
-        self.codecs = list(codecs) or [""] * len(infos)
+        self.codecs = list(codecs) or [("", "")] * len(infos)
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
         self.trainable = [self._trainable(info) for info in infos]
@@ -164,13 +165,14 @@ class Unit(WholeValues):
             check_trains(f"unit {self.name}: parameter {info.name}", info.param.dtype)
         return info.param.requires_grad
 
-    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool, int, str]:
+    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool, int, str, str]:
         dtype, param = self.dtypes[i], self.infos[i].param
         row = _sharded.row_numel(self.shapes[i]) if self.by_rows else 0
         if not computes(dtype):
             size = param.element_size()
             nbytes = param.numel() * size
-            return (self.infos[i].name, nbytes, "uint8", "uint8", "uint8", False, row * size, "")
+            name = self.infos[i].name
+            return (name, nbytes, "uint8", "uint8", "uint8", False, row * size, "", "")
         compute = self.param_dtype or dtype
         reduce = self.reduce_dtype or default_dtype(compute, self.groups.shard)
         return (
@@ -181,7 +183,7 @@ class Unit(WholeValues):
             dtype_name(reduce),
             self.trainable[i],
             row,
-            self.codecs[i],
+            *self.codecs[i],
         )
 
     def _describe(self, specs: Sequence[tuple[Any, ...]], named: bool) -> str:
@@ -193,7 +195,8 @@ class Unit(WholeValues):
         ]
         if self.by_rows:
             lines.append("parameters cut between rows")
-        for i, (name, _, storage, compute, reduce, trainable, _, codec) in enumerate(specs):
+        for i, spec in enumerate(specs):
+            name, _, storage, compute, reduce, trainable, _, codec, sent = spec
             lines.append(
                 f"parameter {name if named else i}: shape {tuple(self.shapes[i])}, "
                 f"{self.dtypes[i]}, stored as {storage}, computed in {compute}, reduced in "
@@ -201,6 +204,7 @@ class Unit(WholeValues):
                 f"{'trainable' if trainable else 'frozen'}"
                 + (f", cut along dimension {self.dims[i]}" if self.dims[i] else "")
                 + (f", gathered as {codec}" if codec else "")
+                + (f", gradients sent as {sent}" if sent else "")
             )
         return "\n".join(lines)
 

@@ -26,7 +26,7 @@ from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.extension import Extension, extends
 from fsdpc._fsdp2.gathered import Gathered
-from fsdpc._fsdp2.quantized import Quantized, codec_of
+from fsdpc._fsdp2.quantized import Quantized, codecs_of
 from fsdpc._fsdp2.unit import RowUnit
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import without_transforms
@@ -94,7 +94,7 @@ class ExtendedUnit(RowUnit):
         padded = torch.Size(rows_shape(self.shapes[i], self.groups.shard.world, 0))
         options = padded, self._compute_dtype(i), self.device
         if not self.extended[i]:
-            codec = codec_of(self.policy, self.shapes[i], self.dtypes[i])
+            codec, _ = codecs_of(self.policy, self.shapes[i], self.dtypes[i])
             if codec not in ("", "int8"):
                 raise NotImplementedError(
                     f"parameter {self.infos[i].name!r} of unit {self.name!r}: QuantizedPolicy has "

@@ -1,5 +1,5 @@
-"""Weights that are gathered in fewer bits (qwZ of ZeRO++): their policy, and their gathered value
-where Python gathers. Elsewhere the engine does, by ``csrc/codec``.
+"""Weights and gradients that travel in fewer bits (qwZ and qgZ of ZeRO++): their policy, and the
+gathered value where Python gathers. Elsewhere the engine codes, by ``csrc/codec``.
 
 A block is a part of a row, so codes depend on the whole parameter alone, and gathered values are
 the same on any number of ranks.
@@ -22,6 +22,7 @@ from fsdpc._torch import preserved_versions
 
 _BLOCK = 256  # elements with one scale (csrc/activation)
 CODECS = ("int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4")  # csrc/codec
+REDUCE_CODECS = ("int8", "int4", "int4_stochastic", "float8_e4m3", "float8_e5m2", "mxfp8")
 _FEWEST = 64  # rows, and elements of a row, of a parameter that is coded
 _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,11 +30,13 @@ _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 @dataclass(frozen=True)
 class QuantizedPolicy(MixedPrecisionPolicy):
     """For ``fully_shard(..., mp_policy=)``: torch's ``MixedPrecisionPolicy``, whose units gather
-    their weights in fewer bits (ZeRO++, arXiv 2306.10209, calls that qwZ).
+    their weights, and if asked send their gradients, in fewer bits (ZeRO++, arXiv 2306.10209,
+    calls that qwZ and qgZ).
 
     Each rank sends codes of its rows of a parameter, made from the shard's own dtype, with one
     scale per block of a row: of floating-point parameters with at least 64 rows of at least 64
-    elements. Modules compute with the decoded values in ``param_dtype``. ``codec`` is one of
+    elements. Modules compute with the decoded values in ``param_dtype``. ``codec`` is None (values
+    travel as they are) or one of
 
     - ``"int8"``: a signed byte per element and a float32 scale per 256. A value is off by at most
       the largest magnitude of its block / 252.
@@ -42,26 +45,50 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     - ``"mxfp8"``: E4M3 and a power of two per 32, as OCP's MX formats.
     - ``"nf4"``: 4 bits and a float32 scale per 64, the levels of QLoRA.
 
+    ``reduce_codec`` is None or in which codes the same parameters' gradients go over a wire to the
+    rank that sums them: one of the above but for nf4, or
+
+    - ``"int4"``: -7 to 7 in 4 bits and a float32 scale per 128. A value is off by at most the
+      largest magnitude of its block / 14: smaller ones become 0.
+    - ``"int4_stochastic"``: rounded up or down at random instead, by at most a seventh, so that
+      sums over steps are right on average. What is random follows from the gradients: equal runs
+      are equal to the bit.
+
+    Ranks of one host sum before they code, and a rank adds its own part as it is. So nothing is
+    coded where all ranks share memory, in sums over replicas, and by ``set_collectives("c10d")``.
+
     A block with a value that is not finite becomes NaN. Other parameters (norms, biases, adapters
-    of low rank) travel as without. Shards, gradients, optimizer states and checkpoints are as
-    without. On a GPU, and in a unit with parameters that bring their own gather, there is "int8"
-    only, and all ranks gather such units alike: in Python, without prefetching.
+    of low rank) travel as without. Shards, optimizer states and checkpoints are as without. On a
+    GPU there is no ``reduce_codec``; there, and in a unit with parameters that bring their own
+    gather, ``codec`` is "int8" or None, and all ranks gather such units alike: in Python, without
+    prefetching.
     """
 
-    codec: str = "int8"
+    codec: str | None = "int8"
+    reduce_codec: str | None = None
 
     def __post_init__(self) -> None:
-        if self.codec not in CODECS:
-            raise ValueError(f"unknown codec {self.codec!r}: choose from {', '.join(CODECS)}")
+        for name, chosen, known in (
+            ("codec", self.codec, CODECS),
+            ("reduce_codec", self.reduce_codec, REDUCE_CODECS),
+        ):
+            if chosen is not None and chosen not in known:
+                raise ValueError(
+                    f"unknown {name} {chosen!r}: choose None or one of {', '.join(known)}"
+                )
 
 
-def codec_of(policy: MixedPrecisionPolicy | None, shape: torch.Size, dtype: torch.dtype) -> str:
-    """In which codes ``policy`` gathers parameters of this shape and dtype, cut along dimension 0;
-    "": in none.
+def codecs_of(
+    policy: MixedPrecisionPolicy | None, shape: torch.Size, dtype: torch.dtype
+) -> tuple[str, str]:
+    """In which codes ``policy`` gathers parameters of this shape and dtype, cut along dimension 0,
+    and sends their gradients; "": in none.
     """
     if not isinstance(policy, QuantizedPolicy) or len(shape) < 2 or not computes(dtype):
-        return ""
-    return policy.codec if min(shape[0], math.prod(shape[1:])) >= _FEWEST else ""
+        return "", ""
+    if min(shape[0], math.prod(shape[1:])) < _FEWEST:
+        return "", ""
+    return policy.codec or "", policy.reduce_codec or ""
 
 
 class Quantized(Gathered):

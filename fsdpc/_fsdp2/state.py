@@ -27,7 +27,7 @@ from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
 from fsdpc._fsdp2.extended import ExtendedUnit
 from fsdpc._fsdp2.extension import extends
-from fsdpc._fsdp2.quantized import codec_of
+from fsdpc._fsdp2.quantized import codecs_of
 from fsdpc._fsdp2.unit import RowUnit, check_materialized
 from fsdpc._torch import global_backward_hooks, tree_leaves
 
@@ -118,7 +118,8 @@ class State:
         params = list(adopted) or [info.param for info in infos]
         in_python = self.compute_device.type != "cpu"
         if any(
-            extends(p) or (in_python and codec_of(self.precision, p.shape, p.dtype)) for p in params
+            extends(p) or (in_python and codecs_of(self.precision, p.shape, p.dtype)[0])
+            for p in params
         ):
             make = ExtendedUnit
         unit: RowUnit = make(

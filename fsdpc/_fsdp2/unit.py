@@ -22,7 +22,7 @@ from fsdpc._engine.released import ReleasedDTensor
 from fsdpc._engine.unit import ParamInfo, Unit
 from fsdpc._fsdp2 import assigned as _assigned
 from fsdpc._fsdp2.args import DataMesh
-from fsdpc._fsdp2.quantized import codec_of
+from fsdpc._fsdp2.quantized import codecs_of
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import AsyncCollectiveTensor, DTensorSpec, StridedShard, TensorMeta
 
@@ -68,9 +68,9 @@ class RowUnit(Unit):
         for info, dim in zip(infos, dims, strict=True):
             if dim > 0:
                 _put_first(info, dim)
-        codecs = [codec_of(policy, info.param.shape, info.param.dtype) for info in infos]
+        codecs = [codecs_of(policy, info.param.shape, info.param.dtype) for info in infos]
         if self.foreign or data_mesh.device.type != "cpu":  # gathered, or coded, in Python
-            codecs = []
+            codecs = [("", sent) for _, sent in codecs]
         super().__init__(
             name,
             infos,

@@ -11,7 +11,7 @@ from fsdpc.plan.model import Param, Setup, Unit
 
 NARROW = ("bfloat16", "float16")
 RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
-Spec = tuple[str, int, str, str, str, bool, int, str]
+Spec = tuple[str, int, str, str, str, bool, int, str, str]
 OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan's is
 
 
@@ -34,7 +34,7 @@ def specs_of(unit: Unit, setup: Setup) -> tuple[Spec, ...]:
 def _spec(param: Param, unit: Unit, setup: Setup) -> Spec:
     storage = param.dtype or setup.storage
     if storage == "uint8":
-        return (param.name, param.numel, "uint8", "uint8", "uint8", False, param.row, "")
+        return (param.name, param.numel, "uint8", "uint8", "uint8", False, param.row, "", "")
     compute = _choice(unit.compute, setup.compute) or storage
     reduce = _choice(unit.reduce, setup.reduce) or default_reduce(compute, setup)
     return (
@@ -45,7 +45,7 @@ def _spec(param: Param, unit: Unit, setup: Setup) -> Spec:
         reduce,
         param.trainable,
         param.row,
-        param.codec,
+        *param.codecs,
     )
 
 

@@ -27,8 +27,8 @@ class Param:
     plan's storage dtype. Carried as bytes (not cast, not trained) where ``dtype`` is ``uint8``.
     ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
     ``sides``: rows and columns of the matrix that it is, or of each of a stack of them; (0, 0):
-    a vector. ``looked_up``: an embedding or output layer. ``codec``: in which codes the engine
-    gathers it.
+    a vector. ``looked_up``: an embedding or output layer. ``codecs``: in which codes the engine
+    gathers it and sends its gradients.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Param:
     trainable: bool = True
     row: int = 0
     sides: tuple[int, int] = (0, 0)
-    codec: str = ""
+    codecs: tuple[str, str] = ("", "")
     looked_up: bool = False
 
     @property

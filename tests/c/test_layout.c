@@ -3,15 +3,14 @@
 #include "unit/layout.h"
 #include "test.h"
 
-#define F32_SPEC(text, count) \
-    {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true, 0, FSDPC_UNCODED}
+#define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true, 0, 0, 0}
 
 static const fsdpc_param_spec mixed[] = {
     F32_SPEC("embed", 1000),
-    {"scale", 3, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, FSDPC_UNCODED},
+    {"scale", 3, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0},
     F32_SPEC("bias", 7),
-    {"frozen", 50, FSDPC_F32, FSDPC_BF16, FSDPC_F32, false, 0, FSDPC_UNCODED},
-    {"codes", 333, FSDPC_BYTES, FSDPC_BYTES, FSDPC_BYTES, false, 0, FSDPC_UNCODED},
+    {"frozen", 50, FSDPC_F32, FSDPC_BF16, FSDPC_F32, false, 0, 0, 0},
+    {"codes", 333, FSDPC_BYTES, FSDPC_BYTES, FSDPC_BYTES, false, 0, 0, 0},
     F32_SPEC("empty", 0),
     F32_SPEC("scalar", 1),
 };
@@ -124,7 +123,7 @@ frozen_segments_have_no_room_for_gradients(void)
 static void
 trainable_segments_may_change(void)
 {
-    fsdpc_param_spec spec = {"odd", 37, FSDPC_F32, FSDPC_F32, FSDPC_BF16, false, 0, FSDPC_UNCODED};
+    fsdpc_param_spec spec = {"odd", 37, FSDPC_F32, FSDPC_F32, FSDPC_BF16, false, 0, 0, 0};
     const uint8_t yes = 1, no = 0;
     fsdpc_layout *frozen, *trained;
     REQUIRE_OK(fsdpc_layout_build(&spec, 1, 3, 16, &frozen));
@@ -159,8 +158,8 @@ static void
 huge_units_do_not_wrap(void)
 {
     const fsdpc_param_spec huge[] = {
-        {"a", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, FSDPC_UNCODED},
-        {"b", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, FSDPC_UNCODED},
+        {"a", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0},
+        {"b", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0},
     };
     fsdpc_layout *layout;
     REQUIRE_OK(fsdpc_layout_build(huge, 2, INT32_MAX, 1 << 21, &layout));
@@ -173,7 +172,7 @@ huge_units_do_not_wrap(void)
 static void
 padding_by_rows_does_not_wrap(void)
 {
-    fsdpc_param_spec spec = {"w", 1, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 1, FSDPC_UNCODED};
+    fsdpc_param_spec spec = {"w", 1, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 1, 0, 0};
     fsdpc_layout *layout;
     REQUIRE_OK(fsdpc_layout_build(&spec, 1, INT32_MAX, 1 << 21, &layout));
     CHECK_INT(layout->segments[0].piece_numel, 1);
@@ -199,34 +198,29 @@ refused(fsdpc_param_spec spec, const char *part)
 static void
 bad_parameters_are_named(void)
 {
-    refused((fsdpc_param_spec){"w", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_UNCODED},
+    refused((fsdpc_param_spec){"w", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0}, "'w'");
+    refused((fsdpc_param_spec){"w", INT64_MAX, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
             "'w'");
     refused(
-        (fsdpc_param_spec){"w", INT64_MAX, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_UNCODED},
-        "'w'");
-    refused((fsdpc_param_spec){"w", INT64_C(1) << 52, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0,
-                               FSDPC_UNCODED},
-            "the unit passes");
-    refused(
-        (fsdpc_param_spec){"w", 1, FSDPC_DTYPE_COUNT, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_UNCODED},
-        "'w'");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_BYTES, FSDPC_F32, false, 0, FSDPC_UNCODED},
-            "uint8");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_BYTES, FSDPC_BYTES, FSDPC_F32, true, 0, FSDPC_UNCODED},
+        (fsdpc_param_spec){"w", INT64_C(1) << 52, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
+        "the unit passes");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_DTYPE_COUNT, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
+            "'w'");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_BYTES, FSDPC_F32, false, 0, 0, 0}, "uint8");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_BYTES, FSDPC_BYTES, FSDPC_F32, true, 0, 0, 0},
             "freeze");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_F32, FSDPC_BYTES, true, 0, FSDPC_UNCODED},
-            "freeze");
-    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 3, FSDPC_UNCODED},
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_F32, FSDPC_BYTES, true, 0, 0, 0}, "freeze");
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 3, 0, 0},
             "rows of 3");
-    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, -1, FSDPC_UNCODED},
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, -1, 0, 0},
             "rows of -1");
     refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_INT8},
             "int8 needs floating-point rows");
     /* One row of 2^51 elements is padded to 2^52, beside the elements of the other parameter. */
     refused((fsdpc_param_spec){"w", INT64_C(1) << 51, FSDPC_F32, FSDPC_F32, FSDPC_F32, true,
-                               INT64_C(1) << 51, FSDPC_UNCODED},
+                               INT64_C(1) << 51, 0, 0},
             "'w'");
-    refused((fsdpc_param_spec){NULL, 1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_UNCODED},
+    refused((fsdpc_param_spec){NULL, 1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
             "parameter 1");
 }
 

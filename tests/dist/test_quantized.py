@@ -146,7 +146,7 @@ def test_a_unit_on_several_ranks_must_have_one_codec(rank, world):
 
 
 def test_a_codec_must_exist():
-    with pytest.raises(ValueError, match="unknown codec 'int7': choose from int8"):
+    with pytest.raises(ValueError, match="unknown codec 'int7': choose None or one of int8"):
         QuantizedPolicy(codec="int7")
 
 

@@ -536,8 +536,8 @@ class Caller(Companions):
         if self.rng.random() < 0.7:
             return specs
         cut = [(*s[:6], self.rng.choice([1, 3, s[1] or 1, -1])) for s in specs]
-        codec = self.rng.choice(values.CODECS)
-        return cut if self.rng.random() < 0.5 else [(*s, codec) for s in cut]
+        codecs = self.rng.choices(values.CODECS, k=self.rng.choice([0, 0, 1, 2]))
+        return [(*s, *codecs) for s in cut]
 
     def call_kernels(self) -> None:
         rng = self.rng

@@ -32,7 +32,7 @@ FROZEN = [("w", 6, "float32", "float32", "float32", False)]
 EMPTY = [("z", 0, "float32", "float32", "float32", True), ("w", 4, *["float32"] * 3, True)]
 ALL_SPECS = [SPECS, MIXED, FROZEN, EMPTY]
 DTYPES = ["float32", "float16", "bfloat16", "float64", "uint8"]
-CODECS = ["", "int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4", "x"]
+CODECS = ["", "int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4", "int4", "int4_stochastic", "x"]
 KERNELS = [None, "plain", "avx2", "avx512", "cuda:0", "x", "cuda:", "cuda:99999999999999999999"]
 
 

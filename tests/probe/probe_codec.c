@@ -32,8 +32,8 @@ run(const struct request *r, enum way way)
     return way == ENCODE ? fsdpc_codec_encode(r->codec, r->values.view.data, r->values.dtype, rows,
                                               r->row, r->coded.view.data)
            : way == DECODE
-               ? fsdpc_codec_decode(r->codec, r->coded.view.data, rows, r->row, r->values.view.data,
-                                    r->values.dtype)
+               ? fsdpc_codec_decode(r->codec, r->coded.view.data, rows, r->row, 0, r->values.n,
+                                    r->values.view.data, r->values.dtype)
                : fsdpc_codec_round(r->codec, r->values.view.data, r->values.dtype, r->row, 0,
                                    r->values.n, r->rounded.view.data, r->rounded.dtype);
 }

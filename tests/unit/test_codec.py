@@ -13,7 +13,13 @@ F8 = {
     "float8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 256),
     "mxfp8": (ml_dtypes.float8_e4m3fn, 448.0, 32),
 }
-BLOCKS = {"int8": 256, "nf4": 64, **{name: block for name, (_, _, block) in F8.items()}}
+BLOCKS = {
+    "int8": 256,
+    "nf4": 64,
+    "int4": 128,
+    "int4_stochastic": 128,
+    **{name: block for name, (_, _, block) in F8.items()},
+}
 # Of the block's largest magnitude. mxfp8 cuts off what is above 448 of 512 scales.
 BOUNDS = {
     "int8": 1 / 251,
@@ -21,6 +27,8 @@ BOUNDS = {
     "float8_e5m2": 1 / 13,
     "mxfp8": 1 / 8,
     "nf4": 0.153,
+    "int4": 1 / 13.99,
+    "int4_stochastic": 1 / 6.99,
 }
 NF4 = np.float32([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -49,7 +57,7 @@ def rounded(codec, values, dtype="float32", out_dtype="float32"):
 
 
 def scales_at(codec, rows, row):
-    return -(-rows * -(-row * (4 if codec == "nf4" else 8) // 8) // 16) * 16
+    return -(-rows * -(-row * (4 if codec.startswith(("nf4", "int4")) else 8) // 8) // 16) * 16
 
 
 def with_scale(codec, codes, scale):
@@ -123,6 +131,36 @@ def test_nf4_is_the_nearest_level(kernels):
     chosen = np.abs(rows.astype(np.float64) - found)
     assert np.isin(found, NF4).all()
     assert (chosen <= distance.min(-1) + 1e-8).all()
+
+
+def test_int4_is_the_nearest_integer(kernels):
+    every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    values = every[np.abs(every) <= 7]
+    values = np.pad(values, (0, -len(values) % 127)).reshape(-1, 127)
+    rows = np.concatenate([np.full((len(values), 1), 7, np.float32), values], 1)
+    codes = encode("int4", rows)[: rows.size // 2].reshape(-1, 64)
+    levels = np.stack([codes >> 4, codes & 15], -1).reshape(-1, 128).astype(np.int64) - 8
+    assert np.array_equal(levels, np.rint(rows))
+    np.testing.assert_allclose(decode("int4", encode("int4", rows), rows.shape), levels, 3e-7)
+
+
+def test_rounding_at_random_is_right_on_average(kernels):
+    rng = np.random.default_rng(0)
+    rows = np.full((4000, 128), 0.3, np.float32)
+    rows[:, 0] = rng.uniform(1, 2, 4000)  # nothing else differs between blocks
+    found = decode("int4_stochastic", encode("int4_stochastic", rows), rows.shape)[:, 1:]
+    step = rows[:, :1] / 7
+    below = np.floor(np.float32(0.3) / step)
+    assert (np.isclose(found, below * step) | np.isclose(found, (below + 1) * step)).all()
+    deviation = step.mean() / 2 / np.sqrt(found.size)  # at most
+    assert abs(found.mean() - 0.3) < 5 * deviation
+    by_place = found.mean(0)  # no place in a block is rounded one way
+    assert np.abs(by_place - 0.3).max() < 5 * step.mean() / 2 / np.sqrt(len(rows))
+    assert abs(decode("int4", encode("int4", rows), rows.shape)[:, 1:].mean() - 0.3) > deviation
+    neighbours = np.corrcoef((found - 0.3)[:, :-1].ravel(), (found - 0.3)[:, 1:].ravel())[0, 1]
+    assert abs(neighbours) < 0.02
+    rows[:, 1:] = 0
+    assert np.array_equal(rounded("int4_stochastic", rows), rows)
 
 
 @pytest.mark.parametrize("codec", BLOCKS)

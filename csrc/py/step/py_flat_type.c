@@ -358,8 +358,10 @@ static PyType_Slot slots[] = {
      "FlatParameter(name, comm, params, replicate=None, divide=1.0, reshard=True, "
      "offload=False, foreign=False)\n--\n\n"
      "The parameters of one unit laid end to end and cut into equal pieces, one per rank of comm.\n"
-     "params: (name, numel, storage, compute, reduce, trainable[, row_numel[, codec]]) each; with\n"
-     "row_numel > 0 the parameter is cut between rows, as by torch.chunk. offload: shard and "
+     "params: (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, "
+     "reduce_codec]]])\n"
+     "each; with row_numel > 0 the parameter is cut between rows, as by torch.chunk. offload: "
+     "shard and "
      "gradient\n"
      "lie in host memory (where comm's device has other). foreign: on_values makes the gathered\n"
      "tensors. Collective over comm."},

@@ -13,7 +13,7 @@ parse_dtype(const char *name, fsdpc_dtype *out)
 static int
 parse_spec(PyObject *item, fsdpc_param_spec *out)
 {
-    const char *storage, *compute, *reduce, *codec = "";
+    const char *storage, *compute, *reduce, *codec = "", *reduce_codec = "";
     long long numel, row_numel = 0;
     int trainable;
     if (!PyTuple_Check(item)) {
@@ -23,9 +23,11 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
     }
     if (!PyArg_ParseTuple(
             item,
-            "sLsssp|Ls;layout: a parameter must be (name: str, numel: int, storage: str, "
-            "compute: str, reduce: str, trainable: bool[, row_numel: int[, codec: str]])",
-            &out->name, &numel, &storage, &compute, &reduce, &trainable, &row_numel, &codec)) {
+            "sLsssp|Lss;layout: a parameter must be (name: str, numel: int, storage: str, "
+            "compute: str, reduce: str, trainable: bool[, row_numel: int[, codec: str[, "
+            "reduce_codec: str]]])",
+            &out->name, &numel, &storage, &compute, &reduce, &trainable, &row_numel, &codec,
+            &reduce_codec)) {
         return -1;
     }
     out->numel = numel;
@@ -34,7 +36,8 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
     if (parse_dtype(storage, &out->storage) < 0 || parse_dtype(compute, &out->compute) < 0) {
         return -1;
     }
-    if (fsdpc_py_checked(fsdpc_codec_from_name(codec, &out->codec)) < 0) {
+    if (fsdpc_py_checked(fsdpc_codec_from_name(codec, &out->codec)) < 0 ||
+        fsdpc_py_checked(fsdpc_codec_from_name(reduce_codec, &out->reduce_codec)) < 0) {
         return -1;
     }
     return parse_dtype(reduce, &out->reduce);
@@ -102,7 +105,7 @@ segment_dict(const void *layout, Py_ssize_t index)
 {
     const fsdpc_segment *segment = &((const fsdpc_layout *)layout)->segments[index];
     return Py_BuildValue(
-        "{s:s,s:s,s:s,s:s,s:O,s:L,s:L,s:L,s:n,s:n,s:n,s:n,s:s,s:n}", "storage",
+        "{s:s,s:s,s:s,s:s,s:O,s:L,s:L,s:L,s:n,s:n,s:n,s:n,s:s,s:n,s:s,s:n}", "storage",
         fsdpc_dtype_name(segment->storage), "compute", fsdpc_dtype_name(segment->compute), "reduce",
         fsdpc_dtype_name(segment->reduce), "accumulate", fsdpc_dtype_name(segment->accumulate),
         "trainable", segment->trainable ? Py_True : Py_False, "numel", (long long)segment->numel,
@@ -110,7 +113,9 @@ segment_dict(const void *layout, Py_ssize_t index)
         "full_offset", (Py_ssize_t)segment->full_offset, "shard_offset",
         (Py_ssize_t)segment->shard_offset, "grad_offset", (Py_ssize_t)segment->grad_offset,
         "reduce_offset", (Py_ssize_t)segment->reduce_offset, "codec",
-        fsdpc_codec_name(segment->codec), "coded_bytes", (Py_ssize_t)segment->coded_bytes);
+        fsdpc_codec_name(segment->codec), "coded_bytes", (Py_ssize_t)segment->coded_bytes,
+        "reduce_codec", fsdpc_codec_name(segment->reduce_codec), "reduce_coded_bytes",
+        (Py_ssize_t)segment->reduce_coded_bytes);
 }
 
 typedef struct param_of {

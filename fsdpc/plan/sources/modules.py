@@ -15,7 +15,7 @@ from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_mo
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
 from fsdpc._fsdp1.root import FRONT
 from fsdpc._fsdp1.wrap import apply_policy
-from fsdpc._fsdp2.quantized import codec_of
+from fsdpc._fsdp2.quantized import codecs_of
 from fsdpc._fsdp2.state import FRONT as FRONT2
 from fsdpc._spans.rows import row_numel
 from fsdpc.api import MixedPrecision
@@ -152,7 +152,7 @@ def _unit_of_call(name: str, depth: int, call: Call, is_root: bool) -> Unit:
             param.requires_grad,
             row_numel(param.shape),
             name,
-            codec_of(call.precision, param.shape, param.dtype),
+            codecs_of(call.precision, param.shape, param.dtype),
         )
         for info, param in ((info, info.param) for info in call.infos)
     )
@@ -189,9 +189,9 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
                 trainable,
                 row_numel(shape) if unit.by_rows else 0,
                 unit.name,
-                codec,
+                codecs,
             )
-            for info, shape, dtype, trainable, codec in zip(
+            for info, shape, dtype, trainable, codecs in zip(
                 unit.infos, unit.shapes, unit.dtypes, unit.trainable, unit.codecs, strict=True
             )
         )
@@ -220,7 +220,7 @@ def _param_of(
     trainable: bool,
     row: int = 0,
     unit: str = "",
-    codec: str = "",
+    codecs: tuple[str, str] = ("", ""),
 ) -> Param:
     if trainable:
         check_trains(f"parameter {name}", dtype)
@@ -230,4 +230,4 @@ def _param_of(
     rows, columns = shape[-2:] if len(shape) > 1 else (0, 0)
     looked_up = not is_matrix(f"{unit}.{name}".lstrip("."), shape)
     kind, sides = dtype_name(dtype), (rows, columns)
-    return Param(name, shape.numel(), kind, trainable, row, sides, codec, looked_up)
+    return Param(name, shape.numel(), kind, trainable, row, sides, codecs, looked_up)

@@ -1,0 +1,234 @@
+"""Gradients that travel in fewer bits."""
+
+from __future__ import annotations
+
+import os
+
+import on_hosts
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ranks, run_ranks
+from test_quantized import through_codes
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdpc
+from fsdpc import QuantizedPolicy, fully_shard
+from fsdpc.sharded_grad_scaler import ShardedGradScaler
+
+CODECS = {
+    "ab": ["int8", "int4"],
+    "abb": ["mxfp8", "int4_stochastic"],
+    "abc": ["float8_e4m3", "float8_e5m2"],
+    "abba": ["int8", "int4_stochastic"],
+}
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(65, 100, bias=False), nn.Linear(100, 100, bias=False)
+
+    def forward(self, x, both):
+        x = self.one(x).tanh()
+        return self.two(x) if both else x
+
+
+class Parts(nn.Module):
+    """Coded weights, one with rows of two blocks of the largest kind, and plain ones."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.low = nn.Linear(300, 65), Pair(), nn.Linear(100, 8)
+        self.scale = torch.ones(100, device="cpu")
+        self.both, self.more = True, 0
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        for _ in range(self.more):
+            x = self.first(x.repeat(1, 5)[:, :300]).tanh()
+        return self.low(self.second(x, self.both) * self.scale)
+
+
+def shard(policy, model=None, **options):
+    model = model or Parts()
+    for part in (model.first, model.second):
+        fully_shard(part, mp_policy=policy, **options)
+    return fully_shard(model, mp_policy=policy, **options)
+
+
+def inputs(rank, step):
+    return torch.randn(8, 300, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def backward(model, rank, step):
+    (model(inputs(rank, step)) - 0.1).square().mean().backward()
+
+
+def sum_of(grads, codec, hosts):
+    """What the ranks' gradients of one parameter become: summed in each host, coded between them,
+    summed in the order of hosts; a host's own sums are not coded.
+    """
+    sums = {}
+    for host, grad in zip(hosts, grads, strict=True):
+        sums[host] = sums[host] + grad if host in sums else grad.clone()
+    pieces = []
+    for owner in range(len(hosts)):
+        parts = [s.chunk(len(hosts))[owner : owner + 1] for s in sums.values()]
+        for host, part in zip(sums, parts, strict=True):
+            if host != hosts[owner] and codec and part:
+                parts[list(sums).index(host)] = (through_codes(part[0], codec),)
+        total = sum(part[0] for part in parts) if parts[0] else None
+        pieces += [] if total is None else [total * (1 / len(hosts))]
+    return torch.cat(pieces)
+
+
+def check(model, plain, codec, hosts, before=()):
+    """The sharded gradients, to the bit."""
+    for i, (p, q) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
+        own = torch.zeros_like(q) if q.grad is None else q.grad
+        grads = [torch.empty_like(own) for _ in hosts]
+        dist.all_gather(grads, own)
+        coded = q.ndim == 2 and min(q.shape) >= 64
+        expected = sum_of(grads, codec if coded else "", hosts)
+        expected = expected + before[i] if before else expected
+        assert torch.equal(p.grad.full_tensor(), expected), (i, codec)
+
+
+@pytest.mark.parametrize("hosts", CODECS)
+def test_sums_are_those_of_decoded_pieces(hosts):
+    """Accumulated without sends, added to what was there, with unused parameters; two runs agree
+    to the bit.
+    """
+    run_ranks(programs, len(hosts), env=on_hosts.counted_as(hosts), hosts=hosts)
+
+
+def programs(rank, world, hosts):
+    for codec in CODECS[hosts]:
+        program(rank, hosts, codec)
+
+
+def program(rank, hosts, codec):
+    policy = QuantizedPolicy(codec=None, reduce_codec=codec)
+    model, plain = shard(policy), Parts()
+    backward(model, rank, 0)
+    backward(plain, rank, 0)
+    check(model, plain, codec, hosts)
+    before = [p.grad.full_tensor() for p in model.parameters()]
+    plain.zero_grad()
+    model.set_requires_gradient_sync(False)
+    model.both = plain.both = rank % 2 == 0
+    for step in (1, 2):
+        model.set_requires_gradient_sync(step == 2)
+        backward(model, rank, step)
+        backward(plain, rank, step)
+    check(model, plain, codec, hosts, before)
+    again = shard(policy)
+    backward(again, rank, 0)
+    for p, value in zip(again.parameters(), before, strict=True):
+        assert torch.equal(p.grad.full_tensor(), value)
+    assert fsdpc.memory_report(model).equal
+
+
+@ranks(2, env=on_hosts.counted_as("ab"))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes_frozen_weights_and_units_that_are_used_twice(rank, world, dtype):
+    policy = QuantizedPolicy(reduce_codec="int8", reduce_dtype=dtype)
+    model, plain = Parts().to(torch.float64), Parts().to(torch.float64)
+    model.second.one.weight.requires_grad_(False)
+    shard(policy, model)
+    for _ in range(2):
+        for each in (model, plain):
+            each.more = 2
+            each(inputs(rank, 0).double()).square().mean().backward()
+        for q in plain.parameters():
+            dist.all_reduce(q.grad)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            if p.requires_grad:
+                bound = 0.02 * q.grad.abs().max()
+                assert (p.grad.full_tensor() - q.grad / world).abs().max() < bound
+        model.second.one.weight.requires_grad_(True)
+        model.zero_grad()
+        plain.zero_grad()
+    report = fsdpc.memory_report(model)
+    line = next(line for line in report.lines if line.role == "reduce slots")
+    assert line.planned == line.actual == fsdpc.memory_stats(model)["reduce_bytes"]
+
+
+@ranks(2, env=on_hosts.counted_as("ab"))
+def test_steps_with_what_is_not_finite_are_skipped(rank, world):
+    for codec in ("int8", "mxfp8", "int4_stochastic"):
+        skip(rank, codec)
+
+
+def skip(rank, codec):
+    model = shard(QuantizedPolicy(reduce_codec=codec))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    before = [p.full_tensor() for p in model.parameters()]
+    if rank == 1:
+        model.scale[3] = float("inf")
+    scaler.scale(model(inputs(rank, 0)).sum()).backward()
+    scaler.unscale_(optimizer)
+    grad = model.second.two.weight.grad.full_tensor()
+    assert grad[3].isnan().all() and grad.isfinite().all(1).sum() == 99
+    assert not torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).isfinite()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    for p, value in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.full_tensor(), value)
+
+
+@ranks(2, env=on_hosts.counted_as("ab"))
+def test_bytes_and_memory(rank, world):
+    """Of gathers and gradients, planned to the byte; the trace has what was sent."""
+    policy = QuantizedPolicy(reduce_codec="int4")
+    model = nn.Sequential(shard(policy))
+    fully_shard(model, mp_policy=policy)
+    loss = model(inputs(rank, 0)).sum()
+    before = fsdpc.memory_stats(model)["sent_bytes"]
+    loss.backward()
+    sent = fsdpc.memory_stats(model)["sent_bytes"] - before
+    coded, plain = 65 * 300 + 100 * 65 + 100 * 100, 65 + 8 * 100 + 8
+    assert 1.0 < before / (coded * 8.2 + plain * 32) * 8 * world < 1.05
+    assert 1.0 < sent / (coded * 4.3 + plain * 32) * 8 * world < 1.05
+    tree = model._get_fsdp_state()._tree
+    found = [event["bytes"] for event in tree.trace() if event["op"] == "send"]
+    assert sum(found) == before + sent
+    report = fsdpc.memory_report(model)
+    assert report.equal, report
+
+
+def gradients(rank, policy, **options):
+    model = shard(policy, **options)
+    backward(model, rank, 0)
+    return [p.grad.full_tensor() for p in model.parameters()]
+
+
+@ranks(4, env=on_hosts.counted_as("aabb"))
+@pytest.mark.parametrize("way", ["replicas", "c10d"])
+def test_where_nothing_is_sent_to_a_rank_that_sums_nothing_is_coded(rank, world, way):
+    options = {}
+    if way == "replicas":
+        options["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("hosts", "ranks"))
+    else:
+        os.environ["FSDPC_COLLECTIVES"] = "c10d"
+    coded = gradients(rank, QuantizedPolicy(codec=None, reduce_codec="int4"), **options)
+    plain = gradients(rank, QuantizedPolicy(codec=None), **options)
+    for a, b in zip(coded, plain, strict=True):
+        assert torch.equal(a, b)
+
+
+@ranks(2)
+def test_ranks_must_have_one_codec(rank, world):
+    with pytest.raises(fsdpc.MismatchError, match="gradients sent as int"):
+        policy = QuantizedPolicy(reduce_codec=["int8", "int4"][rank])
+        fully_shard(nn.Linear(300, 64), mp_policy=policy)
+
+
+def test_a_codec_must_exist():
+    with pytest.raises(ValueError, match="unknown reduce_codec 'nf4': choose None or one of int8"):
+        QuantizedPolicy(reduce_codec="nf4")
