@@ -3,7 +3,7 @@
 python benchmarks/bench_hosts.py                          # print; needs root, see namespaces.py
 python benchmarks/bench_hosts.py --json                   # and write results/hosts.json
 python benchmarks/bench_hosts.py --add --hosts 2,2        # replace or add these cases there
-python benchmarks/bench_hosts.py --json --coded --rates 1gbit   # weights in fewer bits
+python benchmarks/bench_hosts.py --json --coded --rates 1gbit   # weights, gradients in fewer bits
 python benchmarks/bench_hosts.py --hosts 1,1 2,2 --rates 1gbit 10gbit --models 10m 40m
 
 Hosts are network namespaces of this machine. All engines run in the same processes and take turns
@@ -49,7 +49,16 @@ MODELS = {
     "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
 }
 BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2", "fsdpc-3-slots"]
-CODED = ["local", "fsdp2", "fsdpc2", "fsdpc2-int8", "fsdpc2-mxfp8", "fsdpc2-nf4"]
+# In which codes weights and gradients travel; and whether weights stay after forward.
+POLICIES: dict[str, tuple[str, str | None, bool]] = {
+    "fsdpc2-int8": ("int8", None, False),
+    "fsdpc2-nf4": ("nf4", None, False),
+    "fsdpc2-int8-int8": ("int8", "int8", False),
+    "fsdpc2-int8-int4": ("int8", "int4_stochastic", False),
+    "fsdpc2-nf4-int4": ("nf4", "int4_stochastic", False),
+    "fsdpc2-int8-int4-kept": ("int8", "int4_stochastic", True),
+}
+CODED = ["local", "fsdp2", "fsdpc2", *POLICIES]
 INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]  # besides, with several ranks on each host
 PROBE_NUMEL = 16 << 20
 
@@ -75,13 +84,15 @@ def hybrid(work: Workload) -> Training:
     return fsdpc(work, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
-def coded(codec: str, work: Workload) -> Training:
-    """fsdpc.fully_shard with weights gathered in fewer bits."""
+def coded(codec: str, reduce_codec: str | None, keeps: bool, work: Workload) -> Training:
+    """fsdpc.fully_shard with weights, and perhaps gradients, in fewer bits."""
     import fsdpc
 
     def shard(module: nn.Module, **options: Any) -> nn.Module:
-        policy = fsdpc.QuantizedPolicy(codec=codec)
-        return fsdpc.fully_shard(module, **{**options, "mp_policy": policy})
+        options["mp_policy"] = fsdpc.QuantizedPolicy(codec=codec, reduce_codec=reduce_codec)
+        if keeps:
+            options["reshard_after_forward"] = False
+        return fsdpc.fully_shard(module, **options)
 
     return sharded_in_place(work, shard)
 
@@ -99,7 +110,7 @@ BUILDERS = {
     "ddp": ddp,
     "fsdpc2-kept": kept,
     "fsdpc-hybrid": hybrid,
-    **{f"fsdpc2-{codec}": partial(coded, codec) for codec in ("int8", "mxfp8", "nf4")},
+    **{name: partial(coded, *options) for name, options in POLICIES.items()},
 }
 
 
@@ -252,7 +263,7 @@ def main() -> None:
         os._exit(0)  # engines of other libraries leave threads behind
     if namespaces.missing():
         raise SystemExit(namespaces.missing())
-    args.engines = CODED if args.coded else args.engines
+    args.engines = args.engines or (CODED if args.coded else None)
     name = "hosts_coded.json" if args.coded else "hosts.json"
     run = common.describe_run(args.json or args.add)
     result: dict[str, Any] = {"cases": []}

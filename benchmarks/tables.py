@@ -321,7 +321,8 @@ def hosts_tables(result: dict) -> str:
         "exposed, s",
     ]
     coded = "fsdpc2-int8" in result["cases"][0]
-    title = f"### Steps of ranks on several hosts{', weights in fewer bits' if coded else ''}"
+    title = "### Steps of ranks on several hosts"
+    title += ", weights and gradients in fewer bits" if coded else ""
     runs = list(dict.fromkeys(run_line(case["run"]) for case in result["cases"]))
     return "\n\n".join([title, "  \n".join(runs), markdown([*head, "sent, x parameters"], rows)])
 

@@ -1,6 +1,7 @@
 /* Placement of parameters: coverage, alignment, segments, refusals, allocation failures.
  * tests/unit/test_layout_properties.py checks the same contract against a NumPy model. */
-#include "unit/layout.h"
+#include "base/mem.h"
+#include "unit/footprint.h"
 #include "test.h"
 
 #define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true, 0, 0, 0}
@@ -184,6 +185,31 @@ padding_by_rows_does_not_wrap(void)
                 "padded to a multiple of 2147483647 rows");
 }
 
+/* Behind the packed gradients: codes for all ranks, and room for what each of the others sends. */
+static void
+coded_gradients_have_room(void)
+{
+    fsdpc_layout *layout;
+    fsdpc_param_spec specs[] = {
+        {"w", 600, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 100, 0, FSDPC_INT4},
+        {"b", 8, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 1, 0, 0},
+    };
+    const fsdpc_footprint_options alone = {.range_grain = 4096, .page_bytes = 1};
+    const fsdpc_footprint_options wire = {.senders = 1, .range_grain = 4096, .page_bytes = 1};
+    REQUIRE_OK(fsdpc_layout_build(specs, 2, 2, 16, &layout));
+    const size_t coded = fsdpc_round_up(3 * 50, 16) + 16; /* three scales */
+    CHECK_INT((int64_t)layout->segments[0].reduce_coded_bytes, (int64_t)coded);
+    CHECK_INT((int64_t)layout->coded_bytes, 0);
+    CHECK_INT((int64_t)fsdpc_footprint_codes(layout, NULL), (int64_t)(2 * coded));
+    CHECK_INT((int64_t)fsdpc_footprint_landing(layout, NULL), (int64_t)(coded + 16));
+    CHECK_INT((int64_t)fsdpc_footprint_of(layout, &alone).reduce_bytes, 2432);
+    CHECK_INT((int64_t)fsdpc_footprint_of(layout, &wire).reduce_bytes,
+              (int64_t)(2432 + 3 * coded + 16));
+    fsdpc_layout_set_trainable(layout, (const uint8_t[]){0, 1});
+    CHECK_INT((int64_t)fsdpc_footprint_codes(layout, NULL), 0);
+    fsdpc_layout_free(layout);
+}
+
 static void
 refused(fsdpc_param_spec spec, const char *part)
 {
@@ -214,8 +240,10 @@ bad_parameters_are_named(void)
             "rows of 3");
     refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, -1, 0, 0},
             "rows of -1");
-    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_INT8},
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_INT8, 0},
             "int8 needs floating-point rows");
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, FSDPC_INT4},
+            "int4 needs floating-point rows");
     /* One row of 2^51 elements is padded to 2^52, beside the elements of the other parameter. */
     refused((fsdpc_param_spec){"w", INT64_C(1) << 51, FSDPC_F32, FSDPC_F32, FSDPC_F32, true,
                                INT64_C(1) << 51, 0, 0},
@@ -259,6 +287,7 @@ main(void)
     an_empty_unit_takes_nothing();
     huge_units_do_not_wrap();
     padding_by_rows_does_not_wrap();
+    coded_gradients_have_room();
     bad_parameters_are_named();
     bad_arguments_are_refused();
     test_alloc_sweep(build_and_free, NULL);
