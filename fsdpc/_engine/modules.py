@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from fsdpc._engine import lowbit as _lowbit
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._torch import REGISTRY_KEY
 
@@ -60,12 +61,15 @@ def collect(
     infos: dict[int, ParamInfo] = {}
     for module_name, module in modules:
         for attribute, param in module._parameters.items():
+            if param is not None:
+                _lowbit.let_load(module, param)
             if param is None or ignored(param):
                 continue
             info = infos.get(id(param))
             if info is None:
                 name = join(module_name, attribute)
                 _check_kind(module, param, name, what)
+                _lowbit.check(module, param, f"parameter {name!r} of {what}")
                 check(param, name)
                 info = infos[id(param)] = ParamInfo(name, param)
             info.sites.append((module, attribute))

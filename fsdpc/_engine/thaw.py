@@ -14,6 +14,7 @@ import torch
 from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import check_trains
+from fsdpc._engine.lowbit import check_trainable
 
 
 def unfrozen(unit: Any) -> list[int]:
@@ -49,6 +50,7 @@ def agree(units: list[Any]) -> None:
         unit = units[number]
         name = f"{unit.infos[i].name} of unit {unit.name or '(root)'}"
         check_trains(f"unfrozen parameter {name}", unit.dtypes[i])
+        check_trainable(unit.infos[i].param, f"unfrozen parameter {name}")
         names.append(name)
         numbers.append(f"{i} of unit {number}")
     texts = [

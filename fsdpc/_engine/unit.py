@@ -17,6 +17,7 @@ from fsdpc._comm.rendezvous import agree_on_model
 from fsdpc._comm.wire import default_dtype
 from fsdpc._engine import asked as _asked
 from fsdpc._engine import empties as _empties  # noqa: F401  wraps to_empty
+from fsdpc._engine import lowbit as _lowbit
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.companions import registered
 from fsdpc._engine.device import CPU, tensor_device
@@ -106,6 +107,10 @@ class Unit(WholeValues):
         self.codecs = list(codecs) or [("", "")] * len(infos)
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
+        # Of which parameters the engine carries the bytes alone.
+        self.carried = [
+            not computes(info.param.dtype) or _lowbit.holds_codes(info.param) for info in infos
+        ]
         self.trainable = [self._trainable(info) for info in infos]
         self.summoned = False
         self.tree: Any = None
@@ -168,7 +173,7 @@ class Unit(WholeValues):
     def _spec(self, i: int) -> tuple[str, int, str, str, str, bool, int, str, str]:
         dtype, param = self.dtypes[i], self.infos[i].param
         row = _sharded.row_numel(self.shapes[i]) if self.by_rows else 0
-        if not computes(dtype):
+        if self.carried[i]:
             size = param.element_size()
             nbytes = param.numel() * size
             name = self.infos[i].name
@@ -205,14 +210,15 @@ class Unit(WholeValues):
                 + (f", cut along dimension {self.dims[i]}" if self.dims[i] else "")
                 + (f", gathered as {codec}" if codec else "")
                 + (f", gradients sent as {sent}" if sent else "")
+                + _lowbit.description(self.infos[i].param)
             )
         return "\n".join(lines)
 
     def _full_memory(self, i: int) -> Tensor:
         dtype, shape = self.dtypes[i], self.shapes[i]
-        if computes(dtype):
-            return over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
-        return over(self.flat.full_param(i, (shape.numel() * dtype.itemsize,)), dtype, shape)
+        if self.carried[i]:
+            return over(self.flat.full_param(i, (shape.numel() * dtype.itemsize,)), dtype, shape)
+        return over(self.flat.full_param(i, tuple(shape)), self.param_dtype or dtype)
 
     def follow_memory(self) -> None:
         """Point the gathered parameters at the memory that the unit's tree gave them: on a GPU they
@@ -227,8 +233,8 @@ class Unit(WholeValues):
     def _make_full(self, i: int) -> Tensor:
         info = self.infos[i]
         tensor = counted(self._versions, self._full_memory(i))
-        if self.use_orig_params:
-            tensor = nn.Parameter(tensor, requires_grad=self.trainable[i])
+        if self.use_orig_params or _lowbit.holds_codes(info.param):
+            tensor = _lowbit.parameter(tensor, info.param, self.trainable[i])
             tensor.__dict__.update(info.param.__dict__)
         else:
             tensor.requires_grad_(self.trainable[i])
@@ -237,7 +243,7 @@ class Unit(WholeValues):
     def _stand_in(self, i: int) -> ReleasedParameter:
         full, info = self.full[i], self.infos[i]
         own = info.param if self.use_orig_params else None
-        return self.released_class(
+        made = self.released_class(
             full.shape,
             full.dtype,
             full.device,
@@ -247,6 +253,8 @@ class Unit(WholeValues):
             own,
             self.readable_outside,
         )
+        made.__dict__.update(_lowbit.attributes(info.param))
+        return made
 
     def _watched(self) -> list[int]:
         """Trainable parameters of the first registered module: they get gradients last."""
@@ -426,7 +434,7 @@ class Unit(WholeValues):
     def install_full(self, full: Sequence[Tensor]) -> None:
         """Register new parameters over full tensors (original shapes, storage dtypes). Local."""
         for i, info in enumerate(self.infos):
-            info.register(nn.Parameter(full[i], requires_grad=self.trainable[i]))
+            info.register(_lowbit.parameter(full[i], info.param, self.trainable[i]))
         self.summoned = self.flat.shown = True
 
     def own_objects(self) -> list[tuple[Tensor, Tensor | None]]:

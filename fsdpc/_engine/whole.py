@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdpc._engine import lowbit as _lowbit
 from fsdpc._engine import writeback as _writeback
-from fsdpc._engine.interop import computes
 from fsdpc._spans.rows import block, block_shape, is_cut
 from fsdpc._spans.span import Span
 
@@ -27,6 +27,7 @@ class WholeValues:
     flat: Any
     shapes: list[torch.Size]
     dtypes: list[torch.dtype]
+    carried: list[bool]
     device: torch.device
     is_sharded: bool
     optim_params: list[tuple[Any, Tensor | None, tuple[int, ...]]]
@@ -38,7 +39,10 @@ class WholeValues:
         """What C's layout counts for one element of each parameter: the bytes of those of dtypes
         that the engine only carries.
         """
-        return [1 if computes(dtype) else dtype.itemsize for dtype in self.dtypes]
+        return [
+            dtype.itemsize if carried else 1
+            for dtype, carried in zip(self.dtypes, self.carried, strict=True)
+        ]
 
     def spans(self) -> list[list[Span]]:
         """Of each parameter, every rank's elements in its piece of the segment. Local."""
@@ -125,6 +129,8 @@ class WholeValues:
 
     def _own(self, value: Tensor, i: int) -> Tensor:
         """``value`` contiguous, on the unit's device, in the storage dtype of parameter ``i``."""
+        info = self.infos[i]
+        _lowbit.check_is_kept(info.param, f"unit {self.name}: parameter {info.name}", value.dtype)
         return value.detach().to(self.device, self.dtypes[i]).contiguous()
 
     def gather_full_grads(self, to: torch.device | None = None) -> list[Tensor | None]:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdpc._engine.lowbit import check_memory, scales
 from fsdpc._engine.modules import collect, join, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of, set_owner
@@ -130,6 +131,15 @@ def _check_param(param: nn.Parameter, name: str, unit_name: str) -> None:
             "in ignored_states and average its gradient over the data-parallel ranks yourself, or "
             "shard this model with torch's fully_shard"
         )
+    what = f"parameter {name!r} of unit {unit_name!r}"
+    if hasattr(param, "fsdp_pre_all_gather"):
+        check_memory(
+            param,
+            what,
+            "shard the module by fully_shard, which calls its gather (fsdp_pre_all_gather), or "
+            "build it of plain parameters (torchao: enable_fsdp_float8_all_gather=False)",
+        )
+    check_memory(param, what, "list it in ignored_states, and every rank keeps it")
     if param.is_meta:
         raise RuntimeError(
             f"parameter {name!r} of unit {unit_name!r} is still on the meta device: "
@@ -221,6 +231,8 @@ def sync_states(root: nn.Module, infos: list[ParamInfo], groups: Any, device: to
     broadcast runs on ``device``; buffers of ignored modules may be on another device.
     """
     tensors: list[tuple[str, torch.Tensor]] = [(info.name, info.param) for info in infos]
+    for info in infos:
+        tensors += [(f"{info.name}.{key}", value) for key, value in scales(info.param)]
     tensors += list(_unsynced_buffers(root))
     for comm in reversed(groups.comms):
         for name, tensor in tensors if comm.world > 1 else ():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fsdpc._engine.device import CPU
+from fsdpc._engine.lowbit import check_is_kept, holds_codes
 from fsdpc._engine.root import release
 from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp1.args import GroupChoice
@@ -35,6 +36,7 @@ def convert(member: Any, fn: Fn, rest: Callable[[], Any]) -> None:
     unit = member._unit
     if unit is not None:
         refuse_sharing(fn, unit.name)
+        _check_codes(unit, fn)
     if member._summoned or member._exposed:
         rest()
         return
@@ -128,6 +130,13 @@ def _keeps_dtypes(unit: Any, fn: Fn) -> bool:
     """True if ``fn`` keeps the dtype of an empty tensor of each dtype in ``unit``."""
     dtypes = {param.dtype for param in unit.shard_params}
     return all(fn(torch.empty(0, dtype=d, device=unit.device)).dtype == d for d in dtypes)
+
+
+def _check_codes(unit: Any, fn: Fn) -> None:
+    for info, dtype in zip(unit.infos, unit.dtypes, strict=True):
+        if holds_codes(info.param):
+            to = fn(torch.empty(0, dtype=dtype, device=unit.device)).dtype
+            check_is_kept(info.param, f"parameter {info.name!r} of unit {unit.name!r}", to)
 
 
 def _move_groups(member: Any, device: torch.device) -> None:

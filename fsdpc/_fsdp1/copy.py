@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fsdpc._engine import writeback as _writeback
+from fsdpc._engine.lowbit import holds_codes
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp1.collect import Ignored
 
@@ -147,6 +148,9 @@ def _empty_params(member: Any, memo: Memo) -> list[nn.Parameter]:
                 memo[id(shown)] = param
         memo[id(unit.full[i])] = param
         made.append(param)
+    for info, param in zip(unit.infos, made, strict=True):
+        if holds_codes(info.param):
+            param.__dict__.update(copy.deepcopy(info.param.__dict__, memo))
     for flat in unit.flat_params:
         if id(flat) in memo:
             raise TypeError(

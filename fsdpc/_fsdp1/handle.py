@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from fsdpc._clip.torch_utils import watch
-from fsdpc._engine.interop import computes, over
+from fsdpc._engine.interop import over
 from fsdpc._engine.unit import ON_GRADS, Unit
 from fsdpc._torch import ShardParamInfo
 
@@ -59,7 +59,7 @@ class HandledUnit(Unit):
         """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``."""
         layout = self.flat.layout()
         members = [i for i, p in enumerate(layout["params"]) if p["segment"] == index]
-        dtype = self.dtypes[members[0]] if computes(self.dtypes[members[0]]) else torch.uint8
+        dtype = torch.uint8 if self.carried[members[0]] else self.dtypes[members[0]]
         shard = over(self.flat.shard_segment(index), dtype)
         param = nn.Parameter(shard, requires_grad=bool(segment["trainable"]))
         param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)

@@ -19,6 +19,7 @@ from torch import nn
 
 from fsdpc._engine.device import CPU
 from fsdpc._engine.inputs import preparation
+from fsdpc._engine.lowbit import check_same_state
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import flat_param_name
 
@@ -181,9 +182,9 @@ def _lowered(unit: Any, dtype: torch.dtype | None) -> Iterator[None]:
         yield
         return
     shown = site_params(unit)
-    low = [p.to(dtype) if p.is_floating_point() else p for p in shown]
-    for info, param in zip(unit.infos, low, strict=True):
-        info.register(nn.Parameter(param.detach(), requires_grad=False))
+    for info, param, carried in zip(unit.infos, shown, unit.carried, strict=True):
+        if not carried:
+            info.register(nn.Parameter(param.detach().to(dtype), requires_grad=False))
     try:
         yield
     finally:
@@ -264,6 +265,8 @@ def write_back(unit: Any) -> None:
                 f"summon_full_params, expected {list(shape)}: a sharded parameter cannot change "
                 "its shape"
             )
+    for info, param in zip(unit.infos, params, strict=True):
+        check_same_state(info.param, param, f"parameter {info.name!r} of unit {unit.name!r}")
     unit.scatter_full(
         [p.detach().to(info.param.dtype) for info, p in zip(unit.infos, params, strict=True)]
     )

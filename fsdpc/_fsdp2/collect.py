@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdpc._engine.lowbit import check_memory
 from fsdpc._engine.modules import collect, has_replicate, walk
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._engine.writeback import owner_of
@@ -96,6 +97,12 @@ def _check(param: nn.Parameter, name: str, what: str) -> None:
         raise NotImplementedError(
             f"fsdp_pre_all_gather was set on the parameter {name!r} of {what}, whose shard is "
             "another tensor: set it on param._local_tensor after fully_shard, or in a class"
+        )
+    if not isinstance(param, DTensor) and not extends(param):
+        check_memory(
+            param,
+            f"parameter {name!r} of {what}",
+            "it has no fsdp_pre_all_gather; list it in ignored_params, and every rank keeps it",
         )
     if param.dim() == 0:
         raise ValueError(

@@ -180,6 +180,8 @@ class ExtendedUnit(RowUnit):
 
     def _compute_dtype(self, i: int) -> torch.dtype:
         dtype = self.dtypes[i]
+        if self.carried[i] and not self.extended[i]:
+            return dtype
         return self.param_dtype or dtype if dtype.is_floating_point else dtype
 
     # --- a gather --------------------------------------------------------------------------------

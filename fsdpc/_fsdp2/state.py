@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
+from fsdpc._engine import lowbit as _lowbit
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.companions import explain
 from fsdpc._engine.compiled import call_untraced, hook, not_traced
@@ -319,6 +320,8 @@ class State:
         if unit is None:
             return
         _writeback.adopt_objects(unit)
+        for param, full in zip(unit.shard_params, unit.full, strict=True):
+            _lowbit.mark_again(param, full)
         local = [unit.local(param) for param in unit.shard_params]
         for info, tensor in zip(unit.infos, local, strict=True):
             if not tensor.is_meta and tensor.device != unit.own_device:
@@ -350,7 +353,9 @@ class State:
             info = unit.infos[i]
             blank = torch.empty(unit.shapes[i], dtype=tensor.dtype, device="meta")
             blank = blank.movedim(0, unit.dims[i])
-            param = nn.Parameter(blank, requires_grad=info.param.requires_grad)
+            like, what = unit.full[i], f"parameter {info.name!r} of unit {unit.name!r}"
+            _lowbit.check_is_kept(like, what, tensor.dtype)
+            param = _lowbit.parameter(blank, like, info.param.requires_grad)
             infos.append(ParamInfo(info.name, param, (sites or {}).get(i, info.sites)))
         if not infos:
             self._unit = None

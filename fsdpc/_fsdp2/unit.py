@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdpc._engine import lowbit as _lowbit
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import around, over
 from fsdpc._engine.released import ReleasedDTensor
@@ -121,6 +122,7 @@ class RowUnit(Unit):
             else:
                 param = nn.Parameter(self.distributed(shown, i), requires_grad=self.trainable[i])
                 param.__dict__.update(info.param.__dict__)
+                param.__dict__.update(_lowbit.attributes(info.param))
                 self.specs[i] = param._spec  # torch shares specs among parameters of one shape
             info.param = param
             _writeback.set_owner(param, self)

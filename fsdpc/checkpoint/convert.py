@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from fsdpc._companions.spans import whole_span
+from fsdpc._engine.lowbit import SCALES
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.dcp_folder import KEYS, keys_of
 from fsdpc.checkpoint.digests import Digest, combine
@@ -103,8 +104,9 @@ def _dcp_state(
     """What ``save(format="dcp")`` writes, too."""
     tensors = {each.name: {e.name: each.fetch(e.name) for e in each.entries} for each in sets}
     if cast is not None:
-        model = tensors["model"].items()
-        tensors["model"] = {n: v.to(cast) if can_cast(v.dtype) else v for n, v in model}
+        exact = {entry.name for each in sets for entry in each.entries if entry.exact}
+        casts = {n for n, v in tensors["model"].items() if can_cast(v.dtype) and n not in exact}
+        tensors["model"].update({name: tensors["model"][name].to(cast) for name in casts})
     state: dict[str, Any] = {"model": {**tensors["model"], **found.extra_states()}}
     if found.optimizer is not None:
         kinds, groups = found.optimizer_forms(lambda name: None)
@@ -219,6 +221,7 @@ def _sets(found: Opened | TorchFiles) -> list[_Set]:
     for name, stored in found.sets.items():
         own = [place for alias, (_, place) in stored.where.items() if alias not in aliases]
         entries = [_outline(place.name, place.shape, place.dtype) for place in own]
+        _keep_codes(entries)
         folder = "" if name == "model" else OPTIMIZER
         sets.append(_Set(name, folder, entries, _fetch_stored(found, stored)))
     return sets
@@ -226,6 +229,14 @@ def _sets(found: Opened | TorchFiles) -> list[_Set]:
 
 def _outline(name: str, shape: Any, dtype: torch.dtype) -> Entry:
     return Entry(name, tuple(shape), dtype, torch.empty(0, dtype=dtype, device="cpu"))
+
+
+def _keep_codes(entries: list[Entry]) -> None:
+    """Convert neither codes of bitsandbytes nor what stands beside them."""
+    ends = tuple(f".{name}" for name in SCALES)
+    names = {entry.name for entry in entries}
+    for entry in entries:
+        entry.exact = entry.name.endswith(ends) or f"{entry.name}.{SCALES[0]}" in names
 
 
 def _fetch_stored(found: Opened | TorchFiles, stored: StoredSet) -> Fetch:

@@ -92,7 +92,8 @@ class Layout:
 
 def file_dtype(entry: Entry, cast: torch.dtype | None) -> torch.dtype:
     """The dtype in the file: floats are converted to ``cast``, if it is given."""
-    return cast if cast is not None and can_cast(entry.dtype) else entry.dtype
+    casts = cast is not None and can_cast(entry.dtype) and not entry.exact
+    return cast if casts else entry.dtype
 
 
 def lay_out(

@@ -328,7 +328,7 @@ def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
         return f"{entry.name} has shape {tuple(place.shape)} in the checkpoint, {entry.shape} here"
     if place.dtype == entry.dtype:
         return None
-    if cast and can_cast(entry.dtype) and can_cast(place.dtype):
+    if cast and can_cast(entry.dtype) and can_cast(place.dtype) and not entry.exact:
         return None
     return f"{entry.name} has {place.dtype} in the checkpoint, {entry.dtype} here"
 

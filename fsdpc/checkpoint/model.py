@@ -22,6 +22,7 @@ from fsdpc._companions.spans import NO_SPANS, block_spans, table_of, whole_span
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.empties import is_unwritten
 from fsdpc._engine.interop import over
+from fsdpc._engine.lowbit import check_memory, holds_codes, scales
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
 from fsdpc._fsdp1.names import clean_fqn, join
 from fsdpc._fsdp1.optim.book import UnitEntry, read_book
@@ -166,6 +167,7 @@ def _add_units(found: Model, model: nn.Module) -> None:
         entries = _unit_entries(named)
         for i in _flat_order(named):
             found.add(entries[i], named.names[i])
+            _add_scales(found, named.names[i], unit.infos[i].param)
         for sharded in named.params:
             covers = []
             for i in sharded.covers:
@@ -201,6 +203,7 @@ def _unit_entries(named: UnitEntry) -> list[Entry]:
                 ranks=named.comm.world * replica[1],
                 unit=unit,
                 number=i,
+                exact=holds_codes(unit.infos[i].param),
             )
         )
     return entries
@@ -225,8 +228,19 @@ def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -
     entry = tensor_entry(name, param, f"parameter {name}", found.everyone)
     unit = _writeback.owner_of(param)
     entry.on_host = unit is not None and unit.flat.offloaded
+    entry.exact = holds_codes(param)
     found.add(entry, names)
     found.add_param(OptimParam(param, [(entry, entry.spans)]))
+    _add_scales(found, names, param)
+
+
+def _add_scales(found: Model, names: list[str], param: nn.Parameter) -> None:
+    """What every rank holds beside the codes of a parameter."""
+    for key, scale in scales(param):
+        entry = tensor_entry(f"{names[0]}.{key}", scale, f"scales of {names[0]}", found.everyone)
+        entry.exact = True
+        found.add(entry, [f"{name}.{key}" for name in names])
+        found.touched.append(scale)
 
 
 def _add_buffers(found: Model, model: nn.Module) -> None:
@@ -263,6 +277,7 @@ def tensor_entry(
         )
     if isinstance(tensor, DTensor):
         return _dtensor_entry(name, tensor, what)
+    check_memory(tensor, what, "save the others (only=), and it by its library")
     shape = tuple(tensor.shape)
     span = whole_span(math.prod(shape))
     memory, home = flat_and_home(tensor)

@@ -263,7 +263,8 @@ def _parts(model: nn.Module, found: Model, dtype: torch.dtype | None) -> Iterato
         part = Part(names, file_dtype(entry, dtype), entry.dtype, entry.shape)
         part.unit, part.number = units.get(entry.name, (None, 0))
         if part.unit is None:
-            part.tensor = tensors[entry.name]
+            scale = entry.memory.view(entry.shape) if entry.exact else None
+            part.tensor = tensors.get(entry.name, scale)
         yield part
 
 

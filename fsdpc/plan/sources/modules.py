@@ -11,6 +11,7 @@ from torch import nn
 
 from fsdpc._companions.matrices import is_matrix
 from fsdpc._engine.interop import check_trains, computes, dtype_name
+from fsdpc._engine.lowbit import holds_codes
 from fsdpc._fsdp1.collect import Ignored, find_ignored, is_unit_module, owned_modules
 from fsdpc._fsdp1.names import FSDP_WRAPPED, join
 from fsdpc._fsdp1.root import FRONT
@@ -153,6 +154,7 @@ def _unit_of_call(name: str, depth: int, call: Call, is_root: bool) -> Unit:
             row_numel(param.shape),
             name,
             codecs_of(call.precision, param.shape, param.dtype),
+            holds_codes(param),
         )
         for info, param in ((info, info.param) for info in call.infos)
     )
@@ -172,7 +174,8 @@ def _name(dtype: torch.dtype | None) -> str | None:
 
 
 def _param(name: str, param: nn.Parameter) -> Param:
-    return _param_of(name, param.shape, param.dtype, param.requires_grad)
+    held = holds_codes(param)
+    return _param_of(name, param.shape, param.dtype, param.requires_grad, carried=held)
 
 
 def units_of_tree(tree: Any) -> tuple[Unit, ...]:
@@ -189,10 +192,11 @@ def units_of_tree(tree: Any) -> tuple[Unit, ...]:
                 trainable,
                 row_numel(shape) if unit.by_rows else 0,
                 unit.name,
-                codecs,
+                unit.codecs[i],
+                unit.carried[i],
             )
-            for info, shape, dtype, trainable, codecs in zip(
-                unit.infos, unit.shapes, unit.dtypes, unit.trainable, unit.codecs, strict=True
+            for i, (info, shape, dtype, trainable) in enumerate(
+                zip(unit.infos, unit.shapes, unit.dtypes, unit.trainable, strict=True)
             )
         )
         found.append(
@@ -221,10 +225,11 @@ def _param_of(
     row: int = 0,
     unit: str = "",
     codecs: tuple[str, str] = ("", ""),
+    carried: bool = False,
 ) -> Param:
     if trainable:
         check_trains(f"parameter {name}", dtype)
-    if not computes(dtype):
+    if carried or not computes(dtype):
         size = dtype.itemsize
         return Param(name, shape.numel() * size, "uint8", False, row * size)
     rows, columns = shape[-2:] if len(shape) > 1 else (0, 0)

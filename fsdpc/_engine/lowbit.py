@@ -1,0 +1,177 @@
+"""Parameters whose memory is codes of another library: bitsandbytes' ``Params4bit``; refusals of
+classes around several tensors.
+
+Their dtype, ``quant_storage``, may be a float of any size, but no cast may touch them: the engine
+carries their bytes. Modules see the library's class with its ``quant_state``; every rank has the
+scales in it, which checkpoints and state dicts hold beside the codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdpc import _C
+
+_STATE, _CLASS = "quant_state", "_fsdpc_codes_class"
+SCALES = ("absmax", "nested_absmax", "nested_offset")
+_SAVED = (
+    "absmax",
+    "quant_map",
+    "nested_absmax",
+    "nested_quant_map",
+)  # names of the state's tensors
+
+
+def holds_codes(param: Any) -> bool:
+    """Whether a parameter is such a one, or stands for one. Local."""
+    return _STATE in getattr(param, "__dict__", ())
+
+
+def check_memory(param: Any, what: str, way_out: str) -> None:
+    """``TypeError``: a class around tensors of its own (torchao's), which only its code cuts."""
+    if hasattr(type(param), "__tensor_flatten__"):
+        raise TypeError(
+            f"{what} is of the class {type(param).__name__} ({type(param).__module__}), whose "
+            f"memory only its own code knows: {way_out}"
+        )
+
+
+def check_is_kept(param: Any, what: str, dtype: torch.dtype) -> None:
+    """``TypeError``: codes are to become values of another dtype."""
+    if holds_codes(param) and param.dtype != dtype:
+        raise TypeError(
+            f"{what} holds 4-bit codes in memory of {param.dtype}, which a conversion to {dtype} "
+            "would destroy: convert the model before it is quantised, or only the modules that "
+            "are not (the compute dtype is bnb_4bit_compute_dtype)"
+        )
+
+
+def check_same_state(param: Any, shown: Any, what: str) -> None:
+    """``ValueError``: other codes, with other scales, are to be written over those of ``param``."""
+    old, new = (getattr(each, "__dict__", {}).get(_STATE) for each in (param, shown))
+    if old is not None and new is not None and new is not old:
+        raise ValueError(
+            f"{what} was quantised anew, and its new scales would be lost: save the adapters and "
+            "merge them in a model that is not sharded, or pass writeback=False"
+        )
+
+
+def check_trainable(param: Any, what: str) -> None:
+    """``TypeError``: codes are to be trained."""
+    if holds_codes(param) and param.requires_grad:
+        raise TypeError(
+            f"{what} requires a gradient, but holds 4-bit codes, which no optimizer can step: "
+            "freeze it (requires_grad_(False)) and train adapters beside it"
+        )
+
+
+def parameter(tensor: Tensor, like: Any, requires_grad: bool) -> Any:
+    """A Parameter over ``tensor``; over codes of the class, and with the state, of ``like``."""
+    if not holds_codes(like):
+        return nn.Parameter(tensor, requires_grad)
+    kind = like.__dict__.get(_CLASS, type(like))
+    made = torch.Tensor._make_subclass(kind, tensor, requires_grad)
+    made.__dict__.update(like.__dict__)
+    return made
+
+
+def attributes(param: Any) -> dict[str, Any]:
+    """What an object of another class has to show where it stands for ``param``: state dicts look
+    for ``weight.absmax`` in attributes.
+    """
+    if not holds_codes(param):
+        return {}
+    values = {name: getattr(param, name, None) for name in _SAVED}
+    kept = {name: value for name, value in values.items() if value is not None}
+    return {_CLASS: type(param), **kept, **param.__dict__}
+
+
+def mark_again(param: Any, like: Any) -> None:
+    """Give ``param`` the attributes that ``Module.to`` of DTensors has left behind."""
+    if holds_codes(like) and not holds_codes(param):
+        param.__dict__.update(attributes(like))
+
+
+def check(module: nn.Module, param: nn.Parameter, what: str) -> None:
+    """Prepare codes for sharding. ``ValueError``: values are not coded yet, or in the order of an
+    evaluation. ``TypeError``: they require gradients. Local.
+    """
+    if getattr(param, "has_fp16_weights", True) is False:
+        raise TypeError(
+            f"{what} is bitsandbytes' {type(param).__name__}, whose module has the codes elsewhere "
+            "and puts them back in every forward: list it among the ignored parameters, and every "
+            "rank keeps it, or quantise to 4 bits"
+        )
+    if not holds_codes(param):
+        return
+    state: Any = param.__dict__[_STATE]
+    if state is None:
+        raise ValueError(
+            f"{what} is a {type(param).__name__} whose values are not quantised yet: move the "
+            "module to its device before you shard it (module.to('cpu') quantises, too)"
+        )
+    if getattr(state, "packing_format_for_cpu", False):
+        raise ValueError(
+            f"{what} has codes that an evaluation has put in an order for AVX-512, and rounded "
+            "scales: shard the model before you evaluate it, or load it again"
+        )
+    check_trainable(param, what)
+    if hasattr(module, "support_avx512bf16_for_cpu"):
+        module.support_avx512bf16_for_cpu = False  # it would do so to gathered codes
+
+
+def let_load(module: nn.Module, param: nn.Parameter) -> None:
+    """Let ``module`` load the state of codes, sharded or ignored, which it saves. Local."""
+    hooks = module._load_state_dict_pre_hooks.values()
+    if holds_codes(param) and _take not in (hook.hook for hook in hooks):
+        module._register_load_state_dict_pre_hook(_take, with_module=True)
+
+
+def scales(param: Any) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of the state that depend on the weights, under bitsandbytes' names."""
+    return _scales(getattr(param, "__dict__", {}).get(_STATE))
+
+
+def _scales(state: Any) -> Iterator[tuple[str, Tensor]]:
+    places = ((state, "absmax"), (getattr(state, "state2", None), "absmax"), (state, "offset"))
+    for name, (of, attribute) in zip(SCALES, places, strict=True):
+        tensor = getattr(of, "__dict__", {}).get(attribute)
+        if isinstance(tensor, Tensor):
+            yield name, tensor
+
+
+def description(param: Any) -> str:
+    """What all ranks must have alike of the state, for texts that ranks compare; "" without."""
+    state = getattr(param, "__dict__", {}).get(_STATE)
+    if state is None:
+        return ""
+    sums = []
+    for name, tensor in scales(param):
+        if not tensor.is_meta:
+            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            sums.append(f"{name} {_C.ckpt_crc32c(raw.numpy(), 0):08x}")
+    return f", {state.quant_type} in blocks of {state.blocksize}, checksums: {', '.join(sums)}"
+
+
+@torch.no_grad()
+def _take(module: Any, given: dict[str, Any], prefix: str, *rest: Any) -> None:
+    """Take the state of codes out of a state dict, which ``Linear4bit`` saves but does not load."""
+    before, state = f"{prefix}weight.", getattr(module.weight, _STATE, None)
+    found = {key: given.pop(key) for key in list(given) if key.startswith(before)}
+    if state is None or not found:
+        given.update(found)
+        return
+    try:
+        new = type(state).from_dict(found, state.absmax.device)
+        forms = [(s.quant_type, s.blocksize, s.shape, s.dtype, s.nested) for s in (new, state)]
+        if forms[0] != forms[1]:
+            raise ValueError(f"codes of another form: {forms[0]}, not {forms[1]}")
+    except (ValueError, AssertionError, KeyError) as error:
+        rest[-1].append(f"{before}*: {type(error).__name__}: {error}")
+        return
+    for (_, tensor), (_, value) in zip(_scales(state), _scales(new), strict=True):
+        tensor.copy_(value)

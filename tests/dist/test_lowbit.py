@@ -1,0 +1,239 @@
+"""Frozen 4-bit codes of another library beside trained adapters: bitsandbytes' ``Params4bit`` and
+``Linear4bit``, here classes with their attributes (``clients/test_lowbit.py`` has the library).
+"""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+from harness import ranks
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+from toys import by_door
+
+import fsdpc
+import fsdpc.checkpoint
+from fsdpc.checkpoint.convert import convert
+
+WIDTH = 64
+LOW = torch.bfloat16
+every_door = pytest.mark.parametrize("door", ["original", "flat", "fully_shard"])
+
+
+class State:
+    quant_type, blocksize, dtype, nested, offset, state2 = "nf4", WIDTH, LOW, False, None, None
+
+    def __init__(self, absmax, shape):
+        self.absmax, self.shape = absmax, shape
+        self.bitsandbytes__nf4 = torch.tensor(shape)
+
+    @classmethod
+    def from_dict(cls, given, device):
+        found = {key.rpartition(".")[2]: value for key, value in given.items()}
+        return cls(found["absmax"], torch.Size(found["bitsandbytes__nf4"].tolist()))
+
+
+class Params4bit(nn.Parameter):
+    def __new__(cls, data=None, quant_state=None):
+        self = torch.Tensor._make_subclass(cls, torch.empty(0) if data is None else data, False)
+        self.quant_state = quant_state
+        return self
+
+    @property
+    def absmax(self):
+        return self.quant_state.absmax
+
+
+class Linear4bit(nn.Module):
+    def __init__(self, storage):
+        super().__init__()
+        codes = torch.randint(256, (WIDTH * WIDTH // 2,), dtype=torch.uint8)
+        scales = State(torch.rand(WIDTH), torch.Size([WIDTH, WIDTH]))
+        self.weight = Params4bit(codes.view(storage).view(-1, 1), scales)
+        self.support_avx512bf16_for_cpu = True
+
+    def forward(self, x):
+        assert type(self.weight) is Params4bit
+        codes = self.weight.detach().reshape(-1).view(torch.uint8)
+        values = torch.stack([codes >> 4, codes & 15], -1).view(WIDTH, WIDTH) / 8.0 - 1
+        return nn.functional.linear(x, (values * self.weight.absmax[:, None]).to(x.dtype))
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        state = self.weight.quant_state
+        destination[f"{prefix}weight.absmax"] = state.absmax
+        name = f"{prefix}weight.quant_state.bitsandbytes__nf4"
+        destination[name] = state.bitsandbytes__nf4
+
+
+class Block(nn.Module):
+    def __init__(self, storage):
+        super().__init__()
+        self.base = Linear4bit(storage)
+        self.down = nn.Linear(WIDTH, 4, bias=False)
+        self.up = nn.Linear(4, WIDTH, bias=False)
+
+    def forward(self, x):
+        return torch.tanh(self.base(x) + self.up(self.down(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, storage=torch.uint8, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(Block(storage) for _ in range(2))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def batch(rank, step):
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def train(model, of, steps=2):
+    """Losses of the last rank in ``of``, each of which has a batch."""
+    optimizer, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1), []
+    for step in range(steps):
+        for rank in of:
+            loss = model(batch(rank, step)).float().square().mean()
+            (loss / len(of)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+def low_precision(door):
+    kind = MixedPrecisionPolicy if door == "fully_shard" else MixedPrecision
+    name = "mp_policy" if door == "fully_shard" else "mixed_precision"
+    return {name: kind(param_dtype=LOW, reduce_dtype=torch.float32)}
+
+
+def base(state):
+    """The codes and scales of a state dict, as bytes."""
+    named = {k: v for k, v in state.items() if ".base." in k}
+    whole = {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in named.items()}
+    return {k: bytes(v.contiguous().view(-1).view(torch.uint8).tolist()) for k, v in whole.items()}
+
+
+@ranks(2, 3)
+@every_door
+def test_trains_as_unsharded(rank, world, door):
+    """In any storage dtype and, under mixed precision, without a cast of the codes."""
+    expected = train(Model(), [r for r in range(world) if r != rank] + [rank])
+    low = []
+    for storage in (torch.uint8, torch.float16, torch.float32):
+        model = by_door(door, Model(storage))
+        assert train(model, [rank]) == pytest.approx(expected, rel=1e-6)
+        assert base(model.state_dict()) == base(Model(storage).state_dict())
+        model = by_door(door, Model(storage), **low_precision(door))
+        low.append(train(model, [rank]))
+        assert base(model.state_dict()) == base(Model(storage).state_dict())
+        assert not any(b.base.support_avx512bf16_for_cpu for b in model.blocks)
+    assert low[0] == low[1] == low[2] == pytest.approx(expected, rel=0.02)
+
+
+@ranks(2)
+@every_door
+def test_states_hold_codes_and_scales(rank, world, door, tmp_path):
+    storage = torch.float16
+    model = by_door(door, Model(storage))
+    own, state = base(Model(storage).state_dict()), model.state_dict()
+    assert list(state) == list(Model(storage).state_dict())
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert base(whole) == base(state) == own
+    other = by_door(door, Model(storage, seed=1))
+    assert base(other.state_dict()) != own
+    other.load_state_dict(state)
+    assert base(other.state_dict()) == own and torch.equal(other(batch(0, 0)), model(batch(0, 0)))
+    wrong = {**state, "blocks.0.base.weight.quant_state.bitsandbytes__nf4": torch.tensor([9, 9])}
+    with pytest.raises(RuntimeError, match=r"blocks\.0\.base\.weight\.\*: ValueError: codes of an"):
+        other.load_state_dict(wrong)
+    fsdpc.checkpoint.save(tmp_path / "low", model, dtype=LOW)
+    other = by_door(door, Model(storage, seed=1))
+    fsdpc.checkpoint.load(tmp_path / "low", other, cast=True)
+    assert base(other.state_dict()) == own
+    if rank == 0:
+        convert(tmp_path / "low", tmp_path / "wide", "float32", "safetensors")
+    torch.distributed.barrier()
+    other = by_door(door, Model(storage, seed=1))
+    fsdpc.checkpoint.load(tmp_path / "wide", other)
+    assert base(other.state_dict()) == own
+    streamed = dict(fsdpc.checkpoint.stream(model, dtype=torch.float32))
+    assert streamed["blocks.1.base.weight"].dtype == storage
+    assert torch.equal(
+        streamed["blocks.1.base.weight.absmax"], Model().blocks[1].base.weight.absmax
+    )
+    if door != "fully_shard":
+        copied = copy.deepcopy(model)
+        assert base(copied.state_dict()) == own
+
+
+@ranks(2)
+@every_door
+def test_refusals(rank, world, door):
+    def refused(kind, text, prepare=lambda model: None, storage=torch.float16, seed=0, **options):
+        model = Model(storage, seed)
+        prepare(model.blocks[0].base)
+        with pytest.raises(kind, match=text):
+            by_door(door, model, **options)
+
+    refused(fsdpc.MismatchError, "base.weight.*nf4 in blocks of 64, checksums", seed=rank)
+    refused(ValueError, "not quantised yet", lambda m: setattr(m.weight, "quant_state", None))
+    packed = SimpleNamespace(packing_format_for_cpu=True)
+    refused(ValueError, "order for AVX-512", lambda m: setattr(m.weight, "quant_state", packed))
+    refused(TypeError, "holds 4-bit codes, which no", lambda m: m.weight.requires_grad_())
+    refused(TypeError, "codes elsewhere", lambda m: setattr(m.weight, "has_fp16_weights", False))
+    model = by_door(door, Model(torch.float16))
+    with pytest.raises(TypeError, match="holds 4-bit codes in memory of torch.float16"):
+        model.to(LOW)
+        model(batch(rank, 0))
+    model = by_door(door, Model(torch.float16))
+    if door != "flat":
+        model.requires_grad_(True)
+        with pytest.raises(TypeError, match="holds 4-bit codes, which no optimizer can step"):
+            train(model, [rank])
+        return
+    with (
+        pytest.raises(ValueError, match="was quantised anew"),
+        fsdpc.FSDP.summon_full_params(model),
+    ):
+        weight = model.blocks[0].base.weight
+        weight.quant_state = copy.copy(weight.quant_state)
+    synced = by_door(door, Model(seed=rank), sync_module_states=True)
+    assert base(synced.state_dict()) == base(Model().state_dict())
+
+
+class Around(torch.Tensor):
+    """A tensor whose memory is that of another one."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        return cls(function(*(getattr(a, "inner", a) for a in args), **(kwargs or {})))
+
+
+@ranks(1)
+@every_door
+def test_classes_around_tensors_are_refused_by_name(rank, world, door):
+    model = Model()
+    model.head.weight = nn.Parameter(Around(torch.randn(3, WIDTH)), requires_grad=False)
+    with pytest.raises(TypeError, match=r"'head.weight' of .* class Around .*every rank keeps it"):
+        by_door(door, model)
