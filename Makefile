@@ -213,7 +213,7 @@ ctest-arm:
 SIMDIR := $(CDIR)/simgpu
 SIMTESTS := $(if $(T),$(T:%=tests/simgpu/test_%.c),$(wildcard tests/simgpu/test_*.c))
 SIMPROGRAMS := $(SIMTESTS:tests/simgpu/%.c=$(SIMDIR)/%) \
-    $(if $(T),,$(patsubst %,$(SIMDIR)/test_%_rows,exchange_stream replicas unit_device))
+    $(if $(T)$(SAN),,$(patsubst %,$(SIMDIR)/test_%_rows,exchange_stream replicas unit_device))
 SIMCFLAGS := $(CTEST_CFLAGS) -Itests/simgpu
 SIMLIBS := $(SIMDIR)/libcuda.so.1 $(SIMDIR)/libnccl.so.2 $(SIMDIR)/libfsdpc_kernels_host.so
 SIMNCCL := $(wildcard tests/simgpu/nccl/*.c)
@@ -342,10 +342,10 @@ asan-c:
 # must come first into the process; leaks of the interpreter and of torch are not ours to report.
 # On several ranks only what reaches most of the core: everything would take an hour. In one process
 # all but what calls nothing of the extension: the planner, except where its numbers are compared with
-# the core's, and rules of the source tree, documents and tests.
+# the core's, and rules of the source tree, documents and tests; and but thousands of the same calls (references).
 NOT_OF_THE_CORE := benchmarks combinations comparisons compatibility_doc compatibility_doc2 cuda_build \
     device_audit gpu_benchmarks import interruptible layering plan_command plan_doctor plan_time readmes \
-    stub stuck torch_names wall world
+    references stub stuck torch_names wall world
 ASAN_TESTS := $(filter-out $(NOT_OF_THE_CORE:%=tests/unit/test_%.py),$(wildcard tests/unit/test_*.py)) \
     tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_experts.py)
 ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \

@@ -431,7 +431,7 @@ int
 main(void)
 {
     for (int world = 1; world <= 3; world++) {
-        for (int option = 0; option < 7; option++) {
+        for (int option = 0; option < 7; option = next_option(world, option)) {
             with_ranks(world, option, norms_are_those_of_all_ranks);
         }
         with_ranks(world, 5, what_is_not_finite_reaches_all);

@@ -381,7 +381,7 @@ int
 main(void)
 {
     for (int world = 1; world <= 3; world++) {
-        for (int option = 0; option < 8; option++) {
+        for (int option = 0; option < 8; option = next_option(world, option)) {
             with_pairs(world, option, trains_alike);
         }
         with_offloaded(world, 1, memory_is_the_hosts);

@@ -237,7 +237,7 @@ main(void)
     for (int round = 0; round < ROUNDS; round++) {
         REQUIRE(simgpu_policy(policies[round % 4]));
         fsdpc_device_use(gpu, round % 3 ? NULL : stream);
-        make_pack(&p, round, round < 2 ? 0 : round < 6 ? MANY : FEW);
+        make_pack(&p, round, round < 2 ? 0 : round < 4 ? MANY : FEW);
         compare(&p, gpu, scales[round % 5]);
         compare(&p, cpu, scales[round % 5]);
         for (int i = 0; i < p.count; i++) {

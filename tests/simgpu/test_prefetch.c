@@ -178,7 +178,7 @@ int
 main(void)
 {
     for (int world = 1; world <= 3; world++) {
-        for (int option = 0; option < POISONED + 5; option++) {
+        for (int option = 0; option < POISONED + 5; option = next_option(world, option)) {
             with_models(world, option, open_unwanted, a_backward_passes_a_unit_by);
             with_models(world, option, open_unwanted, a_forward_ends_before_a_unit);
             with_models(world, option, open_unwanted, a_late_user_finds_its_values);

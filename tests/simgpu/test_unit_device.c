@@ -673,7 +673,7 @@ int
 main(void)
 {
     for (int world = 1; world <= 3; world++) {
-        for (int option = 0; option < SCHEDULES; option++) {
+        for (int option = 0; option < SCHEDULES; option = next_option(world, option)) {
             with_ranks(world, option, values_in_and_out);
         }
         with_ranks(world, HOST_SHARED, values_in_and_out);
