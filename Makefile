@@ -8,7 +8,7 @@
 # make ctest     C tests only (T=layout: only that one)   make clean  remove what was built
 # make ctest-arm the same for 64-bit ARM, under emulation  make test-versions  oldest and newest Python and torch
 # make simgpu    tests on the simulated GPU (T=schedule)    make simgpu-py  Python tests on it
-# make simcluster  the engine's ranks in one process, on a simulated world (SEEDS=10000); simcluster-faults
+# make simcluster  the engine's ranks in one process, on a simulated world (SEEDS=10000); simcluster-faults, -coverage
 # make gpu       tests and benchmarks on a GPU, in ten minutes (OUT=dir: results go there, too)
 # make gpu-dry   the same lines, small, on the simulated GPU
 #
@@ -27,7 +27,7 @@ export FSDPC_TEST_AGAIN ?= 1
 .PHONY: default build test test-all test-more test-versions test-version pytest pytest-long pytest-version \
         check format-check lint layering ctest ctest-arm ctest-run \
         both programs simgpu simgpu-run \
-        simgpu-step simgpu-py simlibs simcluster simcluster-faults cluster-run pytest-jitter fuzz asan asan-c asan-py tsan fmt docs wheel size bench demo gpu gpu-dry clean
+        simgpu-step simgpu-py simlibs simcluster simcluster-faults simcluster-coverage cluster-run pytest-jitter fuzz asan asan-c asan-py tsan fmt docs wheel size bench demo gpu gpu-dry clean
 
 default: build
 
@@ -258,7 +258,7 @@ CLUSTER_PARTS := $(patsubst %,$(CLUSTER)/%.o,main schedule world sockets)
 CLUSTER_CFLAGS := $(CTEST_CFLAGS) -Itests/simcluster
 
 $(CLUSTER)/core/%.o: %.c Makefile
-	@mkdir -p $(@D) && $(CC) $(CLUSTER_CFLAGS) -fPIC $(CLUSTER_EXTRA) -c $< -o $@
+	@mkdir -p $(@D) && $(CC) $(CLUSTER_CFLAGS) -fPIC $(CLUSTER_EXTRA) $(if $(COVER),-fsanitize-coverage=trace-pc) -c $< -o $@
 
 $(CLUSTER_POINTS:%.c=$(CLUSTER)/core/%.o): CLUSTER_EXTRA := -include tests/simcluster/points.h
 $(CLUSTER_POINTS:%.c=$(CLUSTER)/core/%.o): tests/simcluster/points.h
@@ -266,10 +266,10 @@ $(CLUSTER_POINTS:%.c=$(CLUSTER)/core/%.o): tests/simcluster/points.h
 $(CLUSTER)/core.a: $(CLUSTER_CORE:%.c=$(CLUSTER)/core/%.o)
 	@rm -f $@ && ar rcs $@ $^
 
-$(CLUSTER)/program.o: tests/simcluster/program.c Makefile
+$(CLUSTER)/program.o $(CLUSTER)/coverage.o: $(CLUSTER)/%.o: tests/simcluster/%.c Makefile
 	@mkdir -p $(@D) && $(CC) $(CLUSTER_CFLAGS) -fPIC -c $< -o $@
 
-$(CLUSTER)/core.so: $(CLUSTER)/program.o $(CLUSTER)/core.a tests/simcluster/world.list
+$(CLUSTER)/core.so: $(CLUSTER)/program.o $(if $(COVER),$(CLUSTER)/coverage.o) $(CLUSTER)/core.a tests/simcluster/world.list
 	@$(CC) -shared -Wl,-z,now -Wl,-Bsymbolic $(CLUSTER_WRAPS) $(filter %.o %.a,$^) -o $@ -lm
 
 $(CLUSTER_PARTS): $(CLUSTER)/%.o: tests/simcluster/%.c Makefile
@@ -292,6 +292,11 @@ simcluster-faults:
 	@$(MAKE) -j$(JOBS) $(CLUSTER)/simcluster $(CLUSTER)/core.so
 	@CLUSTER_CC="$(CC) $(filter-out -MMD -MP,$(CLUSTER_CFLAGS))" CLUSTER_WRAPS="$(CLUSTER_WRAPS)" \
 	  $(PY) tests/simcluster/cluster_faults.py --build $(CLUSTER) --count $(SEEDS) --jobs $(JOBS) $(ARGS)
+
+simcluster-coverage:
+	$(call say,what $(SEEDS) seeds of the simulated cluster reach)
+	@SIM_COVERAGE=$(CLUSTER)-coverage/reached $(MAKE) -j$(JOBS) cluster-run CLUSTER=$(CLUSTER)-coverage COVER=1
+	@$(PY) tests/simcluster/cluster_coverage.py $(CLUSTER)-coverage/core.so $(CLUSTER)-coverage/reached $(ARGS)
 
 programs: $(CPROGRAMS) $(SIMPROGRAMS) $(SIMDIR)/libnccl-old.so.2 $(if $(SAN),,$(CLUSTER)/simcluster $(CLUSTER)/core.so)
 

@@ -957,7 +957,7 @@ def search(fault: Fault, build: Path, before: Outcome, most: int) -> Outcome:
     command += ["--first", str(first), "--count", str(most - before.tried)]
     tried, found, what = before.tried, 0, ""
     try:
-        result = run(command, 60 + (most - before.tried) / 10)
+        result = run(command, 600 + most - before.tried)
     except subprocess.TimeoutExpired:
         what = "no end in time"
     else:
