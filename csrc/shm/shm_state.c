@@ -173,3 +173,11 @@ fsdpc_shm_left(const fsdpc_shm *shm, int rank)
 {
     return atomic_load_explicit(&shm->control->slots[rank].left, memory_order_acquire) != 0;
 }
+
+/* Numbers of barriers wrap. */
+bool
+fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank)
+{
+    uint32_t own = atomic_load(&shm->control->slots[shm->rank].barrier_seq);
+    return (int32_t)(own - atomic_load(&shm->control->slots[rank].barrier_seq)) < 0;
+}

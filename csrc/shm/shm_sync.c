@@ -132,13 +132,6 @@ record_of(const void *context, int rank)
     return &shm->control->blocks[rank].agree;
 }
 
-bool
-fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank)
-{
-    uint32_t own = atomic_load(&shm->control->slots[shm->rank].barrier_seq);
-    return before(own, atomic_load(&shm->control->slots[rank].barrier_seq));
-}
-
 int
 fsdpc_shm_agree(fsdpc_shm *shm, const char *text, const fsdpc_wait *what)
 {
