@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdpc import _C
 
-_STATE, _CLASS = "quant_state", "_fsdpc_codes_class"
+_STATE, _CLASS, _LOADS = "quant_state", "_fsdpc_codes_class", "_fsdpc_loads_codes"
 SCALES = ("absmax", "nested_absmax", "nested_offset")
 _SAVED = (
     "absmax",
@@ -126,9 +126,9 @@ def check(module: nn.Module, param: nn.Parameter, what: str) -> None:
 
 def let_load(module: nn.Module, param: nn.Parameter) -> None:
     """Let ``module`` load the state of codes, sharded or ignored, which it saves. Local."""
-    hooks = module._load_state_dict_pre_hooks.values()
-    if holds_codes(param) and _take not in (hook.hook for hook in hooks):
-        module._register_load_state_dict_pre_hook(_take, with_module=True)
+    if holds_codes(param) and not module.__dict__.get(_LOADS):
+        module.__dict__[_LOADS] = True
+        module.register_load_state_dict_pre_hook(_take)
 
 
 def scales(param: Any) -> Iterator[tuple[str, Tensor]]:
@@ -152,8 +152,8 @@ def description(param: Any) -> str:
     sums = []
     for name, tensor in scales(param):
         if not tensor.is_meta:
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            sums.append(f"{name} {_C.ckpt_crc32c(raw.numpy(), 0):08x}")
+            raw = tensor.detach().contiguous().cpu().numpy().tobytes()
+            sums.append(f"{name} {_C.ckpt_crc32c(raw, 0):08x}")
     return f", {state.quant_type} in blocks of {state.blocksize}, checksums: {', '.join(sums)}"
 
 

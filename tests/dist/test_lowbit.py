@@ -1,5 +1,5 @@
 """Frozen 4-bit codes of another library beside trained adapters: bitsandbytes' ``Params4bit`` and
-``Linear4bit``, here classes with their attributes (``clients/test_lowbit.py`` has the library).
+``Linear4bit``, here classes with their attributes (``clients/test_low_bit.py`` has the library).
 """
 
 from __future__ import annotations
