@@ -381,14 +381,15 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
 
 /* Who stops in a wait, or is in another one, looks like who waits: where deadlines pass at the same time, a rank may
  * name another one that waits as well, but not all ranks do: except where ranks that have run fewer batches wait in a
- * barrier, which looks like the cause. */
+ * barrier, or one waits to post late gradients, which looks like the cause. */
 static void
 judge_stop(const sim_case *c, const sim_run *run)
 {
     int raised = 0, knows = 0;
     const bool in_wait = run->struck && (strstr(run->struck_at, "shm_stuck.c") ||
                                          strstr(run->struck_at, "shm_wait.c"));
-    if (may_be_late(c, run) || (c->fault == SIM_STOPS && in_wait && c->uneven && c->meets)) {
+    const bool waits_apart = c->late || (c->uneven && c->meets);
+    if (may_be_late(c, run) || (c->fault == SIM_STOPS && in_wait && waits_apart)) {
         return;
     }
     for (int r = 0; r < c->world; r++) {
