@@ -387,7 +387,8 @@ judge_stop(const sim_case *c, const sim_run *run)
 {
     int raised = 0, knows = 0;
     const bool in_wait = run->struck && (strstr(run->struck_at, "shm_stuck.c") ||
-                                         strstr(run->struck_at, "shm_wait.c"));
+                                         strstr(run->struck_at, "shm_wait.c") ||
+                                         strstr(run->struck_at, "shm_state.c"));
     const bool waits_apart = c->late || (c->uneven && c->meets);
     if (may_be_late(c, run) || (c->fault == SIM_STOPS && in_wait && waits_apart)) {
         return;
