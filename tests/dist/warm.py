@@ -15,7 +15,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 def up() -> None:
     """Steps of a plain layer and of one of DTensors, in a group that communicates nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    mesh = dist.init_device_mesh("cpu", (2,))
+    # Torch keeps DTensors' specs by the ranks and names of meshes: no rank may get those of rank 0.
+    mesh = dist.init_device_mesh("cpu", (2,), mesh_dim_names=("warm",))
     for make in (torch.optim.Adam, torch.optim.SGD):
         layer = torch.nn.Linear(4, 4)
         layer(torch.ones(2, 4)).sum().backward()
