@@ -67,11 +67,23 @@ def attach_marked(root: nn.Module) -> list[Any]:
         if getattr(module, DATA_DEPENDENT, False):
             units = [host._unit for host in hosts(module) if host._unit is not None]
             if units:
-                marked = _Marked(units)
-                handles.append(module.register_forward_pre_hook(marked.before))
-                # Also after a forward that raises, as torch's checkpoint ends a recomputation.
-                handles.append(module.register_forward_hook(marked.after, always_call=True))
+                marked, inner = _Marked(units), getattr(module, "_fsdp_wrapped_module", module)
+                handles.append(inner.register_forward_pre_hook(marked.before))
+                # Between the unit's own hooks. Also after a forward that raises, as torch's
+                # checkpoint ends a recomputation.
+                after = inner.register_forward_hook(marked.after, prepend=True, always_call=True)
+                handles.append(after)
     return handles
+
+
+def enter_marked(module: nn.Module) -> None:
+    """Run what ``attach_marked`` has registered on ``module`` in the pre-hooks of the same call,
+    of which torch has made its list before. Local.
+    """
+    for hook in list(module._forward_pre_hooks.values()):
+        marked = getattr(hook, "__self__", None)
+        if isinstance(marked, _Marked):
+            marked.before(module, ())
 
 
 class _Marked:

@@ -20,6 +20,7 @@ from fsdpc._engine.hooked import Summing
 from fsdpc._engine.host import FrontEnd, TreeOptions
 from fsdpc._engine.inputs import cast_tree, preparation
 from fsdpc._engine.interop import autocasts
+from fsdpc._engine.marks import enter_marked
 from fsdpc._engine.root import lazy_init, release, start_at_first_use
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2 import tied as _tied
@@ -195,11 +196,14 @@ class State:
     @hook
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Forward pre-hook: gathers, then casts the inputs."""
-        if self._is_root is None:  # may make another unit
+        first = self._is_root is None
+        if first:  # may make another unit
             call_untraced(lazy_init, self)
         args, kwargs = self._enter(module, args, kwargs)
         for other in self._others:
             args, kwargs = other._enter(module, args, kwargs)
+        if first:
+            call_untraced(enter_marked, module)
         if self._prepare_inputs is not None:
             return self._prepare_inputs(args, kwargs)
         return args, kwargs

@@ -6,6 +6,7 @@ unsharded model's, to the bit, whatever each rank asks for and in whatever order
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -29,6 +30,7 @@ from toys import (
 )
 
 import fsdpc
+from fsdpc.wrap import ModuleWrapPolicy
 
 WIDTH, ROWS = 6, 7
 
@@ -322,3 +324,40 @@ def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives
     for who in range(world):
         (loss_of_rank(plain, who) * 2 / world).backward()
     check_beside(model, plain)
+
+
+@ranks(2)
+@pytest.mark.parametrize("collectives", ["shm", "wire"])
+@pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
+def test_a_marked_root(rank, world, front, collectives):
+    """Also in its first forward, which attaches what the mark does, and under no_sync."""
+    model, plain = beside(collectives)
+    del model.maybe._fsdpc_data_dependent
+    if front == "fsdp":
+        model = fsdpc.FullyShardedDataParallel(
+            model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear, Block}), use_orig_params=True
+        )
+    else:
+        for layer in (model.enter, model.maybe.block, model.leave, model):
+            fsdpc.fully_shard(layer)
+    fsdpc.mark_data_dependent(model)
+
+    def loss(one, who, step):
+        x = batch_with(10 * step + who, [], [])["x"]
+        return one({"x": x, "runs": (who + step) % 2 == 0}).square().mean()
+
+    for step in range(4):
+        waits = step % 2 == 0
+        if front == "fsdp":
+            with model.no_sync() if waits else contextlib.nullcontext():
+                loss(model, rank, step).backward()
+        else:
+            model.set_requires_gradient_sync(not waits)
+            loss(model, rank, step).backward()
+        for who in range(world):
+            (loss(plain, who, step) / world).backward()
+    if front == "fully_shard":
+        return check_beside(model, plain)
+    with model.summon_full_params(model, with_grads=True):
+        for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, msg=name)
