@@ -267,6 +267,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "_backward_hooks",
         "_backward_pre_hooks",
         "_buffers",
+        "_forward_pre_hooks",
         "_modules",
         "_non_persistent_buffers_set",
         "_parameters",
