@@ -112,11 +112,10 @@ test-more: pytest-long pytest-jitter simgpu-step
 	$(call say,more Python tests passed)
 
 # Which combinations of their axes the tests of several ranks run with (tests/combinations.py): every
-# value of each. SLOW: where each test takes several times as long, on the simulated GPU and under sanitizers.
+# value of each.
 COMBINATIONS := each
-SLOW_COMBINATIONS := each
 test-all:
-	@$(MAKE) test test-more simgpu-py asan-py test-versions COMBINATIONS=all SLOW_COMBINATIONS=all
+	@$(MAKE) test test-more simgpu-py asan-py test-versions COMBINATIONS=all
 
 # The oldest Python with the oldest torch, and the newest with the newest: what follows torch's own ways.
 VERSIONS := 3.11-2.11.0 3.13-2.14.1
@@ -316,7 +315,7 @@ simlibs:
 # runs those of the training step for their values, and some, at twice the time, with each of torch's
 # operators watched for races; `make simgpu-py` runs all tests.
 SIM_PYTEST = $(PY) -m pytest -q $(PYTEST_JOBS) --gpu sim -k "not test_torch" \
-    --combinations $(SLOW_COMBINATIONS)
+    --combinations $(COMBINATIONS)
 SIMGPU_STEP := tests/parity/test_product.py $(wildcard tests/dist/test_features_params.py tests/dist/test_api_clip.py \
     tests/dist/test_with_checkpointing.py tests/dist/test_fully_shard.py)
 SIMGPU_WATCHED := test_features_graph test_clip_gpu
@@ -362,7 +361,7 @@ asan-py: $(STAMPS)/tools
 	@FSDPC_SANITIZE=address,undefined FSDPC_PROBE=1 $(PY) setup.py --quiet build --build-lib build/asan \
 	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
 	@$(ASAN_ENV) $(PY) -c 'import fsdpc._probe as c; assert "build/asan" in c.__file__, c.__file__'
-	@$(ASAN_ENV) $(PY) -m pytest -q -p no:cacheprovider $(PYTEST_JOBS) --combinations $(SLOW_COMBINATIONS) \
+	@$(ASAN_ENV) $(PY) -m pytest -q -p no:cacheprovider $(PYTEST_JOBS) --combinations $(COMBINATIONS) \
 	  -m "not long" $(ASAN_TESTS) $(ARGS)
 
 TSAN_TESTS := shm comm arena exchange tree trace device
