@@ -194,7 +194,7 @@ decode_nf4(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values)
     }
 }
 
-/* What rounding at random begins with: any change of a value in the block makes another one. */
+/* The seed of a block's stochastic rounding: a hash of the sum of the values' bits. */
 INLINE uint32_t
 seed_of(const float *values, int64_t n)
 {
@@ -202,7 +202,7 @@ seed_of(const float *values, int64_t n)
     for (int64_t i = 0; i < n; i++) {
         seed += f32_bits(values[i]);
     }
-    return fsdpc_mixed(seed);
+    return fsdpc_random_end(seed, 0);
 }
 
 INLINE void

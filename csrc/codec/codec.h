@@ -11,11 +11,14 @@
  *   mxfp8         32     E8M0, 2^(floor(log2(largest)) - 8)   OCP E4M3 of x / scale, at most 448
  *   nf4           64     float32, the largest magnitude   the nearest of the 16 levels of QLoRA (arXiv 2305.14314)
  *   int4          128    float32, the largest magnitude   8 + x / largest * 7, an integer from 1 to 15
- *   int4_stochastic      the same, rounded up or down at random, so that errors are 0 on average
+ *   int4_stochastic  the block, scale and code of int4, rounded stochastically: the error is 0 on average
  *
- * Rounding is to nearest otherwise. Halves go to even; halves between two levels of nf4 go down. What is random depends on
- * the values of the block and the place in it: equal blocks have equal codes. Every instruction set gives equal bits. The memory of coded rows has all codes first, row by row (two codes of 4 bits in a byte, the first one
- * in the upper half; a row begins with a byte), then, from a multiple of 16 bytes on, all scales.
+ * All others round to nearest. Halves go to even; halves between two levels of nf4 go down. The random bits of stochastic
+ * rounding are a hash of the block's values and the element's place in the block: equal blocks have equal codes. Every
+ * instruction set gives equal bits.
+ *
+ * The memory of coded rows has all codes first, row by row (two codes of 4 bits in a byte, the first one in the upper
+ * half; a row begins with a byte), then, from a multiple of 16 bytes on, all scales.
  */
 #ifndef FSDPC_CODEC_H
 #define FSDPC_CODEC_H

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "convert.h"
+#include "random.h"
 
 #define FSDPC_CODEC_INLINE static inline __attribute__((always_inline))
 
@@ -107,20 +108,12 @@ fsdpc_int4_of(float value)
     return 8 + (low > -7 ? low : -7);
 }
 
-/* Each bit of the result depends on each of the argument. */
-FSDPC_CODEC_INLINE uint32_t
-fsdpc_mixed(uint32_t bits)
-{
-    bits = (bits ^ bits >> 16) * 0x7feb352du;
-    bits = (bits ^ bits >> 15) * 0x846ca68bu;
-    return bits ^ bits >> 16;
-}
-
-/* A number between -1/2 and 1/2, each as likely: what is added before rounding to nearest makes it rounding at random. */
+/* A random number between -1/2 and 1/2. A value that gets one added and is then rounded to nearest is rounded
+ * stochastically. */
 FSDPC_CODEC_INLINE float
 fsdpc_dither(uint32_t bits)
 {
-    return (float)(int32_t)(fsdpc_mixed(bits) >> 8) * 0x1p-24f - 0.5f;
+    return (float)(int32_t)(fsdpc_random_end(bits, 0) >> 8) * 0x1p-24f - 0.5f;
 }
 
 #endif

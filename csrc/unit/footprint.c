@@ -27,7 +27,7 @@ sees_other_grads(const fsdpc_layout *layout)
     return false;
 }
 
-/* What a piece is placed as: in the accumulate dtype; as it is sent; as its codes, if it travels coded. */
+/* A piece in the accumulate dtype; in the form in which it is sent; as codes only (0 bytes without a codec). */
 enum form { ACCUMULATED, SENT, CODED };
 
 static size_t
@@ -40,7 +40,7 @@ piece_bytes(const fsdpc_segment *seg, enum form form)
            fsdpc_dtype_bytes(form == SENT ? seg->reduce : seg->accumulate);
 }
 
-/* Trainable segments end to end: `copies` pieces each. */
+/* Bytes of the trainable segments, placed one after the other with `copies` pieces each; offsets as in footprint.h. */
 static size_t
 place_segments(const fsdpc_layout *layout, int copies, enum form form, size_t *offsets)
 {

@@ -44,7 +44,7 @@ own_piece(const fsdpc_unit *unit, const fsdpc_segment *seg)
     return piece_of(seg, unit->rank);
 }
 
-/* Elements of a segment's piece from `begin` on. */
+/* Sums n elements of this rank's piece of a segment, from element `begin` on. */
 static int
 sum_elements(fsdpc_unit *unit, const fsdpc_segment *seg, int64_t begin, int64_t n,
              const void *const *sources, int count, fsdpc_dtype type)
@@ -94,7 +94,7 @@ next_chunk(const fsdpc_segment *seg, int64_t begin)
     return most < seg->piece_numel - begin ? most : seg->piece_numel - begin;
 }
 
-/* The same of coded pieces, but for the own-th, through `room`, which holds a chunk of each. */
+/* Sums pieces that are coded, except sender `own`'s. `room` holds one decoded chunk of each piece. */
 static int
 sum_coded(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces, int own, int count,
           double *room, const void **sources)

@@ -6,9 +6,9 @@
 
 /* Sums this rank's pieces: sources[r] is rank r's reduce buffer, NULL if the rank sent none. */
 int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
-/* The same for `count` pieces that have landed apart: the own-th is in this rank's reduce buffer `buffer`, the
- * others, in their order, are one fsdpc_footprint_landing behind the other, coded where the segment says so. `landing`
- * NULL: `buffer` holds the sum. */
+/* Sums `count` senders' pieces. Sender `own`'s piece is in this rank's reduce buffer `buffer`. The other senders' pieces
+ * follow each other in `landing`, in their order, fsdpc_footprint_landing bytes each; segments with a reduce codec are
+ * coded there. `landing` NULL: `buffer` holds the sum. */
 int fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own,
                           int count);
 
