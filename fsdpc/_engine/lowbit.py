@@ -18,16 +18,11 @@ from fsdpc import _C
 
 _STATE, _CLASS, _LOADS = "quant_state", "_fsdpc_codes_class", "_fsdpc_loads_codes"
 SCALES = ("absmax", "nested_absmax", "nested_offset")
-_SAVED = (
-    "absmax",
-    "quant_map",
-    "nested_absmax",
-    "nested_quant_map",
-)  # names of the state's tensors
+_SAVED = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # the state's tensors
 
 
 def holds_codes(param: Any) -> bool:
-    """Whether a parameter is such a one, or stands for one. Local."""
+    """Whether a parameter holds codes, or stands for one that does. Local."""
     return _STATE in getattr(param, "__dict__", ())
 
 
@@ -121,7 +116,7 @@ def check(module: nn.Module, param: nn.Parameter, what: str) -> None:
         )
     check_trainable(param, what)
     if hasattr(module, "support_avx512bf16_for_cpu"):
-        module.support_avx512bf16_for_cpu = False  # it would do so to gathered codes
+        module.support_avx512bf16_for_cpu = False  # bitsandbytes would reorder gathered codes
 
 
 def let_load(module: nn.Module, param: nn.Parameter) -> None:
@@ -169,7 +164,11 @@ def _take(module: Any, given: dict[str, Any], prefix: str, *rest: Any) -> None:
         new = type(state).from_dict(found, state.absmax.device)
         forms = [(s.quant_type, s.blocksize, s.shape, s.dtype, s.nested) for s in (new, state)]
         if forms[0] != forms[1]:
-            raise ValueError(f"codes of another form: {forms[0]}, not {forms[1]}")
+            raise ValueError(
+                f"codes of another form: the state dict has {forms[0]}, the module {forms[1]} "
+                "(type, block size, shape, dtype, double quantisation): quantise the module as "
+                "the saved one was"
+            )
     except (ValueError, AssertionError, KeyError) as error:
         rest[-1].append(f"{before}*: {type(error).__name__}: {error}")
         return

@@ -107,7 +107,7 @@ class Unit(WholeValues):
         self.codecs = list(codecs) or [("", "")] * len(infos)
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
-        # Of which parameters the engine carries the bytes alone.
+        # Parameters whose bytes the engine carries without a cast.
         self.carried = [
             not computes(info.param.dtype) or _lowbit.holds_codes(info.param) for info in infos
         ]
