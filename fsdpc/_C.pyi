@@ -93,6 +93,8 @@ class Comm:
     @property
     def flies(self) -> bool: ...
     @property
+    def swaps(self) -> bool: ...
+    @property
     def senders(self) -> int: ...
     @property
     def ranks_per_host(self) -> int: ...
@@ -141,7 +143,7 @@ def footprint(
     align_bytes: int,
     range_grain: int,
     page_bytes: int,
-    replicate: bool = False,
+    replicas: int = 0,
     offload: bool = False,
     senders: int = 0,
     foreign: bool = False,

@@ -10,7 +10,8 @@
 #include "comm/hosts.h"
 
 enum {
-    DATA_TAG = 1 << 30,       /* programs that send by themselves use small tags */
+    DATA_TAG = 1 << 30, /* programs that send by themselves use small tags */
+    SWAP_TAG = DATA_TAG + FSDPC_SWAP_KEYS,
     MARKS_TAG = DATA_TAG - 1, /* in the order of flights */
 };
 
@@ -30,6 +31,18 @@ fsdpc_comm_flies(const fsdpc_comm *comm)
     return comm->ops->post && comm->ops->flies(comm);
 }
 
+bool
+fsdpc_comm_swaps(const fsdpc_comm *comm)
+{
+    return comm->world == 2 && fsdpc_comm_flies(comm);
+}
+
+uint32_t
+fsdpc_comm_next_swap(fsdpc_comm *comm)
+{
+    return comm->swaps + 2 < FSDPC_SWAP_KEYS ? comm->swaps += 2 : 0;
+}
+
 /* Equal on ranks that mean the same flight: what the others send for another one finds no taker. */
 static uint32_t
 tag_of(const fsdpc_comm *comm, const fsdpc_mark *mark)
@@ -39,7 +52,7 @@ tag_of(const fsdpc_comm *comm, const fsdpc_mark *mark)
         hash = (hash ^ (uint32_t)mark->words[i]) * 1099511628211u;
         hash ^= hash >> 29;
     }
-    return (uint32_t)DATA_TAG | (uint32_t)(hash & (DATA_TAG - 1));
+    return (uint32_t)DATA_TAG | (uint32_t)(hash & (FSDPC_SWAP_KEYS - 1));
 }
 
 static int
@@ -95,10 +108,15 @@ marks_agree(const fsdpc_flight *flight)
 
 /* --- the flight ---------------------------------------------------------------------------------- */
 
+/* swap NULL: in the order of flights. */
 static int
-take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, const char *what)
+take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *swap,
+         const char *what)
 {
     fsdpc_comm *comm = flight->comm;
+    if (swap) {
+        return post_data(flight, load, (uint32_t)SWAP_TAG | *swap, what);
+    }
     const uint32_t tag = tag_of(comm, mark);
     fsdpc_comm_say_turn(comm, mark);
     comm->flights++;
@@ -149,8 +167,8 @@ make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **
 }
 
 static int
-begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const char *what,
-      fsdpc_flight **out)
+begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *swap,
+      const char *what, fsdpc_flight **out)
 {
     int status = FSDPC_OK;
     *out = NULL;
@@ -158,7 +176,7 @@ begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const ch
     FSDPC_GOTO(make(comm, mark, what, out), fail);
     if (fsdpc_comm_flies(comm)) {
         FSDPC_GOTO(fsdpc_comm_enter(comm, what), fail);
-        status = fsdpc_comm_leave(comm, take_off(*out, load, mark, what));
+        status = fsdpc_comm_leave(comm, take_off(*out, load, mark, swap, what));
     } else {
         status = go_at_once(*out, load, what);
     }
@@ -174,8 +192,8 @@ int
 fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, fsdpc_route route,
                     const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
 {
-    const fsdpc_load load = {parts, count, NULL, route};
-    return begin(comm, &load, mark, what, out);
+    const fsdpc_load load = {parts, count, NULL, route, false};
+    return begin(comm, &load, mark, NULL, what, out);
 }
 
 int
@@ -183,8 +201,21 @@ fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                     const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
                     const char *what, fsdpc_flight **out)
 {
-    const fsdpc_load load = {parts, count, landing, route};
-    return begin(comm, &load, mark, what, out);
+    const fsdpc_load load = {parts, count, landing, route, false};
+    return begin(comm, &load, mark, NULL, what, out);
+}
+
+int
+fsdpc_flight_swap(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                  const fsdpc_landing *landing, uint32_t key, const char *what, fsdpc_flight **out)
+{
+    const fsdpc_load load = {parts, count, landing, FSDPC_TO_ALL, true};
+    *out = NULL;
+    if (!fsdpc_comm_flies(comm) || key >= FSDPC_SWAP_KEYS) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: a swap needs a key, and flights in the background",
+                           what);
+    }
+    return begin(comm, &load, NULL, &key, what, out);
 }
 
 /* With ranks of other marks nothing moves. What the others send has to arrive, or the library could not receive
@@ -223,10 +254,10 @@ fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part, const fsdpc_land
                  const fsdpc_mark *mark, const char *what)
 {
     int status = FSDPC_OK;
-    const fsdpc_load load = {part, 1, landing, FSDPC_TO_ALL};
+    const fsdpc_load load = {part, 1, landing, FSDPC_TO_ALL, false};
     fsdpc_flight *flight;
     FSDPC_GOTO(make(comm, mark, what, &flight), done);
-    FSDPC_GOTO(take_off(flight, &load, mark, what), done);
+    FSDPC_GOTO(take_off(flight, &load, mark, NULL, what), done);
     FSDPC_GOTO(land(flight, what), done);
     for (int r = 0; r < comm->world && status == FSDPC_OK && !flight->agreed; r++) {
         if (memcmp(&flight->marks[r], mark, sizeof *mark) != 0) {

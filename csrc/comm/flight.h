@@ -49,6 +49,13 @@ int fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int coun
 int fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                         const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
                         const char *what, fsdpc_flight **out);
+/* Every rank gets the whole parts of all others, in `landing`; the parts' buffers hold this rank's alone. Unlike
+ * other flights these have no order and no marks: the key names the flight, below FSDPC_SWAP_KEYS, equal on all
+ * ranks, and one flight of the communicator has it at a time. Only where flights go on in the background. */
+enum { FSDPC_SWAP_KEYS = 1 << 29 };
+int fsdpc_flight_swap(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                      const fsdpc_landing *landing, uint32_t key, const char *what,
+                      fsdpc_flight **out);
 /* Waits until the flight's memory is this rank's again. *agreed (optional): all marks were equal, and the data
  * is there; else what ranks with equal marks sent each other is there. */
 int fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed);
@@ -61,7 +68,16 @@ uint64_t fsdpc_flight_sent_bytes(const fsdpc_flight *flight);
  * still send to its memory, which must stay as long as the process. Local. */
 bool fsdpc_flight_free(fsdpc_flight *flight);
 
+/* dst = the sum of the ranks' n elements, sources[r] rank r's, in the order of ranks and in F32 (F64 for F64),
+ * rounded once; dst may be a source. */
+int fsdpc_flight_sum(const fsdpc_comm *comm, void *dst, const void *const *sources, int64_t n,
+                     fsdpc_dtype dtype, const char *what);
+
 /* True if flights go on in the background. */
 bool fsdpc_comm_flies(const fsdpc_comm *comm);
+/* True for two ranks whose sums are cheapest by a swap of all that they have. */
+bool fsdpc_comm_swaps(const fsdpc_comm *comm);
+/* The first of two keys that no earlier call gave. All ranks must call this in one order. 0: all are given. */
+uint32_t fsdpc_comm_next_swap(fsdpc_comm *comm);
 
 #endif

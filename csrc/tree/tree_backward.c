@@ -195,6 +195,30 @@ fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer)
 
 /* --- reducing -------------------------------------------------------------------------------- */
 
+static void
+note_swap(struct fsdpc_node *node)
+{
+    const uint64_t sent = fsdpc_unit_swapped_bytes(node->unit);
+    if (sent > node->swapped) {
+        fsdpc_exchange_note(node->exchange, FSDPC_TRACE_SEND, node->unit, sent - node->swapped);
+    }
+    node->swapped = sent;
+}
+
+static int
+begin_swaps(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->count; i++) {
+        struct fsdpc_node *node = &tree->nodes[i];
+        if (node->reduced && fsdpc_unit_may_swap(node->unit) &&
+            fsdpc_exchange_is_summed(node->exchange, node->unit)) {
+            FSDPC_TRY(fsdpc_unit_begin_swap(node->unit));
+            note_swap(node);
+        }
+    }
+    return FSDPC_OK;
+}
+
 int
 fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
 {
@@ -202,7 +226,8 @@ fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
     set_complete(tree, node, false);
     FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
     node->reduced = true;
-    return fsdpc_exchange_reduce(node->exchange, node->unit, grads);
+    FSDPC_TRY(fsdpc_exchange_reduce(node->exchange, node->unit, grads));
+    return tree->replicates ? begin_swaps(tree) : FSDPC_OK;
 }
 
 int
@@ -354,14 +379,30 @@ drop_holds(fsdpc_tree *tree)
 }
 
 static int
+sum_replicas(fsdpc_tree *tree)
+{
+    fsdpc_unit **units = fsdpc_mem_calloc((size_t)tree->count, sizeof(fsdpc_unit *));
+    if (!units) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of %d units", tree->count);
+    }
+    for (int i = 0; i < tree->count; i++) {
+        units[i] = tree->nodes[i].unit;
+    }
+    const int status = fsdpc_unit_reduce_replicas(units, tree->count);
+    for (int i = 0; i < tree->count; i++) {
+        note_swap(&tree->nodes[i]);
+    }
+    fsdpc_mem_free(units);
+    return status;
+}
+
+static int
 finish_sync(fsdpc_tree *tree)
 {
     for (int i = 0; i < tree->exchange_count; i++) {
         FSDPC_TRY(fsdpc_exchange_end(tree->exchanges[i]));
     }
-    for (int i = 0; i < tree->count; i++) {
-        FSDPC_TRY(fsdpc_unit_reduce_replicas(tree->nodes[i].unit));
-    }
+    FSDPC_TRY(tree->replicates ? sum_replicas(tree) : FSDPC_OK);
     for (int i = 0; i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
         node->late = tree->steps_inside && !node->taken &&

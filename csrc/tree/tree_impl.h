@@ -23,7 +23,8 @@ struct fsdpc_node {
     bool reduced;  /* in this backward */
     bool taken;    /* its sum was taken before the end of this backward: see next_summed */
     bool late;     /* its sum is on its way into host memory: fsdpc_tree_next_late */
-    int order;     /* position in `order`, -1 */
+    uint64_t swapped; /* fsdpc_unit_swapped_bytes when the trace last had them */
+    int order;        /* position in `order`, -1 */
 };
 
 struct fsdpc_tree {
@@ -36,7 +37,8 @@ struct fsdpc_tree {
     bool forward_prefetch;
     int gather_slots, reduce_slots;
     bool poison, trust_order;
-    int *order; /* units in order of their first forward since the last backward ended */
+    bool replicates; /* some unit's gradients are also summed over replicas */
+    int *order;      /* units in order of their first forward since the last backward ended */
     int order_count;
     int *last_order; /* of the pass before: what forward prefetch follows */
     int last_order_count;

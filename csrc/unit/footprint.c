@@ -99,7 +99,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
         .grad_out_bytes = seen,
         .grads_bytes = seen ? fsdpc_round_up(layout->grad_bytes, layout->align_bytes) + seen
                             : layout->grad_bytes,
-        .partial_bytes = options->replicate ? layout->grad_bytes : 0,
+        .partial_bytes = layout->grad_bytes * (size_t)options->replicas,
         .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
         .reduce_bytes = fsdpc_round_up(packed + (options->senders > 0 && packed > 0

@@ -8,7 +8,8 @@
 #include "unit/layout.h"
 
 typedef struct fsdpc_footprint_options {
-    bool replicate; /* gradients are also summed over replicas */
+    int replicas; /* buffers of the shard group's sum: 1 where the sum is summed over replicas, one more for each
+                     replica whose sum lands beside it */
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
     bool foreign; /* the gathered values are made elsewhere */
@@ -23,7 +24,7 @@ typedef struct fsdpc_footprint {
     size_t grad_bytes;     /* shard gradient, accumulate dtype */
     size_t grad_out_bytes; /* the gradient in the storage dtype, where that is narrower; else 0 */
     size_t grads_bytes;    /* both, one behind the other */
-    size_t partial_bytes;  /* sum over the shard group before replicas; 0 without replicas */
+    size_t partial_bytes;  /* sums over shard groups before replicas; 0 without replicas */
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
     size_t reduce_bytes; /* one rank's packed gradients (and codes, and what lands), whole pages */

@@ -31,6 +31,13 @@ fsdpc_grad_target(fsdpc_unit *unit)
                                             fsdpc_grad_last_scale(unit)};
 }
 
+void
+fsdpc_grad_note_sum(fsdpc_unit *unit)
+{
+    *fsdpc_grad_target(unit).add = true;
+    unit->grads.sums++;
+}
+
 static size_t
 piece_of(const fsdpc_segment *seg, int owner)
 {
@@ -77,7 +84,7 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
         }
         FSDPC_TRY(sum_segment(unit, seg, pieces, count));
     }
-    *fsdpc_grad_target(unit).add = true;
+    fsdpc_grad_note_sum(unit);
     return FSDPC_OK;
 }
 
@@ -150,7 +157,7 @@ fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing,
                        : sum_segment(unit, seg, pieces, count),
                    done);
     }
-    *fsdpc_grad_target(unit).add = true;
+    fsdpc_grad_note_sum(unit);
 done:
     fsdpc_mem_free(pieces);
     fsdpc_mem_free(room);

@@ -355,7 +355,7 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
                                          plans->sources, to.scale));
     }
     forget_local(unit);
-    *to.add = true;
+    fsdpc_grad_note_sum(unit);
     return FSDPC_OK;
 }
 

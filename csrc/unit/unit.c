@@ -151,7 +151,7 @@ fsdpc_unit_free(fsdpc_unit *unit)
     fsdpc_mem_free(unit->digests);
     if (unit->layout) {
         fsdpc_unit_free_grads(unit);
-        fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
+        fsdpc_unit_free_partial(unit);
         fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
         if (!unit->master_map) {
             fsdpc_unit_shard_free(unit, unit->master, unit->layout->shard_bytes);

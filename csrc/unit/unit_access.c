@@ -174,7 +174,7 @@ fsdpc_unit_get_memory(const fsdpc_unit *unit)
     return (fsdpc_unit_memory){
         .master = layout->shard_bytes,
         .grad = (unit->slots ? 0 : unit->footprint.grad_bytes + unit->footprint.grad_out_bytes) +
-                (unit->partial ? layout->grad_bytes : 0) + unit->retired_bytes,
+                (unit->partial ? unit->footprint.partial_bytes : 0) + unit->retired_bytes,
         .local = unit->local ? unit->local_bytes : 0,
     };
 }

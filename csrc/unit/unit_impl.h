@@ -13,10 +13,20 @@ struct fsdpc_grads {
      * true after the first sum of a backward. */
     bool add;
     bool partial_any, local_any; /* `partial`, `local` hold gradients */
+    uint32_t sums;               /* into the target (grad.c) so far */
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
     uint8_t *used;
     /* One byte per parameter: `local` holds a gradient of it. */
     uint8_t *local_used;
+};
+
+/* The sum over the shard group on its way to the one other replica (unit_replicas.c). */
+struct fsdpc_swap {
+    struct fsdpc_flight *flight; /* NULL: none is on its way */
+    uint32_t key;                /* equal on the replicas; 0: they have not agreed on one yet */
+    uint32_t sums;               /* grads.sums when the flight began */
+    bool lost;                   /* the other replica may still send into `partial` */
+    uint64_t sent_bytes;
 };
 
 /* A unit's memory is set by fsdpc_unit_new and does not change, with two exceptions: the first
@@ -55,8 +65,10 @@ struct fsdpc_unit {
     /* With `slots` both lie in one of these, `slot`, and belong to the unit while it holds that one. */
     struct fsdpc_grad_slots *slots;
     int slot;
-    /* Sum over the shard group before it is summed over replicas; NULL without replicas. */
+    /* Sum over the shard group before it is summed over replicas; NULL without replicas. Behind it the other
+     * replica's, where they are swapped. */
     void *partial;
+    struct fsdpc_swap swap;
     /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */
     void *local;
     size_t local_bytes;
@@ -100,6 +112,10 @@ void fsdpc_unit_close_shard_device(fsdpc_unit *unit);
 int fsdpc_unit_shard_alloc(fsdpc_unit *unit, size_t bytes, void **out);
 void fsdpc_unit_shard_free(fsdpc_unit *unit, void *block, size_t bytes);
 
+/* --- unit_replicas.c ------------------------------------------------------------------------- */
+
+void fsdpc_unit_free_partial(fsdpc_unit *unit);
+
 /* --- grad.c ---------------------------------------------------------------------------------- */
 
 /* The destination of the sum over the shard group: the shard gradient, or with replicas `partial`. */
@@ -109,6 +125,8 @@ struct fsdpc_grad_target {
     double scale; /* [Note: divided once] */
 };
 struct fsdpc_grad_target fsdpc_grad_target(fsdpc_unit *unit);
+/* A sum was made into it. */
+void fsdpc_grad_note_sum(fsdpc_unit *unit);
 /* The factor behind the last sum. */
 double fsdpc_grad_last_scale(const fsdpc_unit *unit);
 

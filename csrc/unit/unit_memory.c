@@ -1,4 +1,5 @@
 /* Where things lie in a unit's memory, and the memory of its gradients. */
+#include "comm/flight.h"
 #include "unit/unit_impl.h"
 
 #include "base/status.h"
@@ -63,12 +64,20 @@ senders_of(const fsdpc_unit *unit)
     return travels ? fsdpc_comm_senders(unit->shard) : 0;
 }
 
+/* See unit_replicas.c. */
+static int
+replicas_of(const fsdpc_unit *unit)
+{
+    const bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
+    return !unit->replicate ? 0 : !queued && fsdpc_comm_swaps(unit->replicate) ? 2 : 1;
+}
+
 void
 fsdpc_unit_plan(fsdpc_unit *unit)
 {
     size_t page = fsdpc_shm_page_bytes();
     fsdpc_footprint_options options = {
-        .replicate = unit->replicate != NULL,
+        .replicas = replicas_of(unit),
         .offload = unit->offload,
         .foreign = unit->foreign,
         .senders = senders_of(unit),

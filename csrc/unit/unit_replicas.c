@@ -1,7 +1,31 @@
-/* Sums over replicas at the end of a backward, where the device does not queue. */
+/* Sums over replicas, where the device does not queue.
+ *
+ * Over a wire two replicas swap their sums in the background: a unit's swap begins in the backward, as soon as all
+ * ranks of the shard group have reduced the unit. Replicas run their units each in its own order, so swaps are
+ * matched by key and not by order. At the end the replicas compare what they have: which parameters got a gradient,
+ * which units were swapped, and which sums have changed since (a second gradient of the unit in this backward). Those
+ * are swapped once more, so that the values do not depend on what began when.
+ * Everywhere else each unit's sum is a blocking collective at the end.
+ */
 #include "base/mem.h"
 #include "base/status.h"
+#include "comm/flight.h"
 #include "unit/unit_impl.h"
+
+enum {
+    SWAPPED = 1, /* the replica has begun to swap the unit */
+    CHANGED = 2, /* what it has swapped is not its sum any more */
+};
+
+static bool
+takes_part(const fsdpc_unit *unit)
+{
+    /* On a device that queues the sum follows each unit's reduction (exchange_stream_replicas.c). */
+    return unit->replicate && unit->layout->trainable_count > 0 && !unit->grads.hooked &&
+           !fsdpc_device_get_caps(unit->device)->asynchronous;
+}
+
+/* --- blocking ------------------------------------------------------------------------------------ */
 
 /* All-reduces which parameters got a gradient on any replica; *any: at least one did. */
 static int
@@ -30,12 +54,23 @@ done:
 }
 
 static int
-sum_partials(fsdpc_unit *unit)
+make_partial(fsdpc_unit *unit)
 {
-    if (!unit->grads.partial_any) {
-        FSDPC_TRY(fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes));
-    }
+    return unit->grads.partial_any
+               ? FSDPC_OK
+               : fsdpc_device_zero(unit->device, unit->partial, unit->layout->grad_bytes);
+}
+
+static int
+sum_now(fsdpc_unit *unit)
+{
+    bool any = false;
     fsdpc_grad_run run;
+    FSDPC_TRY(share_used(unit, &any));
+    if (!any) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(make_partial(unit));
     for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run);) {
         FSDPC_TRY(fsdpc_comm_all_reduce(unit->replicate, (char *)unit->partial + run.offset,
                                         run.numel, run.dtype, FSDPC_SUM, unit->name));
@@ -43,21 +78,259 @@ sum_partials(fsdpc_unit *unit)
     return fsdpc_grad_take_partial(unit);
 }
 
-int
-fsdpc_unit_reduce_replicas(fsdpc_unit *unit)
+/* --- one unit's swap ------------------------------------------------------------------------------ */
+
+static bool
+swaps(const fsdpc_unit *unit)
 {
-    bool any = false;
-    /* On a device that queues the sum follows each unit's reduction (exchange_stream_replicas.c). */
-    bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
-    if (!unit->replicate || unit->layout->trainable_count == 0 || unit->grads.hooked || queued) {
-        return FSDPC_OK;
+    return takes_part(unit) && fsdpc_comm_swaps(unit->replicate);
+}
+
+/* The other replica's sum lies behind this one's, in the same order. */
+static int
+begin_swap(fsdpc_unit *unit, uint32_t key)
+{
+    int status = FSDPC_OK;
+    const size_t most = (size_t)unit->layout->segment_count;
+    fsdpc_comm_part *parts = fsdpc_mem_calloc(most, sizeof *parts);
+    size_t *offsets = fsdpc_mem_calloc(most, sizeof *offsets);
+    if (!parts || !offsets) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of %zu segments", most), done);
     }
-    int status = share_used(unit, &any);
-    if (status == FSDPC_OK && any) {
-        status = sum_partials(unit);
+    int count = 0;
+    fsdpc_grad_run run;
+    for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run); count++) {
+        parts[count] = (fsdpc_comm_part){(char *)unit->partial + run.offset, run.numel, run.dtype};
+        offsets[count] = run.offset;
     }
-    unit->grads.partial_any = false;
-    return status == FSDPC_OK
-               ? FSDPC_OK
-               : fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);
+    const fsdpc_landing landing = {(char *)unit->partial + unit->layout->grad_bytes, 0, offsets};
+    FSDPC_GOTO(fsdpc_flight_swap(unit->replicate, parts, count, &landing, key, unit->name,
+                                 &unit->swap.flight),
+               done);
+    unit->swap.sums = unit->grads.sums;
+    unit->swap.sent_bytes += fsdpc_flight_sent_bytes(unit->swap.flight);
+done:
+    fsdpc_mem_free(parts);
+    fsdpc_mem_free(offsets);
+    return status;
+}
+
+static int
+land_swap(fsdpc_unit *unit)
+{
+    fsdpc_flight *flight = unit->swap.flight;
+    unit->swap.flight = NULL;
+    const int status = fsdpc_flight_land(flight, unit->name, NULL);
+    unit->swap.lost = !fsdpc_flight_free(flight) || unit->swap.lost;
+    return status;
+}
+
+/* In the order of replicas, as the blocking collective does. */
+static int
+add_up(fsdpc_unit *unit)
+{
+    fsdpc_grad_run run;
+    const int rank = fsdpc_comm_rank(unit->replicate);
+    for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run);) {
+        const void *sources[2];
+        char *own = (char *)unit->partial + run.offset;
+        sources[rank] = own;
+        sources[1 - rank] = own + unit->layout->grad_bytes;
+        FSDPC_TRY(
+            fsdpc_flight_sum(unit->replicate, own, sources, run.numel, run.dtype, unit->name));
+    }
+    return fsdpc_grad_take_partial(unit);
+}
+
+bool
+fsdpc_unit_may_swap(const fsdpc_unit *unit)
+{
+    return unit->swap.key > 0 && !unit->swap.flight && !unit->grads.withheld && swaps(unit);
+}
+
+int
+fsdpc_unit_begin_swap(fsdpc_unit *unit)
+{
+    FSDPC_TRY(make_partial(unit));
+    return begin_swap(unit, unit->swap.key);
+}
+
+uint64_t
+fsdpc_unit_swapped_bytes(const fsdpc_unit *unit)
+{
+    return unit->swap.sent_bytes;
+}
+
+void
+fsdpc_unit_free_partial(fsdpc_unit *unit)
+{
+    unit->swap.lost = !fsdpc_flight_free(unit->swap.flight) || unit->swap.lost;
+    if (!unit->swap.lost) { /* else the other replica may still send into the memory */
+        fsdpc_device_free(unit->device, unit->partial, unit->footprint.partial_bytes);
+    }
+}
+
+/* --- the end of a backward ------------------------------------------------------------------------- */
+
+/* Units that swap with the same replicas, in an order that is the same on them. */
+struct swapping {
+    fsdpc_unit **units;
+    int count;
+    fsdpc_comm *comm;
+    uint8_t *flags; /* of any replica, one per unit */
+    bool *used;     /* got a gradient on any replica */
+};
+
+/* Per unit a byte of flags and one byte per parameter. */
+static void
+write_record(const struct swapping *s, uint8_t *to)
+{
+    for (int i = 0; i < s->count; i++) {
+        const fsdpc_unit *unit = s->units[i];
+        const struct fsdpc_swap *swap = &unit->swap;
+        const bool changed = swap->sums != unit->grads.sums;
+        *to++ = (uint8_t)(swap->flight ? SWAPPED + (changed ? CHANGED : 0) : 0);
+        for (int p = 0; p < unit->layout->param_count; p++) {
+            *to++ = unit->grads.used[p];
+        }
+    }
+}
+
+static void
+read_record(const struct swapping *s, const uint8_t *from)
+{
+    for (int i = 0; i < s->count; i++) {
+        fsdpc_unit *unit = s->units[i];
+        s->flags[i] |= *from++;
+        for (int p = 0; p < unit->layout->param_count; p++) {
+            unit->grads.used[p] |= *from++;
+            s->used[i] = s->used[i] || unit->grads.used[p];
+        }
+    }
+}
+
+static int
+compare(const struct swapping *s)
+{
+    int status = FSDPC_OK;
+    const int own = fsdpc_comm_rank(s->comm);
+    size_t bytes = (size_t)s->count;
+    for (int i = 0; i < s->count; i++) {
+        bytes += (size_t)s->units[i]->layout->param_count;
+    }
+    uint8_t *records = fsdpc_mem_calloc(2, bytes);
+    if (!records) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of %d units", s->count);
+    }
+    write_record(s, records + bytes * (size_t)own);
+    FSDPC_GOTO(fsdpc_comm_all_gather(s->comm, records, bytes, "sums over replicas"), done);
+    for (size_t r = 0; r < 2; r++) {
+        read_record(s, records + bytes * r);
+    }
+    for (int i = 0; i < s->count; i++) {
+        if (s->units[i]->swap.key == 0) {
+            s->units[i]->swap.key = fsdpc_comm_next_swap(s->comm);
+        }
+    }
+done:
+    fsdpc_mem_free(records);
+    return status;
+}
+
+static bool
+moves(const struct swapping *s, int i)
+{
+    return s->used[i] || (s->flags[i] & SWAPPED);
+}
+
+static bool
+moves_again(const struct swapping *s, int i)
+{
+    return s->used[i] && (s->flags[i] & CHANGED);
+}
+
+/* The last swap of a unit brings its sum. */
+static int
+land_all(const struct swapping *s)
+{
+    for (int i = 0; i < s->count; i++) {
+        if (moves(s, i) && !s->units[i]->swap.flight) {
+            FSDPC_TRY(fsdpc_unit_begin_swap(s->units[i]));
+        }
+    }
+    for (int i = 0; i < s->count; i++) {
+        fsdpc_unit *unit = s->units[i];
+        FSDPC_TRY(moves(s, i) ? land_swap(unit) : FSDPC_OK);
+        if (moves_again(s, i)) {
+            FSDPC_TRY(make_partial(unit));
+            FSDPC_TRY(begin_swap(unit, unit->swap.key + 1));
+        } else if (s->used[i]) {
+            FSDPC_TRY(add_up(unit));
+        }
+    }
+    for (int i = 0; i < s->count; i++) {
+        if (moves_again(s, i)) {
+            FSDPC_TRY(land_swap(s->units[i]));
+            FSDPC_TRY(add_up(s->units[i]));
+        }
+        s->units[i]->grads.partial_any = false;
+    }
+    return FSDPC_OK;
+}
+
+static int
+swap_all(fsdpc_unit **units, int count)
+{
+    int status = FSDPC_OK;
+    struct swapping s = {.comm = units[0]->replicate};
+    s.units = fsdpc_mem_calloc((size_t)count, sizeof(fsdpc_unit *));
+    s.flags = fsdpc_mem_calloc((size_t)count, sizeof *s.flags);
+    s.used = fsdpc_mem_calloc((size_t)count, sizeof *s.used);
+    if (!s.units || !s.flags || !s.used) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of %d units", count), done);
+    }
+    for (int i = 0; i < count; i++) {
+        if (units[i]->replicate == s.comm && swaps(units[i])) {
+            s.units[s.count++] = units[i];
+        }
+    }
+    FSDPC_GOTO(compare(&s), done);
+    FSDPC_GOTO(land_all(&s), done);
+done:
+    fsdpc_mem_free(s.units);
+    fsdpc_mem_free(s.flags);
+    fsdpc_mem_free(s.used);
+    return status == FSDPC_OK ? FSDPC_OK : fsdpc_error_prepend(status, "sums over replicas");
+}
+
+static bool
+is_first(fsdpc_unit *const *units, int at)
+{
+    for (int i = 0; i < at; i++) {
+        if (swaps(units[i]) && units[i]->replicate == units[at]->replicate) {
+            return false;
+        }
+    }
+    return true;
+}
+
+int
+fsdpc_unit_reduce_replicas(fsdpc_unit **units, int count)
+{
+    for (int i = 0; i < count; i++) {
+        fsdpc_unit *unit = units[i];
+        int status = FSDPC_OK;
+        if (swaps(unit)) {
+            FSDPC_TRY(is_first(units, i) ? swap_all(units + i, count - i) : FSDPC_OK);
+            continue;
+        }
+        if (takes_part(unit)) {
+            status = sum_now(unit);
+            unit->grads.partial_any = false;
+        }
+        if (status != FSDPC_OK) {
+            return fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);
+        }
+    }
+    return FSDPC_OK;
 }

@@ -24,7 +24,7 @@ struct buffers {
     void *grad, *grad_out, *partial, *local;
     struct fsdpc_grad_slots *slots;
     bool held; /* the unit holds one of `slots` */
-    size_t grad_bytes, local_bytes;
+    size_t grad_bytes, partial_bytes, local_bytes;
     fsdpc_segment *segments; /* of the old layout */
     size_t *local_offset;
 };
@@ -39,6 +39,7 @@ buffers_of(const fsdpc_unit *unit)
                             .slots = unit->slots,
                             .held = fsdpc_unit_holds_slot(unit),
                             .grad_bytes = unit->layout->grad_bytes,
+                            .partial_bytes = unit->footprint.partial_bytes,
                             .local_bytes = unit->local_bytes};
 }
 
@@ -66,7 +67,7 @@ static void
 free_new(fsdpc_unit *unit)
 {
     fsdpc_unit_free_grads(unit);
-    fsdpc_device_free(unit->device, unit->partial, unit->layout->grad_bytes);
+    fsdpc_device_free(unit->device, unit->partial, unit->footprint.partial_bytes);
     fsdpc_device_free(unit->device, unit->local, unit->local_bytes);
 }
 
@@ -175,6 +176,12 @@ check_thaw(const fsdpc_unit *unit, const uint8_t *segments)
                            "reallocated: detach the tree first",
                            unit->name);
     }
+    if (unit->swap.flight) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "unit %s: gradients of a backward that failed are still on their way to "
+                           "the other replica: run another backward before parameters are unfrozen",
+                           unit->name);
+    }
     for (int s = 0; s < unit->layout->segment_count; s++) {
         if (segments[s] && unit->layout->segments[s].storage == FSDPC_BYTES) {
             return fsdpc_error(FSDPC_E_INVAL,
@@ -208,7 +215,7 @@ fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments)
     FSDPC_GOTO(make_new(unit, &old), undo);
     FSDPC_GOTO(copy_old(unit, &old), undo);
     retire_old(unit, &room, &old);
-    fsdpc_device_free(unit->device, old.partial, old.grad_bytes);
+    fsdpc_device_free(unit->device, old.partial, old.partial_bytes);
     fsdpc_device_free(unit->device, old.local, old.local_bytes);
     goto done;
 undo:

@@ -69,12 +69,19 @@ def _footprint(
     align: int,
     grain: int,
     page: int,
-    replicate: bool,
+    replicas: int,
     offload: bool,
     senders: int,
     foreign: bool,
 ) -> dict[str, Any]:
-    return _C.footprint(specs, world, align, grain, page, replicate, offload, senders, foreign)
+    return _C.footprint(specs, world, align, grain, page, replicas, offload, senders, foreign)
+
+
+def _sums(setup: Setup) -> int:
+    """Buffers of the sum over a shard group; two replicas swap theirs over a wire."""
+    if setup.replicas == 1:
+        return 0
+    return 2 if setup.swaps or (setup.transport, setup.replicas) == ("wire", 2) else 1
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
@@ -85,7 +92,7 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
         setup.align_bytes,
         setup.range_grain,
         setup.page_bytes,
-        setup.replicas > 1,
+        _sums(setup),
         _offloaded(unit, setup),
         (setup.senders or setup.shards - 1) if setup.transport == "wire" else 0,
         unit.foreign,

@@ -142,6 +142,7 @@ class Setup:
     ``world`` ranks; ``shard`` of them share one copy of the values (0: all, as FULL_SHARD does).
     ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``, over which
     each rank gets gradients from ``senders`` others (0: from all; one on each other host).
+    ``swaps``: two replicas of CPU ranks on two hosts, whose sums are swapped in backward.
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
     ``host``: part of the states of parameters on GPUs that is in host memory, and
@@ -183,6 +184,7 @@ class Setup:
     reduce_slots: int = 0
     transport: str = "stream"
     senders: int = 0
+    swaps: bool = False
     align_bytes: int = 128
     range_grain: int = 2 << 20
     page_bytes: int = 4096

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import on_hosts
 import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
-from toys import Reference, loss_of, shard_blocks, tokens, toy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import ShardingStrategy
+from toys import Reference, by_door, full_gradients, loss_of, shard_blocks, tokens, toy
 
 import fsdpc
 
@@ -67,6 +71,91 @@ def test_one_set_of_slots_per_host(rank, world):
     found: list[list[str]] = [[]] * world
     dist.all_gather_object(found, segments())
     assert found[0] == found[3] and found[1] == found[2] and found[0] != found[1], found
+
+
+class Ways(torch.nn.Module):
+    """Runs the blocks that it is told to; of a block that runs twice one gradient is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = toy(blocks=4, width=64).blocks
+
+    def forward(self, x: torch.Tensor, way: str) -> torch.Tensor:
+        for step in way:
+            if step == "!":
+                x.register_hook(fails)
+            else:
+                x = self.blocks[int(step)](x)
+        return x.pow(2).mean()
+
+
+def fails(grad):
+    raise ZeroDivisionError("planned")
+
+
+# Each rank's way: all blocks; none of some on one host, or on one rank; twice, on one rank or on all;
+# and a backward that breaks off while gradients of the last blocks are on their way.
+WAYS = ["0123 0123 0123 0123", "0123 0123 01 01", "0123 01 23 3210", "0!123 0!123 0!123 0!123"]
+WAYS += ["0120 0123 0123 0123", "0123 0123 0123 0123", "01230 01230 01230 01230"]
+WAYS += ["3 3 3 3", "012!3 012!3 012!3 012!3", "03 03 30 30", "0123 0123 0123 0123"]
+
+
+def gradients_of(model: torch.nn.Module, door: str) -> dict[str, torch.Tensor]:
+    if door != "fully_shard":
+        return full_gradients(model)
+    found = {}
+    for name, p in model.named_parameters():
+        grad = torch.zeros_like(p) if p.grad is None else p.grad
+        found[name] = grad.full_tensor().detach()
+    return found
+
+
+def sends_before_the_end(model: torch.nn.Module) -> int:
+    """Of this backward's sums over hosts; and forgets the trace."""
+    state = model._get_fsdp_state() if hasattr(model, "_get_fsdp_state") else model
+    tree = state._tree
+    ops = [event["op"] for event in tree.trace()]
+    tree.clear_trace()
+    last = len(ops) - 1 - ops[::-1].index("pack")
+    return ops[:last].count("send")
+
+
+@ranks(4, env=on_hosts.counted_as("aabb"))
+@pytest.mark.parametrize("door", ["flat", "original", "fully_shard"])
+def test_sums_over_hosts_travel_during_backward(rank, world, door):
+    """HYBRID: each unit's as soon as its host has it, whatever the ranks of each host run."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    options = {"mesh": mesh}
+    if door != "fully_shard":
+        options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    plain = Ways()
+    model = by_door(door, copy.deepcopy(plain), **options)
+    early = 0
+    for step, ways in enumerate(WAYS):
+        torch.manual_seed(10 * step + rank)
+        x, way = torch.randn(3, 64), ways.split()[rank]
+        if "!" in way:
+            with pytest.raises(ZeroDivisionError):
+                model(x, way).backward()
+            model.zero_grad()
+            continue
+        model(x, way).backward()
+        plain.zero_grad(set_to_none=False)
+        plain(x, way).backward()
+        for name, p in plain.named_parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad)
+        early += sends_before_the_end(model)
+        found = gradients_of(model, door)
+        for name, p in plain.named_parameters():
+            torch.testing.assert_close(found[name], p.grad / world, msg=f"{name} of step {step}")
+        if step % 3 != 1:
+            model.zero_grad()
+        else:
+            model.zero_grad(set_to_none=False)
+    report = fsdpc.memory_report(model)
+    assert report.equal, str(report)
+    assert early > 0  # how many depends on how late the other rank is
 
 
 def segments() -> list[str]:

@@ -36,7 +36,7 @@ footprint(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, 
         {"align_bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &align},
         {"range_grain", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &options.range_grain},
         {"page_bytes", FSDPC_PY_SIZE, FSDPC_PY_REQUIRED, &options.page_bytes},
-        {"replicate", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.replicate},
+        {"replicas", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &options.replicas},
         {"offload", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.offload},
         {"senders", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &options.senders},
         {"foreign", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.foreign},
@@ -204,7 +204,7 @@ plan_grad_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t n
 PyMethodDef fsdpc_py_plan_methods[] = {
     FSDPC_PY_FUNCTION(
         footprint, FSDPC_PY_KEYWORDS,
-        "(specs, world, align_bytes, range_grain, page_bytes, replicate=False, offload=False, "
+        "(specs, world, align_bytes, range_grain, page_bytes, replicas=0, offload=False, "
         "senders=0, foreign=False)",
         "Bytes that a unit allocates on each rank. specs: as for layout(). range_grain: page of "
         "host memory, or the device's grain. ValueError, TypeError."),

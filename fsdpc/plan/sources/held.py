@@ -69,13 +69,13 @@ def plans_of(tree: Any, local: bool) -> list[tuple[Unit, Setup]]:
     found = []
     for plan, unit in zip(units_of_tree(tree), tree.units, strict=True):
         groups = unit.groups
-        replicas = groups.replicate.world if groups.replicate is not None else 1
-        setup = setup_of(groups.shard, replicas, local)
+        setup = setup_of(groups.shard, groups.replicate, local)
         found.append((_reduced(plan, unit, setup), setup))
     return found
 
 
-def setup_of(comm: Any, replicas: int, local: bool) -> Setup:
+def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
+    replicas = replicate.world if replicate is not None else 1
     world = comm.world * replicas
     strategy = "NO_SHARD" if comm.world == 1 else "HYBRID_SHARD" if replicas > 1 else "FULL_SHARD"
     where: dict[str, Any] = dict(CPU)
@@ -93,6 +93,7 @@ def setup_of(comm: Any, replicas: int, local: bool) -> Setup:
         page_bytes=os.sysconf("SC_PAGE_SIZE"),
         accumulation=2 if local else 1,
         sync="last" if local else "every",
+        swaps=comm.device is None and replicas > 1 and replicate.swaps,
         **where,
     )
 
