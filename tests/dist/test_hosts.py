@@ -93,7 +93,7 @@ def fails(grad):
     raise ZeroDivisionError("planned")
 
 
-# Each rank's way: all blocks; none of some on one host, or on one rank; twice, on one rank or on all;
+# Each rank's way: all blocks; none of some on one host, or on one rank; twice, on one rank or all;
 # and a backward that breaks off while gradients of the last blocks are on their way.
 WAYS = ["0123 0123 0123 0123", "0123 0123 01 01", "0123 01 23 3210", "0!123 0!123 0!123 0!123"]
 WAYS += ["0120 0123 0123 0123", "0123 0123 0123 0123", "01230 01230 01230 01230"]
@@ -142,7 +142,7 @@ def test_sums_over_hosts_travel_during_backward(rank, world, door):
         model(x, way).backward()
         plain.zero_grad(set_to_none=False)
         plain(x, way).backward()
-        for name, p in plain.named_parameters():
+        for p in plain.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
             dist.all_reduce(p.grad)
         early += sends_before_the_end(model)
