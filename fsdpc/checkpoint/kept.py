@@ -1,11 +1,12 @@
-"""What a save or a stream has found in a model, kept for the next: many small tensors take long
-to read. What is kept has addresses, no tensors and no modules, so that nothing lives longer.
+"""What a save or a stream has found in a model, and a save in an optimizer, kept for the next: many
+small tensors take long to read. What is kept has addresses, no tensors and no modules, so that
+nothing lives longer.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +15,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from fsdpc import _C
 from fsdpc._engine.released import ReleasedParameter
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp2.extension import is_opaque
 from fsdpc._fsdp2.state import states_below
+from fsdpc._states.groups import plain_options
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.entries import Entry, OptimParam, parts_of_some, settle
 from fsdpc.checkpoint.layout import Layout, PlannedSet, Table, lay_out
 from fsdpc.checkpoint.model import Model, extra_states, read_model
+from fsdpc.checkpoint.optimizer import State, read_state
+from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.write import planned_set
 
 
@@ -82,20 +87,41 @@ class Reading:
         self._now = stamp_of(self._model, self._options) if self._whole else None
         self.parts = parts_of_some(self._found.entries, self._everyone[1])
 
+    @property
+    def stamp(self) -> list[Any] | None:
+        """The same object as long as the kept reading is used."""
+        if self._old is not None:
+            return self._old.stamp
+        return None if self._now is None else self._now.values
+
     def settled(self, received: Sequence[np.ndarray]) -> Model:
-        """The model's tensors, with the replicas that the ranks have found. Local."""
+        """The model's tensors, with the replicas that the ranks have found; parameters only where
+        it was read anew, see ``add_params``. Local.
+        """
         self._received = received
         if self._old is not None and not _equal(received, self._old.received):
             self._read()
         if self._old is None:
             settle(self._found.entries, received, self._everyone[0])
             return self._found
-        assert self._now is not None
         found = Model(self._everyone, list(self._old.entries), dict(self._old.aliases))
-        found.params = [OptimParam(self._now.tensors[i], c) for i, c in self._old.params]  # type: ignore[arg-type]
         found.extra = extra_states(self._model)
         self._found = found
         return found
+
+    @property
+    def params(self) -> list[Tensor]:
+        """As their users hold them."""
+        if self._old is None:
+            return [each.param for each in self._found.params]
+        assert self._now is not None
+        return [self._now.tensors[number] for number, _ in self._old.params]
+
+    def add_params(self) -> None:
+        """Give the model its parameters. Local."""
+        if self._old is not None:
+            pairs = zip(self.params, self._old.params, strict=True)
+            self._found.params = [OptimParam(param, covers) for param, (_, covers) in pairs]  # type: ignore[arg-type]
 
     def planned(self) -> PlannedSet:
         """What this rank writes of it. Local. ``TypeError``: a dtype without a name."""
@@ -158,6 +184,129 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     references = [weakref.ref(unit) for unit in bound]
     values = [list(options), references, names, same, specs, *forms]
     return Stamp(values, tensors, local, bound)
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+
+@dataclass
+class _KeptStates:
+    model: list[Any]  # ``Reading.stamp``
+    stamp: list[Any]
+    kinds: dict[str, dict[str, Any]]
+    names: list[list[str]]  # by groups
+    wholes: list[int]  # which tensors have to be equal on all ranks
+    layout: Layout
+    tables: list[Table]
+
+
+_kept_states: weakref.WeakKeyDictionary[Any, _KeptStates] = weakref.WeakKeyDictionary()
+
+
+class StateReading:
+    """The state of an optimizer over a model as it is to be saved. ``whole``: so is the model.
+    Collective over ``ranks``; errors as ``read_state``.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        found: Model,
+        ranks: Ranks,
+        reading: Reading,
+        whole: bool,
+    ) -> None:
+        self._optimizer, self._model = optimizer, reading.stamp if whole else None
+        is_known = isinstance(optimizer, torch.optim.Optimizer)
+        kept = _kept_states.pop(optimizer, None) if is_known else None
+        with ranks.step("reading the optimizer's state") as seen:
+            may_keep = is_known and self._model is not None
+            self._now = now = _stamp_of_states(optimizer, reading.params) if may_keep else None
+            if kept is not None and now is not None:
+                if kept.model is self._model and kept.stamp == now.values:
+                    seen.value = _crc_of([now.tensors[number] for number in kept.wholes])
+        first = seen.values[0]
+        if first is None or any(value != first for value in seen.values):
+            kept = None
+        self._old = kept
+        if kept is None:
+            reading.add_params()
+            self._params = found.params
+            self.state = read_state(optimizer, found, ranks)
+        else:
+            pairs = zip(optimizer.param_groups, kept.names, strict=True)
+            groups = [{**plain_options(group), "params": names} for group, names in pairs]
+            self.state = State([], kept.kinds, groups)
+
+    def planned(self, layout: Callable[[Sequence[Entry]], Layout]) -> PlannedSet:
+        """What this rank writes of it. Local. ``TypeError``: a dtype without a name."""
+        old = self._old
+        if old is not None:
+            assert self._now is not None
+            _kept_states[self._optimizer] = old
+            return PlannedSet(old.layout, old.tables, self._now.tensors)
+        made = planned_set(layout(self.state.entries), self.state.entries)
+        if self._now is not None and self._model is not None:
+            held = {tensor.data_ptr() for tensor in self._now.tensors}
+            if all(not len(e.memory) or e.memory.data_ptr() in held for e in self.state.entries):
+                kinds, names = self.state.kinds, [g["params"] for g in self.state.groups]
+                names_of = [each.names[0] for each in self._params]
+                wholes = [n for n, (number, key) in enumerate(self._now.sites)
+                          if kinds[names_of[number]][key] == "whole"]  # fmt: skip
+                _kept_states[self._optimizer] = _KeptStates(
+                    self._model, self._now.values, kinds, names, wholes, made.layout, made.tables
+                )
+        return made
+
+
+@dataclass
+class _StateStamp:
+    """As ``Stamp``. ``sites``: the parameter's number and the key of each tensor."""
+
+    values: list[Any]
+    tensors: list[Tensor]
+    sites: list[tuple[int, str]]
+
+
+def _stamp_of_states(
+    optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
+) -> _StateStamp | None:
+    """None: it cannot be told whether the states change. Local."""
+    if hasattr(optimizer, "span_states"):
+        return None
+    numbers = {id(param): number for number, param in enumerate(params)}
+    groups = [[numbers.get(id(param)) for param in g["params"]] for g in optimizer.param_groups]
+    keys: list[Any] = []
+    plain: list[Any] = []
+    tensors: list[Tensor] = []
+    sites: list[tuple[int, str]] = []
+    for number in (number for group in groups for number in group):
+        if number is None:
+            return None
+        state = optimizer.state.get(params[number], {})
+        keys.append(tuple(state))
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                tensors.append(value._local_tensor if isinstance(value, DTensor) else value)
+                sites.append((number, key))
+            else:
+                plain.append((type(value), value))
+    forms = _forms_of(tensors)
+    if forms is None or not all(kind in (int, float, bool, str, type(None)) for kind, _ in plain):
+        return None
+    return _StateStamp([groups, keys, plain, *forms], tensors, sites)
+
+
+def _crc_of(tensors: Sequence[Tensor]) -> int:
+    """Of all their bytes."""
+    alike: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        alike.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(tensor)
+    crc = 0
+    for group in alike.values():
+        raw = torch.stack(group).view(-1).view(torch.uint8).cpu().numpy()
+        crc = _C.ckpt_crc32c(raw, crc)
+    return crc
 
 
 def _has_states_by_name(param: OptimParam) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from fsdpc.checkpoint.layout import BLOCK_BYTES, Layout
 NAME = "fsdpc.json"
 _FORMAT = "fsdpc.checkpoint"
 _VERSION = 1
+_BETWEEN = ",\n  "
+_text = json.encoder.encode_basestring
 _PATH = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)  # at most one folder; none is hidden
 
 
@@ -63,14 +65,11 @@ class Manifest:
             "headers": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.headers.items())},
             "files": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.files.items())},
         }
-        tensors = {
-            path: {name: _digest_form(d) for name, d in tensors.items()}
-            for path, tensors in sorted(self.tensors.items())
-        }
         most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
         # Python's encoder has indents in Python alone, which takes long for many tensors.
-        rest = json.dumps(tensors, separators=(",\n  ", ": "), ensure_ascii=False)
-        return _signed(f'{most},\n "tensors": {rest}\n}}')
+        parts = [_object(path, map(_digest_text, tensors.items()))
+                 for path, tensors in sorted(self.tensors.items())]  # fmt: skip
+        return _signed(f"{most},\n {_object('tensors', parts)}\n}}")
 
 
 def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object]) -> None:
@@ -112,9 +111,14 @@ def _hex(crc: int) -> str:
     return f"{crc:08x}"
 
 
-def _digest_form(digest: Digest) -> list[str]:
-    blocks = "" if len(digest.blocks) <= 1 else "".join(_hex(crc) for crc in digest.blocks)
-    return [_hex(digest.whole), blocks]
+def _object(key: str, members: Iterable[str]) -> str:
+    return f"{_text(key)}: {{{_BETWEEN.join(members)}}}"
+
+
+def _digest_text(item: tuple[str, Digest]) -> str:
+    name, digest = item
+    blocks = "" if len(digest.blocks) <= 1 else "".join(map(_hex, digest.blocks))
+    return f'{_text(name)}: ["{digest.whole:08x}"{_BETWEEN}"{blocks}"]'
 
 
 def decode(text: bytes) -> Manifest:

@@ -21,15 +21,15 @@ from fsdpc.checkpoint.digests import Digest, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
-from fsdpc.checkpoint.kept import Reading
+from fsdpc.checkpoint.kept import Reading, StateReading
 from fsdpc.checkpoint.layout import FILE_BYTES, Layout, PlannedSet, fingerprint, lay_out
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.names import Only, chooser, cut_model, cut_state
-from fsdpc.checkpoint.optimizer import State, check_objects, read_state
+from fsdpc.checkpoint.optimizer import State, check_objects
 from fsdpc.checkpoint.ranks import Ranks, check_equal
 from fsdpc.checkpoint.steps import next_number
 from fsdpc.checkpoint.values import dump, to_json
-from fsdpc.checkpoint.write import jobs, planned_set, write_edges, write_job
+from fsdpc.checkpoint.write import jobs, write_edges, write_job
 
 OPTIMIZER = "optimizer"
 OPTIMIZER_JSON = "optimizer/optimizer.json"
@@ -97,16 +97,19 @@ def make_plan(
         read = Reading(model, everyone, dtype, file_bytes, whole=whole)
         seen.value = read.parts
     found = read.settled(seen.values)
-    state = State() if optimizer is None else read_state(optimizer, found, ranks)
+    held, state = None, State()
+    if optimizer is not None:
+        held = StateReading(optimizer, found, ranks, read, whole)
+        state = held.state
     with ranks.step(what) as planned:
         if only is not None:
             cut_state(state, cut_model(found, chooser(only), only))
         if form is not None:
             form.apply(model, found)
         sets = [read.planned()]
-        if optimizer is not None:
-            layout = lay_out(state.entries, name=OPTIMIZER, folder=OPTIMIZER, file_bytes=file_bytes)
-            sets.append(planned_set(layout, state.entries))
+        if held is not None:
+            place: dict[str, Any] = {"name": OPTIMIZER, "folder": OPTIMIZER}
+            sets.append(held.planned(lambda es: lay_out(es, file_bytes=file_bytes, **place)))
         planned.value = {
             "sets": fingerprint([each.layout for each in sets]),
             "target": str(target),
@@ -126,7 +129,7 @@ def make_plan(
             raise CheckpointError(f"{what}: ranks give other states=")
         body = {"world": ranks.world, "ranks": extras}
         files[EXTRA_JSON] = dump(body | ({"states": _shared(own)} if own[0] else {}))
-    return Plan(target, sets, files, step, overwrite, [each.param for each in found.params])
+    return Plan(target, sets, files, step, overwrite, read.params)
 
 
 def _shared(own: list[dict[str, Any]]) -> dict[str, list[Any]]:

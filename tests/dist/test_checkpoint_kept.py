@@ -4,6 +4,7 @@ model is the same, and never after it has changed.
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from pathlib import Path
@@ -131,7 +132,69 @@ def test_only_of_a_model_that_has_not_changed(tmp_path: Path, kind: str):
     assert {what for what in found if found[what]} == set(SAME), found
     for number, what in enumerate(CHANGES):
         now, anew = tmp_path / str(number), tmp_path / f"{number}-anew"
-        for file in ("model-00001-of-00001.safetensors", "fsdpc/state.json"):
+        files = [path.relative_to(now) for path in now.glob("*.safetensors")]
+        for file in (*files, "fsdpc/state.json"):
+            assert (now / file).read_bytes() == (anew / file).read_bytes(), what
+
+
+STATES = ("first", "", "step", "lr", "loaded", "more", "number", "fewer", "order")
+KEPT = ("", "step", "lr")
+
+
+def train_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, bool]:
+    """After each change of an optimizer: whether the kept reading was used."""
+    model, used = build(kind), {}
+    params = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}])
+    read, reads = kept.read_state, []
+    kept.read_state = lambda *given: reads.append(1) or read(*given)
+
+    def step() -> None:
+        for number, param in enumerate(params):
+            param.grad = torch.full_like(param, number + 1.0)
+        optimizer.step()
+
+    step()
+    for number, what in enumerate(STATES):
+        state = optimizer.state[params[-1]]
+        if what == "step":
+            step()
+        elif what == "lr":
+            optimizer.param_groups[1]["lr"] = 0.25
+        elif what == "loaded":
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif what == "more":
+            state["note"] = torch.ones(())
+        elif what == "number":
+            state["count"] = 3
+        elif what == "fewer":
+            del state["count"]
+        elif what == "order":
+            optimizer.param_groups.reverse()
+        reads.clear()
+        saving = checkpoint.save(f"{path}/{number}", model, optimizer, async_=number % 2 == 1)
+        if saving is not None:
+            saving.wait()
+        used[what] = not reads
+        kept._kept_states.clear()
+        checkpoint.save(f"{path}/{number}-anew", model, optimizer)
+    if rank == 1:
+        optimizer.state[params[-1]]["step"] += 1
+    reads.clear()
+    if world > 1:
+        with pytest.raises(checkpoint.CheckpointError, match="differs between ranks: 'step'"):
+            checkpoint.save(f"{path}/unequal", model, optimizer)
+    return used
+
+
+@pytest.mark.parametrize("kind", ["plain", "fully_shard", "orig", "flat"])
+def test_only_of_an_optimizer_whose_states_have_not_changed(tmp_path: Path, kind: str):
+    found = run_ranks(train_and_save, 2, path=str(tmp_path), kind=kind)[0]
+    assert {what for what in found if found[what]} == set(KEPT), found
+    for number, what in enumerate(STATES):
+        now, anew = tmp_path / str(number), tmp_path / f"{number}-anew"
+        for file in ("optimizer-00001-of-00001.safetensors", "optimizer.json"):
+            file = f"optimizer/{file}"
             assert (now / file).read_bytes() == (anew / file).read_bytes(), what
 
 
