@@ -97,7 +97,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
         number += 1
         checkpoint.save(f"{BUCKET}/{number}", *state, staging=folder)
         if number > 1 and rank == 0:
-            checkpoint.Url(f"{BUCKET}/{number - 1}").remove("fsdpc.json")
+            checkpoint.Url(f"{BUCKET}/{number - 1}").remove()
 
     def load(url: str, verify: Any) -> None:
         checkpoint.load(url or f"{BUCKET}/{number}", *state, verify=verify)

@@ -18,7 +18,6 @@ from torch import nn
 from fsdpc.checkpoint.background import SaveHandle, WhenBusy, finish_running, make_room, start
 from fsdpc.checkpoint.checkpointer import Checkpointer
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.folders import local_path
 from fsdpc.checkpoint.fresh import Init
 from fsdpc.checkpoint.keymap import KeyMap
 from fsdpc.checkpoint.layout import FILE_BYTES
@@ -38,12 +37,11 @@ from fsdpc.checkpoint.several import (
     run_several,
     states_of,
 )
-from fsdpc.checkpoint.storage import Url, place_of
+from fsdpc.checkpoint.storage import Url, local_path, place_of
 from fsdpc.checkpoint.stream_reader import StreamedSet, StreamReader
 from fsdpc.checkpoint.tap import WeightInfo, WeightStream, stream
 from fsdpc.checkpoint.torch_dcp import check_options, save_dcp
-from fsdpc.checkpoint.upload import FILE_BYTES as UPLOADED_BYTES
-from fsdpc.checkpoint.upload import Upload
+from fsdpc.checkpoint.upload import way_to
 
 __all__ = [
     "CheckpointError",
@@ -164,18 +162,10 @@ def save(
                 raise TypeError("hf=True is for a model alone, without optimizer= and only=")
             if tokenizer is not None and not hf:
                 raise TypeError("tokenizer= is for hf=True")
-            if overwrite and isinstance(target, Url):
-                raise ValueError(
-                    f"overwrite=True: {target} cannot be replaced as a whole, and would be lost if "
-                    "the upload failed: choose another name, or use Checkpointer"
-                )
             scheduler, objects = states_of(scheduler, states, rng)
-        upload = None
-        if isinstance(target, Url):
-            upload = Upload(ranks, target, staging, replaces=False)
-            file_bytes = UPLOADED_BYTES if file_bytes == FILE_BYTES else file_bytes
+        way = way_to(target, ranks, staging, overwrite=overwrite)
         plan = plan_of(
-            target if upload is None else upload.local,
+            way.local,
             ranks,
             model,
             optimizer,
@@ -185,18 +175,16 @@ def save(
             dtype=dtype,
             step=step,
             overwrite=overwrite,
-            file_bytes=file_bytes,
+            file_bytes=way.file_bytes if file_bytes == FILE_BYTES else file_bytes,
             only=only,
             form=HubForm(tokenizer) if hf else None,
         )
-        if upload is not None:
-            plan.published = upload.published
+        plan.published = way.published
         advance = bar(plan, ranks, progress)
         if async_:
-            return start(plan, ranks, advance=advance, after=upload, target=target)
+            return start(plan, ranks, advance=advance, after=way, target=target)
         write_plan(plan, ranks, advance=advance)
-        if upload is not None:
-            upload()
+        way()
     return None
 
 

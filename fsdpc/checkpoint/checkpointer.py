@@ -8,7 +8,6 @@ import math
 import os
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,16 +19,14 @@ from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint import steps as _steps
 from fsdpc.checkpoint.background import SaveHandle
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.loading import Loaded, Verify
 from fsdpc.checkpoint.names import Only, lasting
 from fsdpc.checkpoint.progress import bar
 from fsdpc.checkpoint.ranks import ranks_of
 from fsdpc.checkpoint.saving import write_plan
 from fsdpc.checkpoint.several import Models, Optimizers, States, plan_of, run_several, states_of
-from fsdpc.checkpoint.storage import AnyPath, Url, place_of
-from fsdpc.checkpoint.upload import FILE_BYTES as UPLOADED_BYTES
-from fsdpc.checkpoint.upload import Upload
+from fsdpc.checkpoint.storage import AnyPath, place_of
+from fsdpc.checkpoint.upload import way_to
 
 
 class Checkpointer:
@@ -126,8 +123,7 @@ class Checkpointer:
         ranks = ranks_of(self._group)
 
         def after() -> None:
-            if upload is not None:
-                upload()
+            way()
             with ranks.step(f"naming checkpoint {self.path(step)} the latest"):
                 if ranks.rank == 0:
                     self._published(step)
@@ -141,11 +137,10 @@ class Checkpointer:
                     raise ValueError(f"metric must be a finite number, not {metric}")
             if any(value != metric for value in given.values):
                 raise CheckpointError(f"ranks give other metrics: {given.values}")
-            target, upload = self.path(step), None
-            if isinstance(target, Url):
-                upload = Upload(ranks, target, self._staging, replaces=True)
+            target = self.path(step)
+            way = way_to(target, ranks, self._staging, overwrite=True, is_step=True)
             plan = plan_of(
-                target if upload is None else upload.local,
+                way.local,
                 ranks,
                 model,
                 optimizer,
@@ -156,11 +151,9 @@ class Checkpointer:
                 step=step,
                 overwrite=True,
                 only=self._only,
-                file_bytes=FILE_BYTES if upload is None else UPLOADED_BYTES,
+                file_bytes=way.file_bytes,
             )
-            plan.metric = metric
-            if upload is not None:
-                plan.published = upload.published
+            plan.metric, plan.published = metric, way.published
             advance = bar(plan, ranks, self._progress)
             if self.async_:
                 return _background.start(plan, ranks, advance=advance, after=after, target=target)
@@ -289,12 +282,11 @@ class Checkpointer:
             known = _manifest.decode(path.read_bytes())
             number = _steps.next_number(self.path(step))
             known = dataclasses.replace(known, published=number)
-            _replace(path, known.encode())
+            path.put(known.encode())
         self._name_latest(step)
 
     def _name_latest(self, step: int) -> _steps.Steps:
-        content = f"{self.path(step).name}\n".encode()
-        _replace(self.directory / _steps.LATEST, content)
+        (self.directory / _steps.LATEST).put(f"{self.path(step).name}\n".encode())
         found = _steps.read_steps(self.directory)
         left = [each for each in sorted(found.abandoned) if each not in self._told]
         if left:
@@ -319,29 +311,18 @@ class Checkpointer:
             if old in stay:
                 continue
             self._remove(self.path(old))
-        if isinstance(self.directory, Url):
-            for folder in _steps.incomplete(self.directory):
-                self._remove(folder)
+        for folder in _steps.incomplete(self.directory):
+            self._remove(folder)
 
     def _remove(self, folder: AnyPath) -> None:
         try:
-            if isinstance(folder, Url):
-                folder.remove(_manifest.NAME)
-            else:
-                _folders.remove(folder)
+            folder.remove()
         except Exception as error:  # the new one is there all the same
             logging.getLogger("fsdpc").warning(f"{folder} cannot be removed: {error}")
 
     def _clean(self) -> None:
-        if isinstance(self.directory, Path) and self.directory.is_dir():
+        if self.directory.appears_whole and self.directory.is_dir():
             for step in self.directory.iterdir():
                 match = re.match(r"\.(?:new|old)-(?:\.new-)?(step-\d{6,})-", step.name)
                 if match:
                     _folders.clean(self.directory / match[1])
-
-
-def _replace(path: AnyPath, content: bytes) -> None:
-    if isinstance(path, Url):
-        path.write_bytes(content)
-    else:
-        _folders.replace_durably(path, content)

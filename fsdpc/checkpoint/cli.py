@@ -9,8 +9,7 @@ import argparse
 import sys
 
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.folders import local_path
-from fsdpc.checkpoint.storage import place_of
+from fsdpc.checkpoint.storage import local_path, place_of
 
 _PATHS = {"path", "one", "other", "source", "target"}
 

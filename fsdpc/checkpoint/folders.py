@@ -19,7 +19,6 @@ from pathlib import Path
 
 from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
-from fsdpc.checkpoint.storage import place_of
 
 NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
@@ -28,16 +27,6 @@ _LONGEST_NAME = 200  # of a folder's; a temporary name has more
 _HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # bytes of a character that was cut
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _removing: dict[Path, threading.Thread] = {}
-
-
-def local_path(path: str | os.PathLike[str]) -> Path:
-    """The path, absolute. ``ValueError``: a URL, where only a local folder will do."""
-    found = place_of(path)
-    if not isinstance(found, Path):
-        raise ValueError(
-            f"{str(found)!r} is a URL, and this needs a local folder: copy it, or mount the storage"
-        )
-    return found
 
 
 class Draft:

@@ -19,12 +19,12 @@ from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.dtypes import dtype_of
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.held import Held, Root
+from fsdpc.checkpoint.held import Held
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.manifest import Manifest
 from fsdpc.checkpoint.saving import OPTIMIZER, OPTIMIZER_JSON, STATE_JSON
 from fsdpc.checkpoint.steps import folder_of, read_steps
-from fsdpc.checkpoint.storage import AnyPath, RemoteFile, RemoteFolder, Url
+from fsdpc.checkpoint.storage import AnyPath, RemoteFile, place_of
 from fsdpc.checkpoint.values import from_json
 
 _MOST_HEADER_BYTES = 100_000_000
@@ -65,8 +65,8 @@ class Opened:
     numbered = False  # parameters of the optimizer have names
 
     def __init__(self, path: AnyPath, *, links: bool = False) -> None:
-        self.path = path
-        self.root = _root_of(path if path.is_dir() else path.parent, links)
+        self.path = path = place_of(path)
+        self.root = (path if path.is_dir() else path.parent).root(links=links)
         self.manifest: Manifest | None = None
         self._small: dict[str, CheckpointError] = {}
         if path.is_dir():
@@ -262,10 +262,6 @@ class Opened:
         if self.manifest is not None:
             _compare_digests(found, self.manifest)
         return found
-
-
-def _root_of(path: AnyPath, links: bool) -> Root | RemoteFolder:
-    return RemoteFolder(path) if isinstance(path, Url) else Root(path, links=links)
 
 
 def _inside(root: AnyPath) -> str:

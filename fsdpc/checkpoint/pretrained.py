@@ -30,7 +30,6 @@ from fsdpc.checkpoint import loading, torch_fsdp
 from fsdpc.checkpoint.dcp_folder import Stored
 from fsdpc.checkpoint.entries import parts_of_some, settle
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.folders import local_path
 from fsdpc.checkpoint.fresh import (
     Init,
     bare,
@@ -57,6 +56,7 @@ from fsdpc.checkpoint.model import Model, cleaner, named_buffers, read_model
 from fsdpc.checkpoint.names import Only, Rename, chooser, chosen_names, renamer
 from fsdpc.checkpoint.progress import read_bar
 from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.storage import local_path
 from fsdpc.checkpoint.torch_files import stored_file
 
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")

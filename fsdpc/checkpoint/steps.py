@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fsdpc.checkpoint import manifest as _manifest
-from fsdpc.checkpoint.storage import AnyPath, Url
+from fsdpc.checkpoint.storage import AnyPath
 
 LATEST = "latest"
 _NAME = re.compile(r"step-(\d{6,})")
@@ -87,33 +87,21 @@ def _numbers(directory: AnyPath) -> dict[int, int | None]:
     numbers = {}
     for path in directory.iterdir():
         match = _NAME.fullmatch(path.name)
-        if match and _is_one(path):
+        if match and path.holds_checkpoint():
             number = _number(path)
-            if number is not None or _is_one(path):  # else removed between the two looks
+            if number is not None or path.holds_checkpoint():  # else removed between the two looks
                 numbers[int(match[1])] = number
     return numbers
 
 
-def incomplete(directory: Url) -> list[Url]:
-    """Folders of steps without a manifest: of saves that have failed, or are going on. Local."""
-    if not directory.is_dir():
+def incomplete(directory: AnyPath) -> list[AnyPath]:
+    """Folders of steps in object storage that are no checkpoints: of saves that have failed, or are
+    going on. Local.
+    """
+    if directory.appears_whole or not directory.is_dir():
         return []
     steps = (path for path in directory.iterdir() if _NAME.fullmatch(path.name))
-    return [path for path in steps if not _is_one(path)]
-
-
-def _is_one(folder: AnyPath) -> bool:
-    """In object storage folders without a manifest are no checkpoints yet."""
-    if isinstance(folder, Url):
-        return (folder / _manifest.NAME).exists()
-    return _holds_some(folder)
-
-
-def _holds_some(folder: AnyPath) -> bool:
-    try:
-        return any(folder.iterdir())
-    except OSError:  # no folder, or one that is being removed
-        return False
+    return [path for path in steps if not path.holds_checkpoint()]
 
 
 def _number(folder: AnyPath) -> int | None:

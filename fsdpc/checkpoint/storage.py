@@ -1,8 +1,9 @@
-"""Folders in object storage (``s3://bucket/run``), by fsspec and its drivers: names, files read by
-ranges, uploads.
+"""The places of checkpoints: local folders, and folders in object storage (``s3://bucket/run``), by
+fsspec and its drivers.
 
-There are no renames there, so a checkpoint is one from the moment at which its manifest is: that
-file comes last and goes first, and whoever looks for checkpoints passes over folders without it.
+There are no renames in object storage, so a checkpoint is one from the moment at which its manifest
+is: that file comes last and goes first, and whoever looks for checkpoints passes over folders
+without it.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import cached_property
-from pathlib import Path
+from pathlib import PosixPath
 from typing import Any
 
 import numpy as np
 
+from fsdpc.checkpoint import folders as _folders
+from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.held import Root
 from fsdpc.checkpoint.layout import NBYTES, OFFSET
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")  # `Path` makes one slash of two
@@ -29,11 +33,38 @@ _PART = 8 << 20
 _GAP = 1 << 16  # bytes between two ranges for which no request of its own is worth while
 
 
+class LocalPath(PosixPath):
+    """A local folder or file. Local, like its methods."""
+
+    appears_whole = True  # a folder of a checkpoint gets its name when it is complete
+
+    def root(self, *, links: bool = False) -> Root:
+        """The folder to read from; ``links``: see ``Root``. ``CheckpointError``: it is missing."""
+        return Root(self, links=links)
+
+    def holds_checkpoint(self) -> bool:
+        """Perhaps a damaged one; False for a folder that is being removed."""
+        try:
+            return any(self.iterdir())
+        except OSError:
+            return False
+
+    def put(self, content: bytes) -> None:
+        """Create or replace a small file; readers see the old or the new one."""
+        _folders.replace_durably(self, content)
+
+    def remove(self) -> None:
+        """Remove the folder of a checkpoint, which is none from the first moment on."""
+        _folders.remove(self)
+
+
 class Url:
-    """A folder or file there: what this package uses of ``Path``. Local, like its methods.
+    """A folder or file of object storage: what this package uses of ``LocalPath``.
 
     ``CheckpointError``: fsspec or the scheme's driver is missing, or refuses the URL.
     """
+
+    appears_whole = False
 
     def __init__(self, url: str) -> None:
         self._text = url.rstrip("/")
@@ -108,18 +139,20 @@ class Url:
     def read_text(self) -> str:
         return self.read_bytes().decode()
 
-    def write_bytes(self, content: bytes) -> None:
-        """Create or replace it; readers see the old or the new one."""
+    def root(self, *, links: bool = False) -> RemoteFolder:
+        return RemoteFolder(self)
+
+    def holds_checkpoint(self) -> bool:
+        return (self / _manifest.NAME).exists()
+
+    def put(self, content: bytes) -> None:
         self.fs.pipe_file(self.path, content)
 
-    def unlink(self) -> None:
-        """Remove a file, if there is one."""
-        if self.is_file():
-            self.fs.rm_file(self.path)
-
-    def remove(self, first: str) -> None:
-        """Remove a folder and all in it, the file ``first`` before the others."""
-        (self / first).unlink()
+    def remove(self) -> None:
+        """Remove a folder and all in it, its manifest before the rest."""
+        manifest = self / _manifest.NAME
+        if manifest.is_file():
+            self.fs.rm_file(manifest.path)
         if self.is_dir():
             self.fs.rm(self.path, recursive=True)
 
@@ -143,21 +176,31 @@ def _mark(info: dict[str, Any]) -> str:
     return repr([str(info[key]) for key in keys if key in info])
 
 
-AnyPath = Path | Url
+AnyPath = LocalPath | Url
 
 
 def place_of(path: str | os.PathLike[str] | Url) -> AnyPath:
     """The place of a path: a local one, absolute, or a URL's. Local."""
-    if isinstance(path, Url):
+    if isinstance(path, LocalPath | Url):
         return path
     text = os.fspath(path)
     found = _SCHEME.match(text) if isinstance(text, str) else None
     if found is None:
-        return Path(os.path.abspath(text))
+        return LocalPath(os.path.abspath(text))
     rest = text[found.end() :]
     if found[1] == "file":
-        return Path(f"/{rest}")
+        return LocalPath(f"/{rest}")
     return Url(f"{found[1]}://{rest}")
+
+
+def local_path(path: str | os.PathLike[str]) -> LocalPath:
+    """The path, absolute. ``ValueError``: a URL, where only a local folder will do."""
+    found = place_of(path)
+    if not isinstance(found, LocalPath):
+        raise ValueError(
+            f"{str(found)!r} is a URL, and this needs a local folder: copy it, or mount the storage"
+        )
+    return found
 
 
 # --- reading -------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from fsdpc.checkpoint.held import Held, Root, opened_whole
 from fsdpc.checkpoint.layout import FILE_TYPE, IN_TENSOR, INDEX, MEMORY, MEMORY_TYPE, NBYTES, Place
 from fsdpc.checkpoint.manifest import NAME as MANIFEST
 from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet, file_names
-from fsdpc.checkpoint.storage import AnyPath, Url
+from fsdpc.checkpoint.storage import AnyPath, place_of
 
 MODEL = ("model", "state_dict", "model_state_dict", "model_state", "module")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optim_state_dict", "optimizer_state",
@@ -221,9 +221,10 @@ def open_any(
     safetensors. ``links``: see ``Root``. In object storage: safetensors alone.
     ``CheckpointError``.
     """
-    if isinstance(path, Url):
-        return Opened(path)
-    return opened_whole(path, lambda: _open_any(path, trust, prefix, links))
+    place = place_of(path)
+    if not place.appears_whole:
+        return Opened(place)
+    return opened_whole(place, lambda: _open_any(place, trust, prefix, links))
 
 
 def _open_any(path: Path, trust: bool, prefix: str, links: bool) -> Opened | TorchFiles:

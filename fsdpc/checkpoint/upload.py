@@ -1,5 +1,5 @@
-"""Saves into object storage: written into a local staging folder as ever, then uploaded by all
-ranks, each whole files; the manifest comes last.
+"""Where a save is written: at its place, or, for object storage, into a local staging folder that
+all ranks then upload, each whole files; the manifest comes last.
 """
 
 from __future__ import annotations
@@ -11,31 +11,69 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from fsdpc.checkpoint import folders as _folders
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.layout import FILE_BYTES
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.saving import STATE_JSON
 from fsdpc.checkpoint.steps import next_number
-from fsdpc.checkpoint.storage import Url
+from fsdpc.checkpoint.storage import AnyPath, LocalPath, Url
 
-FILE_BYTES = 1_000_000_000  # smaller files than on a disk: each is one rank's to upload
+_UPLOADED_BYTES = 1_000_000_000  # smaller files than on a disk: each is one rank's to upload
 _NAME = "fsdpc-upload"
 
 
-class Upload:
-    """One save. ``local``: the folder to write; ``published``: see ``steps``. Calling it uploads
-    that folder and removes it.
-
-    Collective. ``CheckpointError``: there is a checkpoint at ``url`` and ``replaces`` is False, the
-    driver is missing, or the staging folder is not one that all ranks see. ``replaces``: the old
-    one goes before the new one comes.
+@dataclass
+class Direct:
+    """One save, at its place. ``local``: the folder to write; ``published``: see ``steps``;
+    ``file_bytes``: of a file, unless the save says another number. Calling it does what is to be
+    done when that folder is there.
     """
 
+    local: LocalPath
+    published: int | None = None
+    file_bytes: int = FILE_BYTES
+
+    def __call__(self) -> None:
+        pass
+
+
+def way_to(
+    place: AnyPath,
+    ranks: Ranks,
+    staging: str | os.PathLike[str] | None,
+    *,
+    overwrite: bool,
+    is_step: bool = False,
+) -> Direct | Upload:
+    """For a save. Collective; see ``Upload``."""
+    if isinstance(place, LocalPath):
+        return Direct(place)
+    return Upload(ranks, place, staging, overwrite=overwrite, is_step=is_step)
+
+
+class Upload:
+    """As ``Direct``; calling it uploads the folder and removes it.
+
+    Collective. ``CheckpointError``: there is a checkpoint at ``url``, the driver is missing, or the
+    staging folder is not one that all ranks see. ``is_step``: one of a folder of steps, of which
+    the old one goes before the new one comes.
+    """
+
+    file_bytes = _UPLOADED_BYTES
+
     def __init__(
-        self, ranks: Ranks, url: Url, staging: str | os.PathLike[str] | None, *, replaces: bool
+        self,
+        ranks: Ranks,
+        url: Url,
+        staging: str | os.PathLike[str] | None,
+        *,
+        overwrite: bool,
+        is_step: bool,
     ) -> None:
         self._ranks, self._url = ranks, url
         self.discard: Callable[[], object] = lambda: None  # also when this object goes
@@ -43,16 +81,21 @@ class Upload:
         self.published: int | None = None
         parent = Path(os.path.abspath(tempfile.gettempdir() if staging is None else staging))
         with ranks.step(self._what) as made:
+            if overwrite and not is_step:
+                raise ValueError(
+                    f"overwrite=True: {url} cannot be replaced as a whole, and would be lost if "
+                    "the upload failed: choose another name, or use Checkpointer"
+                )
             url.fs  # noqa: B018  every rank needs the driver
             if ranks.rank == 0:
-                if not replaces and (url / _manifest.NAME).exists():
+                if not is_step and (url / _manifest.NAME).exists():
                     raise FileExistsError(
                         f"{url} exists: choose another name (object storage cannot replace a "
                         "folder as a whole; Checkpointer removes old ones)"
                     )
                 self.published = next_number(url)
                 made.value = str(self._make(parent))
-        self._folder = Path(made.values[0])
+        self._folder = LocalPath(made.values[0])
         self.local = self._folder / url.name
         with ranks.step(self._what):
             if not self._folder.is_dir():
@@ -96,7 +139,7 @@ class Upload:
     def _clear(self) -> None:
         """What an upload that failed has left, or what is replaced."""
         if self._url.is_dir():
-            self._url.remove(_manifest.NAME)
+            self._url.remove()
 
     def _files(self) -> list[str]:
         paths = (path for path in self.local.rglob("*") if path.is_file())
