@@ -13,6 +13,7 @@ import json
 import math
 import os
 import pickle
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from fsdpc._states.keys import is_cut, numbers_of
 from fsdpc._torch import ShardedTensor
 from fsdpc.checkpoint.dcp_folder import INDEX as DCP_INDEX
 from fsdpc.checkpoint.dcp_folder import Folder, Pickled, Stored, TextKeys
+from fsdpc.checkpoint.deepspeed import universal_tree
 from fsdpc.checkpoint.dtypes import dtype_of_code
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.held import Held, Root, opened_whole
@@ -41,6 +43,7 @@ SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_
              "lr_schedulers")  # fmt: skip
 _EXTRA = "_extra_state"
 _BIN, _BIN_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+_MEGATRON, _MEGATRON_STATE = "common.pt", re.compile(r"(chained_\d+\.)?optimizer\.")
 _STARTS = (b"PK\x03\x04", b"\x80\x02\x8a")  # of torch.save's files, new and old
 
 
@@ -241,12 +244,17 @@ def _open_any(path: Path, trust: bool, prefix: str, links: bool) -> Opened | Tor
                     f"{_shown([folder.name for folder in folders])}"
                 )
             tree |= more
+        if (path / _MEGATRON).exists():
+            tree = _without_states(tree)
         return TorchFiles(path, tree, [folder.root for folder in opened], prefix)
     if path.is_dir():
         root = Root(path, links=links)
         if root.exists(_BIN_INDEX) or root.exists(_BIN):
             if not any(map(root.exists, ("model.safetensors", "model.safetensors.index.json"))):
                 return TorchFiles(path, {"state_dict": _read_bins(root)}, [root], prefix)
+        universal = universal_tree(root, lambda name: _unpickled(root.path / name, root.open(name)))
+        if universal is not None:
+            return TorchFiles(path, universal, [root], prefix)
     if path.is_file():
         real = path.resolve()
         root = Root(real.parent)
@@ -254,6 +262,14 @@ def _open_any(path: Path, trust: bool, prefix: str, links: bool) -> Opened | Tor
         if held.read(min(4, held.size), 0, path).startswith(_STARTS):
             return TorchFiles(path, _read_file(path, held), [root], prefix)
     return Opened(path, links=links)
+
+
+def _without_states(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Of Megatron's: the optimizer's states would be tensors of the model."""
+    states = [key for key in tree if isinstance(key, str) and _MEGATRON_STATE.match(key)]
+    why = f"their step and groups are in {_MEGATRON}, which pickles Megatron's objects"
+    left = {f"the optimizer's {len(states)} tensors: {why}": None} if states else {}
+    return {key: value for key, value in tree.items() if key not in states} | left
 
 
 def _dcp_folders(path: Path) -> list[Path]:
@@ -295,14 +311,21 @@ def _read_bins(root: Root) -> dict[Any, Any]:
 
 
 def _read_file(path: Path, held: Held) -> dict[Any, Any]:
+    state = _unpickled(path, held)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
+    return dict(state)
+
+
+def _unpickled(path: Path, held: Held) -> Any:
     own = held.proc_path if os.path.exists(held.proc_path) else str(path)
     try:
         try:
-            state = torch.load(own, map_location="cpu", weights_only=True, mmap=True)
+            return torch.load(own, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:  # an old format, which cannot be mapped
             if "mmap" not in str(error):
                 raise
-            state = torch.load(own, map_location="cpu", weights_only=True)
+            return torch.load(own, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise CheckpointError(
             f"{path} holds more than tensors and plain values, which torch.load(weights_only=True) "
@@ -310,9 +333,6 @@ def _read_file(path: Path, held: Held) -> dict[Any, Any]:
         ) from error
     except (RuntimeError, EOFError, ValueError, KeyError, AttributeError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
-    return dict(state)
 
 
 # --- which value is what -------------------------------------------------------------------------

@@ -1825,6 +1825,90 @@ def test_keys_that_dcp_cannot_keep(tmp_path: Path):
         checkpoint.load(tmp_path / "b", model)
 
 
+def universal(folder: Path, model: nn.Module, optimizer: Any, stage: int) -> None:
+    """A folder as DeepSpeed's ``ds_to_universal`` writes it."""
+    for name, param in model.named_parameters():
+        (folder / "zero" / name).mkdir(parents=True)
+        state = dict(optimizer.state.get(param, {}))
+        step = state.pop("step", None)
+        for key, value in {"fp32": param.detach().float(), **state}.items():
+            content = value.reshape(-1) if stage == 3 else {"param": value, "cat_dim": 0}
+            torch.save(content, folder / "zero" / name / f"{key}.pt")
+        if stage < 3 and step is not None:
+            torch.save(int(step), folder / "zero" / name / "step.pt")
+    groups = [{"lr": 0.5, "bias_correction": True, "weight_decay": wd, "params": [n]}
+              for n, wd in enumerate((0.0, 0.1))]  # fmt: skip
+    common = {"param_groups": groups, "optimizer_state_dict": {"state": {0: {"step": 1}}}}
+    torch.save(common, folder / "zero" / "optimizer_state.pt")
+    shapes = {name: param.shape for name, param in model.named_parameters()}
+    states = {"module": model.state_dict(), "param_shapes": [shapes] if stage == 3 else shapes}
+    torch.save(states, folder / "mp_rank_00_model_states.pt")
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_universal_checkpoints_of_deepspeed(tmp_path: Path, stage: int, capsys: Any):
+    model, optimizer = trained()
+    model.two.float()
+    universal(tmp_path / "a", model, optimizer, stage)
+    assert command("convert", tmp_path / "a", tmp_path / "b") == 0
+    shown = capsys.readouterr().out
+    assert "optimizer_state.pt: bias_correction, weight_decay of its groups" in shown
+    for name in "ab":
+        other, into = trained(1)
+        other.two.float()
+        checkpoint.load(tmp_path / name, other, into, strict=False)  # two has no states
+        found = dict(other.named_parameters())
+        for key, param in model.named_parameters():
+            assert torch.equal(found[key], param)
+            for kind, value in optimizer.state.get(param, {}).items():
+                assert torch.equal(into.state[found[key]][kind], value)
+        assert into.param_groups[0]["lr"] == 0.5
+    if stage == 1:
+        assert same(values(other), values(model))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("objects", "zero/optimizer_state.pt: .*weights_only=True.* refuses"),
+        ("no shapes", "exp_avg.pt has 5 elements and no shape.* have None"),
+        ("no tensor", "zero/scale/fp32.pt has no tensor"),
+        ("link", "zero/scale is a symbolic link"),
+        ("parts of ranks", "parts of ranks of DeepSpeed's ZeRO.*ds_to_universal"),
+    ],
+)
+def test_deepspeed_folders_that_do_not_add_up(tmp_path: Path, change: str, text: str):
+    model, optimizer = trained()
+    universal(tmp_path / "a", model, optimizer, 3)
+    folder = tmp_path / "a"
+    if change == "objects":
+        torch.save({"loss_scaler": PurePosixPath("a")}, folder / "zero" / "optimizer_state.pt")
+        left = "\n".join(convert(folder, tmp_path / "b", None, "safetensors"))
+        assert re.search(text, left) and "one.bias: their step is not known" in left
+        return
+    if change == "no shapes":
+        (folder / "mp_rank_00_model_states.pt").unlink()
+    elif change == "no tensor":
+        torch.save({"param": "text"}, folder / "zero" / "scale" / "fp32.pt")
+    elif change == "link":
+        (folder / "zero" / "scale").rename(tmp_path / "scale")
+        (folder / "zero" / "scale").symlink_to(tmp_path / "scale")
+    else:
+        shutil.rmtree(folder / "zero")
+        (folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    with pytest.raises(checkpoint.CheckpointError, match=text):
+        checkpoint.load(folder, model)
+
+
+def test_states_of_megatrons_optimizer_are_left_out(tmp_path: Path):
+    state = {f"{start}w": torch.ones(2) for start in ("", "optimizer.state.exp_avg.")}
+    dcp.save(state, checkpoint_id=str(tmp_path / "a"), no_dist=True)
+    (tmp_path / "a" / "common.pt").touch()
+    left = convert(tmp_path / "a", tmp_path / "b", None, "safetensors")
+    assert "the optimizer's 1 tensors" in left[0]
+    assert set(Opened(tmp_path / "b").model.where) == {"w"}
+
+
 def test_two_checkpoints_in_one_folder_are_refused(saved: Path):
     model, before = Net(1), values(Net(1))
     dcp.save({"model": model.state_dict()}, checkpoint_id=str(saved), no_dist=True)

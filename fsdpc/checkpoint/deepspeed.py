@@ -1,0 +1,152 @@
+"""Universal checkpoints of DeepSpeed (``ds_to_universal``): ``zero/<parameter>/`` with files of
+``torch.save`` for the fp32 value (``fp32.pt``), the step and each state.
+
+Stages 1 and 2 write ``{"param": tensor}``, stage 3 tensors without shapes and no step; these are in
+the files of model states and of the optimizer's state, where those hold no objects of DeepSpeed's.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdpc.checkpoint.errors import CheckpointError
+from fsdpc.checkpoint.held import Root
+
+_FOLDER, _VALUE, _STEP, _END = "zero", "fp32", "step", ".pt"
+_OPTIMIZER = f"{_FOLDER}/optimizer_state{_END}"
+_OPTIONS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "momentum")  # torch's words
+_OF_RANKS = re.compile(r"(bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_OF_MODEL = re.compile(r".*_model_states\.pt")
+Read = Callable[[str], Any]
+
+
+def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
+    """A dict of the model and its optimizer, whose other keys say what was left out; None: the
+    folder is no such checkpoint. ``read``: a file of the root.
+
+    ``CheckpointError``: parts of ranks, a value without a shape.
+    """
+    here = os.listdir(root.folder.fd)
+    if not root.exists(_FOLDER):
+        if any(map(_OF_RANKS.fullmatch, here)):
+            raise CheckpointError(
+                f"{root.path} has the parts of ranks of DeepSpeed's ZeRO, which pickle its objects "
+                "and could run code: make a universal checkpoint of them (python -m "
+                "deepspeed.checkpoint.ds_to_universal --input_folder ... --output_folder ...)"
+            )
+        return None
+    paths = {name: _files(root, name) for name in _entries(root, _FOLDER)}
+    paths = {name: files for name, files in paths.items() if _VALUE in files}
+    if not paths:
+        return None
+    states = {n: {key: read(path) for key, path in files.items()} for n, files in paths.items()}
+    left: dict[str, Any] = {}
+    common = _safely(read, _OPTIMIZER, left) if root.exists(_OPTIMIZER) else {}
+    files = sorted(filter(_OF_MODEL.fullmatch, here))
+    beside: dict[str, Any] = {}
+    if any(isinstance(own[_VALUE], torch.Tensor) for own in states.values()):  # stage 3
+        shapes = _shapes(_safely(read, files[0], left)) if files else {}
+        _complete(root, states, shapes, common, left)
+    elif len(files) == 1:  # several: parts of tensor parallelism
+        beside = _safely(read, files[0], left).get("module") or {}
+    for name, own in states.items():
+        for key, value in own.items():
+            own[key] = value.get("param") if isinstance(value, dict) else value
+            if not isinstance(own[key], torch.Tensor | int | float):
+                raise CheckpointError(f"{root.path / paths[name][key]} has no tensor")
+    model = {name: own.pop(_VALUE) for name, own in states.items()}
+    model |= {n: v for n, v in beside.items() if n not in model and isinstance(v, torch.Tensor)}
+    states = {name: own for name, own in states.items() if own}
+    optimizer = {"state": states, "param_groups": [_group(common, list(states), left)]}
+    return {"model": model, **({"optimizer": optimizer} if states else {}), **left}
+
+
+def _entries(root: Root, folder: str) -> list[str]:
+    if root.is_link(folder):
+        raise CheckpointError(f"{root.path / folder} is a symbolic link, which is not followed")
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root.folder.fd)
+    try:
+        return sorted(os.listdir(fd))
+    finally:
+        os.close(fd)
+
+
+def _files(root: Root, name: str) -> dict[str, str]:
+    """A parameter's files by state."""
+    folder = f"{_FOLDER}/{name}"
+    try:
+        files = _entries(root, folder)
+    except NotADirectoryError:
+        return {}
+    return {file.removesuffix(_END): f"{folder}/{file}" for file in files if file.endswith(_END)}
+
+
+def _safely(read: Read, path: str, left: dict[str, Any]) -> dict[Any, Any]:
+    """A file's dict; empty where it holds other objects than torch reads without running code."""
+    try:
+        found = read(path)
+    except CheckpointError as error:
+        left[f"{path}: {error}"] = None
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _shapes(content: dict[Any, Any]) -> dict[Any, torch.Size]:
+    found = content.get("param_shapes")
+    parts = [part for part in (found if isinstance(found, list) else [found]) if type(part) is dict]
+    return {n: s for part in parts for n, s in part.items() if isinstance(s, torch.Size)}
+
+
+def _complete(
+    root: Root,
+    states: dict[str, dict[str, Any]],
+    shapes: dict[Any, torch.Size],
+    common: dict[Any, Any],
+    left: dict[str, Any],
+) -> None:
+    """Stage 3: give values their shapes and states their step; states without one go."""
+    step = _step_of(common)
+    for name, own in states.items():
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor) and key != _STEP:
+                if math.prod(shapes.get(name, ())) != value.numel():
+                    raise CheckpointError(
+                        f"{root.path / _FOLDER / name / key}{_END} has {value.numel()} elements "
+                        f"and no shape, and the files of model states have {shapes.get(name)}: "
+                        "they are missing, or hold objects that only code can read"
+                    )
+                own[key] = value.view(shapes.get(name, ()))
+        if _STEP not in own and step is not None:
+            own[_STEP] = step
+        if _STEP not in own and len(own) > 1:
+            left[f"the optimizer's states of {name}: their step is not known"] = None
+            states[name] = {_VALUE: own[_VALUE]}
+
+
+def _step_of(common: dict[Any, Any]) -> Any:
+    """Of all parameters; None: it is not there."""
+    inner = common.get("optimizer_state_dict")
+    states = inner.get("state") if isinstance(inner, dict) else None
+    steps = [s.get(_STEP) for s in states.values() if type(s) is dict] if states else []
+    return steps[0] if steps and all(step == steps[0] for step in steps) else None
+
+
+def _group(common: dict[Any, Any], names: list[str], left: dict[str, Any]) -> dict[str, Any]:
+    """The options that all groups have alike: it is not written which parameters were in which."""
+    groups = [group for group in common.get("param_groups") or [{}] if isinstance(group, dict)]
+    keys = dict.fromkeys(key for group in groups for key in group if key != "params")
+    kept = {
+        key: groups[0][key]
+        for key in _OPTIONS
+        if all(key in group and group[key] == groups[0][key] for group in groups)
+    }
+    lost = [str(key) for key in keys if key not in kept]
+    if lost:
+        left[f"{_OPTIMIZER}: {', '.join(lost)} of its groups"] = None
+    return {**kept, "params": names}
