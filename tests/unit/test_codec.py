@@ -133,6 +133,36 @@ def test_nf4_is_the_nearest_level(kernels):
     assert (chosen <= distance.min(-1) + 1e-8).all()
 
 
+def bitsandbytes(values):
+    """Codes and scales of bitsandbytes' quantize_4bit on processors (0.50.2)."""
+    blocks = values.reshape(-1, 64)
+    most = np.abs(blocks).max(1)
+    scaled = blocks * (np.float32(1) / np.maximum(most, np.float32(1e-38)))[:, None]
+    levels = np.searchsorted((NF4[:-1] + NF4[1:]) / np.float32(2), np.clip(scaled, -1, 1).ravel())
+    return (levels[::2] << 4 | levels[1::2]).astype(np.uint8), most
+
+
+def test_nf4_has_the_codes_and_values_of_bitsandbytes(kernels):
+    rng = np.random.default_rng(0)
+    values = rng.standard_normal((500, 256)).astype(np.float32)
+    values *= np.float32(2.0) ** rng.integers(-100, 100, (500, 1)).astype(np.float32)
+    every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    every = np.where(np.abs(every) < 1e-30, 0, every)[np.isfinite(every)]
+    bounds = (NF4[:-1] + NF4[1:]) / np.float32(2)
+    near = np.concatenate([[1], bounds, *(np.nextafter(bounds, np.float32(x)) for x in (-2, 2))])
+    for more in (every, near.astype(np.float32)):
+        padded = np.pad(more, (0, -len(more) % 256)).reshape(-1, 256)
+        values = np.concatenate([values, padded])
+    coded = encode("nf4", values)
+    codes, scales = bitsandbytes(values)
+    at = scales_at("nf4", *values.shape)
+    assert np.array_equal(coded[:at], codes)
+    assert np.array_equal(coded[at:].view(np.float32)[: len(scales)], scales)
+    levels = np.stack([codes >> 4, codes & 15], -1).reshape(-1, 64)
+    expected = (NF4[levels] * scales[:, None]).reshape(values.shape)
+    assert np.array_equal(decode("nf4", coded, values.shape), expected)
+
+
 def test_int4_is_the_nearest_integer(kernels):
     every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     values = every[np.abs(every) <= 7]
