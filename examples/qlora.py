@@ -1,12 +1,12 @@
-"""QLoRA: adapters over a base in 4 bits, which fsdpc shards as it shards any model.
+"""QLoRA: adapters over a base in 4 bits, which is quantised while its files are read into shards.
 
-    pip install bitsandbytes peft transformers accelerate
+    pip install peft transformers
     torchrun --nproc-per-node 2 examples/qlora.py
 
 A tiny Llama with random weights stands for a model of yours: pass the name of its folder instead.
+A base that bitsandbytes has quantised is sharded as well: docs/low_bit.md.
 """
 
-import functools
 import sys
 import tempfile
 from pathlib import Path
@@ -14,18 +14,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, PeftModel, get_peft_model
-from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from peft.tuners.lora import LoraLayer
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from fsdpc import FullyShardedDataParallel as FSDP
+from fsdpc import checkpoint, fully_shard, lowbit
 
-QUANTISE = BitsAndBytesConfig(
-    load_in_4bit=True,
-    bnb_4bit_quant_type="nf4",
-    bnb_4bit_use_double_quant=True,
-    bnb_4bit_compute_dtype=torch.float32,
-)  # any bnb_4bit_quant_storage will do, the default too
+TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+ADAPTERS = LoraConfig(r=8, target_modules=TARGETS, task_type="CAUSAL_LM")
 
 
 def tiny(folder: Path) -> Path:
@@ -38,25 +35,42 @@ def tiny(folder: Path) -> Path:
     return folder
 
 
+def named(name: str) -> str:
+    """A tensor of the files, as peft calls it."""
+    layer = name.removesuffix(".weight")
+    inner = ".base_layer" if layer.endswith(TARGETS) else ""
+    return f"base_model.model.{layer}{inner}.weight"
+
+
+def model_of(folder: Path) -> nn.Module:
+    """Nobody holds the model whole, or a weight of it."""
+    with torch.device("meta"):
+        base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model = get_peft_model(lowbit.quantize(base), ADAPTERS)
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    checkpoint.load_pretrained(model, folder, rename=named, only=lambda name: "lora_" not in name)
+    torch.manual_seed(1)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.reset_lora_parameters("default", True)
+    return model
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     name = [sys.argv[1] if len(sys.argv) > 1 else tempfile.mkdtemp()]
     dist.broadcast_object_list(name)
     folder = Path(name[0]) if len(sys.argv) > 1 else tiny(Path(name[0]))
-    base = functools.partial(LlamaForCausalLM.from_pretrained, folder, quantization_config=QUANTISE)
-    adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    torch.manual_seed(1)  # the same adapters on every rank
-    blocks = functools.partial(
-        transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer}
-    )
-    model = FSDP(get_peft_model(base(), adapters), auto_wrap_policy=blocks, use_orig_params=True)
+    model = model_of(folder)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
 
     text = torch.tensor(list(Path(__file__).read_bytes()))
     for step in range(20):
         generator = torch.Generator().manual_seed(dist.get_world_size() * step + dist.get_rank())
-        starts = torch.randint(len(text) - 64, (4,), generator=generator)
-        tokens = torch.stack([text[start : start + 64] for start in starts])
+        begins = torch.randint(len(text) - 64, (4,), generator=generator)
+        tokens = torch.stack([text[begin : begin + 64] for begin in begins])
         loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
         loss.backward()
         optimizer.step()
@@ -64,13 +78,29 @@ def main() -> None:
         if dist.get_rank() == 0 and step % 5 == 4:
             print(f"step {step + 1}: loss {loss.item():.3f}")
 
-    state = model.state_dict()  # codes, their scales and the adapters
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state = get_model_state_dict(model, options=full)
     if dist.get_rank() == 0:
         saved = folder / "adapters"
-        get_peft_model(base(), adapters).save_pretrained(saved, state_dict=state)
-        merged = PeftModel.from_pretrained(base(), saved).merge_and_unload()
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        get_peft_model(base, ADAPTERS).save_pretrained(saved, state_dict=state)
+        # Merged into the values that they were trained on.
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        values = lowbit.dequantize(lowbit.quantize(base))
+        merged = PeftModel.from_pretrained(values, saved).merge_and_unload()
         print(f"adapters in {saved}; merged: loss {merged(tokens, labels=tokens).loss.item():.3f}")
     dist.destroy_process_group()
+
+
+def llama_70b() -> dict:
+    """For ``python -m fsdpc plan``: see docs/low_bit.md."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80}
+    heads = {"num_attention_heads": 64, "num_key_value_heads": 8}
+    config = LlamaConfig(vocab_size=128256, **sizes, **heads, dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model = get_peft_model(lowbit.quantize(model, skip=(), embeddings=True), ADAPTERS)
+    tokens = torch.zeros(1, 512, dtype=torch.long)
+    return {"model": model, "inputs": {"input_ids": tokens, "labels": tokens}}
 
 
 if __name__ == "__main__":

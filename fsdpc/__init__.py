@@ -61,6 +61,7 @@ _SUBMODULES = (
     "checkpoint",
     "fsdp",
     "fully_sharded_data_parallel",
+    "lowbit",
     "optim",
     "sharded_grad_scaler",
     "state_dict",

@@ -35,6 +35,7 @@ MODULES = (
     "fsdpc.checkpoint",
     "fsdpc.optim",
     "fsdpc.activations",
+    "fsdpc.lowbit",
     "fsdpc.sharded_grad_scaler",
     "fsdpc.api",
     "fsdpc.wrap",

@@ -115,7 +115,8 @@ add_parts(PyObject *module)
         fsdpc_py_alloc_methods,       fsdpc_py_thread_methods,     fsdpc_py_layout_methods,
         fsdpc_py_plan_methods,        fsdpc_py_ckpt_methods,       fsdpc_py_optim_methods,
         fsdpc_py_optim_value_methods, fsdpc_py_activation_methods, fsdpc_py_disk_methods,
-        fsdpc_py_lane_methods,        fsdpc_py_places_methods,     fsdpc_py_optim_table_methods};
+        fsdpc_py_lane_methods,        fsdpc_py_places_methods,     fsdpc_py_optim_table_methods,
+        fsdpc_py_codec_methods};
     for (size_t i = 0; i < sizeof functions / sizeof *functions; i++) {
         if (PyModule_AddFunctions(module, functions[i]) < 0) {
             return -1;

@@ -17,6 +17,7 @@ import torch
 
 from fsdpc._companions.spans import block_spans, blocks_of
 from fsdpc._torch import make_wrapper_subclass, tree_leaves, tree_map
+from fsdpc.lowbit import encode_rows
 
 _CHUNK_BYTES = 8 << 20
 _RUN_BYTES = 16 << 10  # shorter runs are read with what lies between them
@@ -38,6 +39,7 @@ class Node:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
+        self.cost = dtype.itemsize  # bytes that are there for an element while it is read
 
     def block(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The values of a block, in memory that may be shared. Local."""
@@ -51,7 +53,7 @@ class Node:
 
     def read(self, first: int, target: torch.Tensor) -> None:
         """Fill ``target``, 1-D, with elements of the tensor from ``first`` on, row-major."""
-        at, step = 0, max(1, _CHUNK_BYTES // self.dtype.itemsize)
+        at, step = 0, max(1, _CHUNK_BYTES // self.cost)
         while at < len(target):
             count = min(step, len(target) - at)
             for offsets, sizes in blocks_of(self.shape, first + at, count):
@@ -226,6 +228,20 @@ class _Viewed(Node):
             for own, length in blocks_of(self._source.shape, begin, count) if count else ():
                 found += self._source.runs(own, length)
         return found
+
+
+class Coded(Node):
+    """Codes of the rows of a matrix (``fsdpc.lowbit``), ``row_bytes`` each."""
+
+    def __init__(self, source: Node, codec: str, row_bytes: int) -> None:
+        super().__init__((source.shape[0], row_bytes), torch.uint8)
+        self._source, self._codec = source, codec
+        self.cost = -(-source.shape[1] * source.dtype.itemsize // row_bytes) + 1
+
+    def block(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        rows = (sizes[0], self._source.shape[1])
+        coded = encode_rows(self._source.block((offsets[0], 0), rows), self._codec)
+        return coded[:, offsets[1] : offsets[1] + sizes[1]]
 
 
 def _by_rows(node: Node, offsets: Sequence[int], sizes: Sequence[int]) -> list[Run]:

@@ -15,11 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from fsdpc._fsdp1.names import clean_fqn
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.keymap import library_model
 from fsdpc.checkpoint.lazy import Lazy, Source, merged
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.pretrained import shadow_with
+from fsdpc.lowbit import coded_layers
 
 
 class HubForm:
@@ -45,6 +47,13 @@ def _as_on_hub(model: nn.Module, found: Model) -> Any:
     """
     shadow = shadow_with(model, found)
     library = library_model(shadow)
+    coded = next((name for name, _ in coded_layers(model)), None)
+    if coded is not None:
+        raise TypeError(
+            f"hf=True: {clean_fqn(coded)} has its weight in codes, which from_pretrained does not "
+            "read: save without hf=True, or give save_pretrained(state_dict=) what "
+            "fsdpc.lowbit.values makes of a full state dict"
+        )
     if library is None:
         raise TypeError("hf=True is for a model of transformers (one, perhaps inside of another)")
     prefix = f"{library[0]}." if library[0] else ""

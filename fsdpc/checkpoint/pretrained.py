@@ -51,13 +51,14 @@ from fsdpc.checkpoint.keymap import (
     library_model,
 )
 from fsdpc.checkpoint.layout import Place
-from fsdpc.checkpoint.lazy import Lazy
+from fsdpc.checkpoint.lazy import Coded, Lazy
 from fsdpc.checkpoint.model import Model, cleaner, named_buffers, read_model
 from fsdpc.checkpoint.names import Only, Rename, chooser, chosen_names, renamer
 from fsdpc.checkpoint.progress import read_bar
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.storage import local_path
 from fsdpc.checkpoint.torch_files import stored_file
+from fsdpc.lowbit import coded_layers
 
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _POLL_S = 5.0
@@ -108,6 +109,7 @@ def run_pretrained(
         kept = chosen_names(target, chosen, only)
         shadow = shadow_with(model, target)
         mapped, extra = _mapped(found.model.where, shadow, target, keys, rename)
+        _quantised(mapped, model, target)
         where, twice = _places(path, mapped, target, kept)
         work, missing, unexpected = loading.match(where, target, True, kept, chosen)
         unexpected = [name for name in unexpected if name not in extra]
@@ -332,6 +334,27 @@ def _mapped(
     for name, value in named.tensors.items():
         made.add(name, value, named.origin[name])
     return made, extra
+
+
+def _quantised(mapped: Mapped, model: nn.Module, target: Model) -> None:
+    """Codes of the values that files have of weights in codes (``fsdpc.lowbit.quantize``).
+    ``CheckpointError``: the files have codes of another library.
+    """
+    clean = cleaner(model)
+    entries = {entry.name: entry for entry in target.entries}
+    for path, layer in coded_layers(model):
+        own = clean(clean_fqn(join(path, "weight")))
+        entry = entries.get(target.aliases.get(own, own))
+        for name in () if entry is None else {own, entry.name} & mapped.tensors.keys():
+            value = _lazy(mapped.tensors[name])
+            if value.is_floating_point() and value.shape == (entry.shape[0], layer.row):
+                mapped.tensors[name] = Lazy(Coded(value.node, layer.codec, entry.shape[1]))
+            elif f"{name}.absmax" in mapped.tensors:
+                raise CheckpointError(
+                    f"the files have {name!r} in codes of another library, and the model in "
+                    f"{layer.codec} of fsdpc.lowbit.quantize: load a folder of values (by "
+                    "dequantize() of that library's model, and save_pretrained)"
+                )
 
 
 def _shapes(target: Model) -> dict[str, torch.Tensor]:

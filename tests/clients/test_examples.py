@@ -94,6 +94,24 @@ def trained_by(example, api: str, folder: Path) -> tuple[list[float], dict[str, 
 
 
 @ranks(2)
+def test_qlora_reads_a_base_into_coded_shards(rank, world, tmp_path):
+    for name in ("peft", "transformers"):
+        pytest.importorskip(name, reason=f"{name} is not installed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES))
+        example = importlib.import_module("qlora")
+    folder = example.tiny(tmp_path)
+    model, tokens = example.model_of(folder), torch.arange(48).view(2, 24)
+    base = example.AutoModelForCausalLM.from_pretrained(folder)
+    plain = example.get_peft_model(example.lowbit.quantize(base), example.ADAPTERS)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+    model(tokens, labels=tokens).loss.backward()
+    trained = {name for name, p in model.named_parameters() if p.grad is not None}
+    assert len(trained) == 28 and all("lora_" in name for name in trained)
+
+
+@ranks(2)
 def test_train_gpt_by_both_interfaces(rank, world, tmp_path):
     pytest.importorskip("tqdm", reason="tqdm is not installed")
     with pytest.MonkeyPatch.context() as patch:

@@ -1,5 +1,6 @@
-"""Frozen 4-bit codes of another library beside trained adapters: bitsandbytes' ``Params4bit`` and
-``Linear4bit``, here classes with their attributes (``clients/test_low_bit.py`` has the library).
+"""Frozen 4-bit codes beside trained adapters: bitsandbytes' ``Params4bit`` and ``Linear4bit``, here
+classes with their attributes (``clients/test_low_bit.py`` has the library), and fsdpc's own
+(``fsdpc.lowbit``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from toys import by_door
 
 import fsdpc
 import fsdpc.checkpoint
+from fsdpc import lowbit
 from fsdpc.checkpoint.convert import convert
 
 WIDTH = 64
@@ -73,7 +75,7 @@ class Linear4bit(nn.Module):
 class Block(nn.Module):
     def __init__(self, storage):
         super().__init__()
-        self.base = Linear4bit(storage)
+        self.base = Linear4bit(storage) if storage is not None else nn.Linear(WIDTH, WIDTH, False)
         self.down = nn.Linear(WIDTH, 4, bias=False)
         self.up = nn.Linear(4, WIDTH, bias=False)
 
@@ -237,3 +239,119 @@ def test_classes_around_tensors_are_refused_by_name(rank, world, door):
     model.head.weight = nn.Parameter(Around(torch.randn(3, WIDTH)), requires_grad=False)
     with pytest.raises(TypeError, match=r"'head.weight' of .* class Around .*every rank keeps it"):
         by_door(door, model)
+
+
+# --- fsdpc's own codes ----------------------------------------------------------------------------
+
+
+def plain(seed=0):
+    """A frozen base of torch's layers, and adapters."""
+    model = Model(None, seed)
+    for block in model.blocks:
+        block.base.requires_grad_(False)
+    return model
+
+
+def own(seed=0):
+    return lowbit.quantize(plain(seed))
+
+
+@ranks(1, 2, 3)
+@every_door
+def test_own_codes_train_as_unsharded(rank, world, door):
+    """The first loss to the bit, the others up to sums over ranks; codes as unsharded."""
+    unsharded = own()
+    with torch.no_grad():
+        first = unsharded(batch(rank, 0)).square().mean().item()
+    expected = train(unsharded, [r for r in range(world) if r != rank] + [rank])
+    model = by_door(door, own())
+    losses = train(model, [rank])
+    assert losses[0] == first and losses == pytest.approx(expected, rel=1e-6)
+    state = own().state_dict()
+    assert base(model.state_dict()) == base(state)
+    low = by_door(door, own(), **low_precision(door))
+    assert train(low, [rank]) == pytest.approx(expected, rel=0.02)
+    assert base(low.state_dict()) == base(state)
+
+
+@ranks(2)
+@every_door
+def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
+    """As codes, without a second rounding; files of values are quantised while they are read."""
+    model, codes = by_door(door, own()), base(own().state_dict())
+    whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    assert base(whole) == codes
+    other = by_door(door, own(1))
+    assert base(other.state_dict()) != codes
+    other.load_state_dict(model.state_dict())
+    assert base(other.state_dict()) == codes
+    fsdpc.checkpoint.save(tmp_path / "codes", model, dtype=LOW)
+    other = by_door(door, own(1))
+    fsdpc.checkpoint.load(tmp_path / "codes", other, cast=True)
+    assert base(other.state_dict()) == codes
+    fsdpc.checkpoint.save(tmp_path / "values", by_door(door, plain()))
+    for folder in ("values", "codes"):
+        other = by_door(door, own(1))
+        found = fsdpc.checkpoint.load_pretrained(other, tmp_path / folder)
+        assert not found.initialized and base(other.state_dict()) == codes
+    plainly = plain(1)
+    plainly.load_state_dict(lowbit.values(model, whole))
+    expected = lowbit.dequantize(own())
+    assert torch.equal(plainly(batch(0, 0)), expected(batch(0, 0)))
+    if rank == 0:
+        torch.save(Model(torch.uint8).state_dict(), tmp_path / "pytorch_model.bin")
+    torch.distributed.barrier()
+    with pytest.raises(fsdpc.checkpoint.CheckpointError, match="of another library, and the model"):
+        fsdpc.checkpoint.load_pretrained(other, tmp_path, strict=False)
+
+
+@ranks(1)
+@every_door
+def test_own_codes_refusals(rank, world, door):
+    with pytest.raises(ValueError, match="unknown codec 'nf3': choose one of nf4"):
+        lowbit.quantize(plain(), "nf3")
+    with pytest.raises(ValueError, match="found no Linear to quantise"):
+        lowbit.quantize(nn.Sequential(nn.Tanh()))
+    tied = nn.Sequential(nn.Embedding(3, 8), nn.Linear(8, 3))
+    tied[1].weight = tied[0].weight
+    with pytest.raises(ValueError, match=r"0.weight is the same parameter as 1.weight, which is"):
+        lowbit.quantize(tied)
+    lowbit.quantize(tied, embeddings=True)
+    assert tied[1].weight is tied[0].weight and tied[1].weight.dtype == torch.uint8
+    model = by_door(door, own())
+    for call in (lowbit.quantize, lowbit.dequantize):
+        with pytest.raises(TypeError, match=f"lowbit.{call.__name__} before the model is sharded"):
+            call(model)
+    with pytest.raises(RuntimeError, match="requires_grad|floating point"):
+        own().blocks[0].base.weight.requires_grad_(True)
+    with pytest.raises(TypeError, match="has no initialisation: load its values"):
+        own().blocks[0].base.reset_parameters()
+
+
+@pytest.mark.parametrize("width", [64, 70, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, LOW])
+def test_own_layers_compute_with_decoded_weights(width, dtype, monkeypatch):
+    """As layers of torch's with these weights, whole or in parts; as torch's functions decode."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(9, width), nn.Linear(width, 7)).to(dtype)
+    lowbit.quantize(model, embeddings=True)
+    expected = lowbit.dequantize(copy.deepcopy(model))
+    for module, other in zip(model, expected, strict=True):
+        assert torch.equal(lowbit._decode_nf4(module.weight, width).to(dtype), other.weight)
+    ids, bias, found = torch.arange(9).view(3, 3), [], []
+    for each in (model, expected):
+        x = each[0](ids).clone().requires_grad_()
+        each[1](x).square().sum().backward()
+        found.append(x.grad)
+        bias.append(each[1].bias.grad)
+    assert torch.equal(found[0], found[1]) and torch.equal(bias[0], bias[1])
+    monkeypatch.setattr(lowbit, "_AT_ONCE", 2 * width)
+    x = model[0](ids).clone().requires_grad_()
+    model[1](x).square().sum().backward()
+    near = {} if dtype == torch.float32 else {"atol": 0.01, "rtol": 0.02}
+    torch.testing.assert_close(x.grad, found[0], **near)
+    plainly = nn.Sequential(nn.Embedding(9, width), nn.Linear(width, 7)).to(dtype)
+    plainly.load_state_dict(lowbit.values(model, model.state_dict()))
+    again = lowbit.quantize(copy.deepcopy(plainly), embeddings=True)
+    again.load_state_dict(plainly.state_dict())  # values, quantised on the way
+    assert torch.equal(again[0].weight, lowbit.encode_rows(plainly[0].weight, "nf4"))

@@ -172,6 +172,16 @@ class Companions:
         name = self.rng.choice(["activation_pack", "activation_unpack"])
         self.call(name, getattr(_probe, name), *given, -1)
 
+    def call_rows(self) -> None:
+        codec, row = self.rng.choice(values.CODECS), self.rng.choice([1, 5, 300])
+        size = self.call("row_codes_bytes", _probe.row_codes_bytes, codec, row)
+        size = size if isinstance(size, int) else 16
+        given = self.tensor(3 * row), self.tensor(3 * size, torch.uint8)
+        shaped = [t.view(3, -1) if isinstance(t, torch.Tensor) and t.numel() == n else t
+                  for t, n in zip(given, (3 * row, 3 * size), strict=True)]  # fmt: skip
+        name = self.rng.choice(["encode_rows", "decode_rows"])
+        self.call(name, getattr(_probe, name), codec, *shaped)
+
     # --- checkpoints ---------------------------------------------------------------------------
 
     def call_crc(self) -> None:

@@ -1,0 +1,127 @@
+/* row_codes_bytes, encode_rows and decode_rows: rows of a matrix in host memory to codes and back, each row by
+ * itself, so that whoever has a row has its codes and scales. Without the GIL while they run. */
+#include "codec/codec.h"
+#include "py/activation/py_activation.h"
+
+struct request {
+    fsdpc_codec codec;
+    int64_t rows, row;
+    size_t row_bytes;
+    fsdpc_py_view values, coded;
+};
+
+static int
+find_codec(const char *name, int64_t row, fsdpc_codec *out)
+{
+    if (fsdpc_py_checked(fsdpc_codec_from_name(name, out)) < 0) {
+        return -1;
+    }
+    if (*out == FSDPC_UNCODED || row < 1 || row > INT32_MAX) {
+        PyErr_Format(PyExc_ValueError, "codec '%s' cannot code rows of %lld elements", name,
+                     (long long)row);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+check(const char *name, struct request *r)
+{
+    const fsdpc_py_view *values = &r->values, *coded = &r->coded;
+    r->row = values->ndim > 0 ? values->shape[values->ndim - 1] : 0;
+    if (find_codec(name, r->row, &r->codec) < 0) {
+        return -1;
+    }
+    r->rows = values->numel / r->row;
+    r->row_bytes = fsdpc_codec_bytes(r->codec, 1, r->row);
+    if (!values->contiguous || !coded->contiguous || values->dtype == FSDPC_BYTES ||
+        coded->itemsize != 1 || coded->numel != r->rows * (int64_t)r->row_bytes) {
+        PyErr_Format(PyExc_ValueError,
+                     "values and codes must be contiguous: %lld rows of %lld values of a "
+                     "floating-point dtype need %zu codes of one byte each",
+                     (long long)r->rows, (long long)r->row, r->row_bytes);
+        return -1;
+    }
+    return 0;
+}
+
+static int
+run_rows(bool encode, const struct request *r)
+{
+    const size_t step = (size_t)r->row * fsdpc_dtype_bytes(r->values.dtype);
+    for (int64_t i = 0; i < r->rows; i++) {
+        char *values = (char *)r->values.data + step * (size_t)i;
+        char *coded = (char *)r->coded.data + r->row_bytes * (size_t)i;
+        FSDPC_TRY(encode ? fsdpc_codec_encode(r->codec, values, r->values.dtype, 1, r->row, coded)
+                         : fsdpc_codec_decode(r->codec, coded, 1, r->row, 0, r->row, values,
+                                              r->values.dtype));
+    }
+    return FSDPC_OK;
+}
+
+static PyObject *
+run(bool encode, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    struct request r = {0};
+    const char *codec = NULL;
+    PyObject *values = NULL, *coded = NULL;
+    const fsdpc_py_arg table[] = {
+        {"codec", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &codec},
+        {"values", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &values},
+        {"coded", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &coded},
+    };
+    if (fsdpc_py_args(encode ? "encode_rows" : "decode_rows", table, 3, args, count, keywords) <
+            0 ||
+        fsdpc_py_torch_view(values, &r.values) < 0 || fsdpc_py_torch_view(coded, &r.coded) < 0 ||
+        check(codec, &r) < 0) {
+        return NULL;
+    }
+    const int status = FSDPC_PY_UNLOCKED(run_rows(encode, &r));
+    return fsdpc_py_none_or(status);
+}
+
+static PyObject *
+encode_rows(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+            PyObject *keywords)
+{
+    return run(true, args, count, keywords);
+}
+
+static PyObject *
+decode_rows(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+            PyObject *keywords)
+{
+    return run(false, args, count, keywords);
+}
+
+static PyObject *
+row_codes_bytes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
+                PyObject *keywords)
+{
+    const char *name = NULL;
+    int64_t row = 0;
+    fsdpc_codec codec;
+    const fsdpc_py_arg table[] = {
+        {"codec", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &name},
+        {"row", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &row},
+    };
+    if (fsdpc_py_args("row_codes_bytes", table, 2, args, count, keywords) < 0 ||
+        find_codec(name, row, &codec) < 0) {
+        return NULL;
+    }
+    return PyLong_FromSize_t(fsdpc_codec_bytes(codec, 1, row));
+}
+
+PyMethodDef fsdpc_py_codec_methods[] = {
+    FSDPC_PY_FUNCTION(
+        row_codes_bytes, FSDPC_PY_KEYWORDS, "(codec, row)",
+        "Bytes of a row of so many values: its codes, then, from a multiple of 16 on,\n"
+        "its scales; a multiple of 16."),
+    FSDPC_PY_FUNCTION(
+        encode_rows, FSDPC_PY_KEYWORDS, "(codec, values, coded)",
+        "Codes each row (last dimension) of `values` into `coded`, row_codes_bytes each;\n"
+        "both are contiguous tensors in host memory."),
+    FSDPC_PY_FUNCTION(decode_rows, FSDPC_PY_KEYWORDS, "(codec, values, coded)",
+                      "Writes what the codes mean to `values`."),
+    {NULL, NULL, 0, NULL},
+};
