@@ -325,13 +325,11 @@ loops_of(const fsdpc_kernels *kernels)
 
 /* --- rows -------------------------------------------------------------------------------------- */
 
-/* A stretch of at most STRETCH elements: from a block's begin to a block's end, in one row. */
+/* Of all that work on a stretch of at most STRETCH elements: from a block's begin to a block's end, in one row. */
 static int
-encode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const void *values,
-               fsdpc_dtype type, int64_t n, uint8_t *codes, uint8_t *scales)
+encode_wide(fsdpc_codec codec, const fsdpc_kernels *kernels, const float *wide, int64_t n,
+            uint8_t *codes, uint8_t *scales)
 {
-    float wide[STRETCH];
-    kernels->cast(wide, FSDPC_F32, values, type, n, 1.0);
     if (codec == FSDPC_INT8) {
         return fsdpc_activation_pack(wide, FSDPC_F32, n, (int8_t *)codes, (float *)(void *)scales);
     }
@@ -340,16 +338,43 @@ encode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const void *valu
 }
 
 static int
+decode_wide(fsdpc_codec codec, const fsdpc_kernels *kernels, const uint8_t *codes,
+            const uint8_t *scales, int64_t n, float *wide)
+{
+    if (codec == FSDPC_INT8) {
+        return fsdpc_activation_unpack((const int8_t *)codes, (const float *)(const void *)scales,
+                                       n, wide, FSDPC_F32);
+    }
+    loops_of(kernels).decode(codec, codes, scales, n, wide);
+    return FSDPC_OK;
+}
+
+static int
+encode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const void *values,
+               fsdpc_dtype type, int64_t n, float *lost, uint8_t *codes, uint8_t *scales)
+{
+    float wide[STRETCH], back[STRETCH];
+    kernels->cast(wide, FSDPC_F32, values, type, n, 1.0);
+    if (!lost) {
+        return encode_wide(codec, kernels, wide, n, codes, scales);
+    }
+    for (int64_t i = 0; i < n; i++) {
+        wide[i] += lost[i];
+    }
+    FSDPC_TRY(encode_wide(codec, kernels, wide, n, codes, scales));
+    FSDPC_TRY(decode_wide(codec, kernels, codes, scales, n, back));
+    for (int64_t i = 0; i < n; i++) {
+        lost[i] = isfinite(back[i]) ? wide[i] - back[i] : lost[i];
+    }
+    return FSDPC_OK;
+}
+
+static int
 decode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const uint8_t *codes,
                const uint8_t *scales, int64_t n, void *values, fsdpc_dtype type)
 {
     float wide[STRETCH];
-    if (codec == FSDPC_INT8) {
-        FSDPC_TRY(fsdpc_activation_unpack((const int8_t *)codes,
-                                          (const float *)(const void *)scales, n, wide, FSDPC_F32));
-    } else {
-        loops_of(kernels).decode(codec, codes, scales, n, wide);
-    }
+    FSDPC_TRY(decode_wide(codec, kernels, codes, scales, n, wide));
     kernels->cast(values, type, wide, FSDPC_F32, n, 1.0);
     return FSDPC_OK;
 }
@@ -370,7 +395,7 @@ place_of(const struct form *form, int64_t rows, int64_t row, int64_t number, int
 
 int
 fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
-                   int64_t row, void *coded)
+                   int64_t row, float *lost, void *coded)
 {
     const size_t item = fsdpc_dtype_bytes(type);
     const fsdpc_kernels *kernels;
@@ -380,8 +405,8 @@ fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int6
             const struct place place = place_of(&FORMS[codec], rows, row, number, at);
             FSDPC_TRY(encode_stretch(
                 codec, kernels, (const char *)values + (size_t)(number * row + at) * item, type,
-                row - at < STRETCH ? row - at : STRETCH, (uint8_t *)coded + place.codes,
-                (uint8_t *)coded + place.scales));
+                row - at < STRETCH ? row - at : STRETCH, lost ? lost + number * row + at : NULL,
+                (uint8_t *)coded + place.codes, (uint8_t *)coded + place.scales));
         }
     }
     return FSDPC_OK;
@@ -420,7 +445,7 @@ fsdpc_codec_round(fsdpc_codec codec, const void *src, fsdpc_dtype src_type, int6
         count = count < n - i ? count : n - i;
         FSDPC_TRY(encode_stretch(codec, kernels,
                                  (const char *)src + (size_t)i * fsdpc_dtype_bytes(src_type),
-                                 src_type, count, codes, (uint8_t *)scales));
+                                 src_type, count, NULL, codes, (uint8_t *)scales));
         FSDPC_TRY(decode_stretch(codec, kernels, codes, (const uint8_t *)scales, count,
                                  (char *)dst + (size_t)i * fsdpc_dtype_bytes(dst_type), dst_type));
     }

@@ -50,9 +50,12 @@ size_t fsdpc_codec_bytes(fsdpc_codec codec, int64_t rows, int64_t row);
 int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
 
 /* For all three: a codec, and contiguous rows of `row` elements of a floating-point dtype. An error is one of the
- * choice of kernels (kernels.h). */
+ * choice of kernels (kernels.h).
+ *
+ * `lost` (NULL: none) has one float per element, which is added to the values; after the call it is what coding lost of
+ * these sums. In blocks that are not finite it stays as it was. */
 int fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
-                       int64_t row, void *coded);
+                       int64_t row, float *lost, void *coded);
 /* n elements from element `begin` of the rows on, which begins a block. */
 int fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row,
                        int64_t begin, int64_t n, void *values, fsdpc_dtype type);

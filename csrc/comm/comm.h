@@ -118,6 +118,8 @@ int fsdpc_comm_set_hosts(fsdpc_comm *comm, const int *names, const char *segment
 const struct fsdpc_hosts *fsdpc_comm_hosts(const fsdpc_comm *comm);
 /* How many ranks of other hosts send this rank its gradients of a unit. */
 int fsdpc_comm_senders(const fsdpc_comm *comm);
+/* Of how many ranks of other hosts this rank sends gradients of a unit; 0 where flights are blocking collectives. */
+int fsdpc_comm_receivers(const fsdpc_comm *comm);
 /* Ranks of each host that share memory inside a group of several hosts; 0: not, or not equally many. */
 int fsdpc_comm_ranks_per_host(const fsdpc_comm *comm);
 

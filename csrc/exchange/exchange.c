@@ -454,7 +454,7 @@ fsdpc_exchange_gather_bytes(const fsdpc_exchange *x)
 size_t
 fsdpc_exchange_reduce_bytes(const fsdpc_exchange *x)
 {
-    return (size_t)fsdpc_exchange_reduce_slots(x) * x->max_reduce_bytes;
+    return (size_t)fsdpc_exchange_reduce_slots(x) * x->max_reduce_bytes + x->lost_bytes;
 }
 
 size_t
@@ -506,6 +506,14 @@ fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
     return x->ops->announce && x->world > 1
                ? x->ops->announce(x, unit ? fsdpc_unit_use(unit)->id : -1, param)
                : FSDPC_OK;
+}
+
+void
+fsdpc_exchange_forget(fsdpc_exchange *x)
+{
+    if (x->ops->forget) {
+        x->ops->forget(x);
+    }
 }
 
 int

@@ -132,6 +132,9 @@ const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
  * with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect the mismatch. */
 int fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param);
 
+/* Drops what coding lost of gradients and would be added to the next ones. Between passes. */
+void fsdpc_exchange_forget(fsdpc_exchange *x);
+
 /* Before the collectives of a communication hook, `what`: fails with FSDPC_E_MISMATCH if another rank gathers
  * or reduces a unit or ends its backward instead. A no-op for kinds that cannot detect the mismatch. */
 int fsdpc_exchange_before_hook(fsdpc_exchange *x, const char *what);

@@ -58,7 +58,7 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     wire->bit_count = fsdpc_used_count(x) + (size_t)x->unit_count;
     wire->gathers = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_flight *));
     wire->parts = fsdpc_mem_calloc(parts, sizeof *wire->parts);
-    wire->landing_offsets = fsdpc_mem_calloc(3 * parts, sizeof *wire->landing_offsets);
+    wire->landing_offsets = fsdpc_mem_calloc(4 * parts, sizeof *wire->landing_offsets);
     wire->used = fsdpc_mem_calloc(params, 1);
     wire->bits = fsdpc_mem_calloc(wire->bit_count, (size_t)x->world);
     if (!wire->gathers || !wire->parts || !wire->landing_offsets || !wire->used || !wire->bits) {
@@ -323,4 +323,5 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .prefetches = prefetches,
     .announce = fsdpc_wire_announce,
     .before_hook = fsdpc_wire_before_hook,
+    .forget = fsdpc_wire_forget,
 };

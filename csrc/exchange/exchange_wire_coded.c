@@ -1,6 +1,12 @@
 /* Segments that travel coded. In a gather a rank codes its own pieces into memory beside the slot, flights bring the
  * coded pieces of other ranks there, and all of them are decoded into the slot. In a reduction a rank codes the packed
- * gradients that it sends; those that have landed are decoded on their way to the sum (grad.c). */
+ * gradients that it sends; those that have landed are decoded on their way to the sum (grad.c).
+ *
+ * [Note: error feedback] What coding loses of a gradient is kept here, by the rank that codes, and added to the unit's next
+ * gradient. So a sum over steps is off by what is kept, not by what all steps lost. Blocks that are not finite change
+ * nothing. It lives as long as the exchange. */
+#include <string.h>
+
 #include "base/mem.h"
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
@@ -17,6 +23,42 @@ static void
 grow(struct fsdpc_wire_coded *coded, size_t bytes)
 {
     coded->bytes = bytes > coded->bytes ? bytes : coded->bytes;
+}
+
+static int
+open_lost(fsdpc_exchange *x)
+{
+    x->wire->kept = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *x->wire->kept);
+    if (!x->wire->kept) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        struct fsdpc_wire_coded *lost = &x->wire->kept[u];
+        lost->bytes =
+            fsdpc_unit_footprint(x->units[u])->lost_bytes * (size_t)fsdpc_comm_receivers(x->comm);
+        if (lost->bytes > 0) {
+            FSDPC_TRY(fsdpc_device_alloc(fsdpc_comm_device(x->comm), lost->bytes,
+                                         (void **)&lost->memory));
+            x->lost_bytes += lost->bytes;
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* One for all units: sums are made one after the other. */
+static int
+open_sum_room(fsdpc_exchange *x)
+{
+    size_t bytes = 0;
+    const int count = fsdpc_comm_senders(x->comm) + 1;
+    for (int u = 0; u < x->unit_count; u++) {
+        const size_t need = fsdpc_grad_room_bytes(fsdpc_unit_layout(x->units[u]), count);
+        bytes = need > bytes ? need : bytes;
+    }
+    x->wire->sum_room = bytes > 0 ? fsdpc_mem_calloc(bytes, 1) : NULL;
+    return x->wire->sum_room || bytes == 0
+               ? FSDPC_OK
+               : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
 }
 
 int
@@ -38,7 +80,8 @@ fsdpc_wire_coded_open(fsdpc_exchange *x, int slot_count)
     for (int s = 0; s < slot_count; s++) {
         x->coded_bytes += wire->coded[s].bytes;
     }
-    return FSDPC_OK;
+    FSDPC_TRY(open_sum_room(x));
+    return open_lost(x);
 }
 
 void
@@ -49,6 +92,11 @@ fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep)
         struct fsdpc_wire_coded *coded = &wire->coded[i];
         fsdpc_device_free(fsdpc_comm_device(x->comm), coded->memory, coded->bytes);
     }
+    for (int u = 0; wire->kept && u < x->unit_count; u++) {
+        fsdpc_device_free(fsdpc_comm_device(x->comm), wire->kept[u].memory, wire->kept[u].bytes);
+    }
+    fsdpc_mem_free(wire->kept);
+    fsdpc_mem_free(wire->sum_room);
     fsdpc_mem_free(wire->coded);
 }
 
@@ -91,14 +139,25 @@ fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_p
     FSDPC_TRY(fsdpc_codec_encode(seg->codec,
                                  (const char *)fsdpc_unit_master(unit) + seg->shard_offset,
                                  seg->storage, seg->piece_numel / seg->row_numel, seg->row_numel,
-                                 pieces + seg->coded_bytes * (size_t)x->rank));
+                                 NULL, pieces + seg->coded_bytes * (size_t)x->rank));
     x->copied_bytes += (uint64_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
     return decode_piece(x, unit, segment, x->rank);
 }
 
+void
+fsdpc_wire_forget(fsdpc_exchange *x)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        if (x->wire->kept[u].memory) {
+            memset(x->wire->kept[u].memory, 0, x->wire->kept[u].bytes);
+        }
+    }
+}
+
 int
-fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_segment *seg, const char *packed,
-                        fsdpc_route route, char *codes, fsdpc_comm_part *part)
+fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_segment *seg,
+                        const char *packed, fsdpc_route route, char *lost, char *codes,
+                        fsdpc_comm_part *part)
 {
     const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->reduce);
     *part = (fsdpc_comm_part){codes, (int64_t)seg->reduce_coded_bytes, FSDPC_BYTES};
@@ -106,8 +165,9 @@ fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_segment *seg, const
         if (fsdpc_wire_brings(x, route, r)) {
             FSDPC_TRY(fsdpc_codec_encode(
                 seg->reduce_codec, packed + seg->reduce_offset + bytes * (size_t)r, seg->reduce,
-                seg->piece_numel / seg->row_numel, seg->row_numel,
+                seg->piece_numel / seg->row_numel, seg->row_numel, (float *)(void *)lost,
                 codes + seg->reduce_coded_bytes * (size_t)r));
+            lost += lost ? fsdpc_unit_footprint(unit)->lost_bytes : 0;
         }
     }
     return FSDPC_OK;

@@ -17,10 +17,11 @@ struct fsdpc_wire_reduce {
     uint64_t uses;
 };
 
-/* Coded pieces of the unit in flight to a slot: of each coded segment those of all ranks, end to end. */
+/* Coded pieces of the unit in flight to a slot: of each coded segment those of all ranks, end to end. Or what coding lost
+ * of a unit's gradients: of each receiver's pieces, end to end. */
 struct fsdpc_wire_coded {
     char *memory;
-    size_t bytes; /* of the largest unit */
+    size_t bytes;
 };
 
 struct fsdpc_wire {
@@ -30,7 +31,10 @@ struct fsdpc_wire {
     fsdpc_comm_part *parts;         /* of the unit being sent */
     struct fsdpc_wire_coded *coded; /* per slot, and one for gathers beside a slot in use */
     int coded_count;
-    size_t *landing_offsets;      /* of its parts, of its segments, and of their codes */
+    struct fsdpc_wire_coded *kept; /* per unit: what coding lost; memory NULL: it is not kept */
+    size_t *
+        landing_offsets; /* of its parts, of its segments, of their codes, and of what those lost */
+    void *sum_room;      /* for chunks of coded pieces, decoded; NULL: there are none */
     uint8_t *used, *bits;         /* of the unit being packed; of all ranks and units at the end */
     size_t bit_count;             /* per rank */
     bool lost;                    /* a flight has not landed: its memory is other ranks' for ever */
@@ -103,9 +107,13 @@ int fsdpc_wire_coded_open(fsdpc_exchange *x, int slot_count);
 void fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep);
 /* Codes this rank's piece of a segment, and decodes the piece into the slot; *part: the coded pieces. */
 int fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_part *part);
-/* Codes the packed gradients of a segment that this rank sends, into room for the pieces of all ranks; *part: these. */
-int fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_segment *seg, const char *packed,
-                            fsdpc_route route, char *codes, fsdpc_comm_part *part);
+/* Codes the packed gradients of a segment that this rank sends, into room for the pieces of all ranks; *part: these.
+ * `lost`: of the first receiver's piece of the segment, or NULL; the next one's is lost_bytes of the footprint behind. */
+int fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_unit *unit,
+                            const fsdpc_segment *seg, const char *packed, fsdpc_route route,
+                            char *lost, char *codes, fsdpc_comm_part *part);
+/* Error feedback: drops what is kept. */
+void fsdpc_wire_forget(fsdpc_exchange *x);
 /* Decodes what a flight has brought; nothing where the unit is not coded. */
 int fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route);
 /* Elements of another rank that a flight of a gather brings into a slot that the ranks of this host share, or all of them

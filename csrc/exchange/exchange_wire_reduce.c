@@ -33,9 +33,11 @@ list_parts(fsdpc_exchange *x, const struct fsdpc_wire_reduce *to, fsdpc_route ro
     const fsdpc_layout *layout = fsdpc_unit_layout(to->unit);
     const size_t segments = (size_t)layout->segment_count;
     size_t *offsets = x->wire->landing_offsets, *landings = offsets + segments;
-    size_t *codes = landings + segments;
+    size_t *codes = landings + segments, *lost = codes + segments;
+    char *kept = x->wire->kept[fsdpc_unit_use(to->unit)->id].memory;
     fsdpc_footprint_landing(layout, landings);
     fsdpc_footprint_codes(layout, codes);
+    fsdpc_footprint_lost(layout, lost);
     *count = 0;
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
@@ -47,7 +49,8 @@ list_parts(fsdpc_exchange *x, const struct fsdpc_wire_reduce *to, fsdpc_route ro
         *part = (fsdpc_comm_part){(char *)to->memory + seg->reduce_offset, seg->piece_numel,
                                   seg->reduce};
         if (seg->reduce_coded_bytes > 0 && fsdpc_comm_flies(x->comm)) {
-            FSDPC_TRY(fsdpc_wire_encode_grads(x, seg, to->memory, route,
+            FSDPC_TRY(fsdpc_wire_encode_grads(x, to->unit, seg, to->memory, route,
+                                              kept && seg->feedback ? kept + lost[s] : NULL,
                                               codes_room(to, to->unit) + codes[s], part));
         }
     }
@@ -128,7 +131,7 @@ land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
     FSDPC_TRY(fsdpc_wire_land(x, &from->flight, what, &summed));
     FSDPC_TRY(fsdpc_grad_sum_landed(unit, from->memory, summed ? NULL : landing_room(from, unit),
                                     host ? host->hosts->host : x->rank,
-                                    host ? host->hosts->host_count : x->world));
+                                    host ? host->hosts->host_count : x->world, x->wire->sum_room));
     fsdpc_exchange_note(x, FSDPC_TRACE_REDUCE, unit, fsdpc_unit_layout(unit)->reduce_bytes);
     return FSDPC_OK;
 }

@@ -564,6 +564,14 @@ fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
     return FSDPC_OK;
 }
 
+void
+fsdpc_tree_forget(fsdpc_tree *tree)
+{
+    for (int i = 0; i < tree->exchange_count; i++) {
+        fsdpc_exchange_forget(tree->exchanges[i]);
+    }
+}
+
 int
 fsdpc_tree_before_hook(fsdpc_tree *tree, int unit, const char *what)
 {

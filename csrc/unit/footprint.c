@@ -27,12 +27,16 @@ sees_other_grads(const fsdpc_layout *layout)
     return false;
 }
 
-/* A piece in the accumulate dtype; in the form in which it is sent; as codes only (0 bytes without a codec). */
-enum form { ACCUMULATED, SENT, CODED };
+/* A piece in the accumulate dtype; in the form in which it is sent; as codes only (0 bytes without a codec); what those
+ * lost (0 bytes where it is not kept). */
+enum form { ACCUMULATED, SENT, CODED, LOST };
 
 static size_t
 piece_bytes(const fsdpc_segment *seg, enum form form)
 {
+    if (form == LOST) {
+        return seg->feedback ? (size_t)seg->piece_numel * sizeof(float) : 0;
+    }
     if (form == CODED || (form == SENT && seg->reduce_coded_bytes > 0)) {
         return seg->reduce_coded_bytes;
     }
@@ -75,6 +79,12 @@ fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets)
     return place_segments(layout, layout->world, CODED, offsets);
 }
 
+size_t
+fsdpc_footprint_lost(const fsdpc_layout *layout, size_t *offsets)
+{
+    return place_segments(layout, 1, LOST, offsets);
+}
+
 static size_t
 landing_bytes(const fsdpc_layout *layout, int senders)
 {
@@ -107,6 +117,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
                                                      : 0),
                                        options->page_bytes),
         .coded_bytes = options->senders > 0 ? layout->coded_bytes : 0,
+        .lost_bytes = options->senders > 0 ? fsdpc_footprint_lost(layout, NULL) : 0,
     };
 }
 

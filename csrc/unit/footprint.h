@@ -29,6 +29,7 @@ typedef struct fsdpc_footprint {
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
     size_t reduce_bytes; /* one rank's packed gradients (and codes, and what lands), whole pages */
     size_t coded_bytes; /* all ranks' pieces as they travel, where they land coded; beside a slot */
+    size_t lost_bytes;  /* what coding lost of the gradients of one owner to whom this rank sends */
 } fsdpc_footprint;
 
 /* Bytes of whole gradients in the accumulate dtype, each segment at a multiple of align_bytes. offsets[s]
@@ -39,6 +40,8 @@ size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
 size_t fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets);
 /* Bytes of all ranks' coded pieces of gradients, of segments that have such, aligned as above. */
 size_t fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets);
+/* Bytes of what coding lost of one rank's pieces, in float32, of segments with error feedback, aligned as above. */
+size_t fsdpc_footprint_lost(const fsdpc_layout *layout, size_t *offsets);
 
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
                                    const fsdpc_footprint_options *options);

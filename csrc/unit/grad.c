@@ -101,17 +101,37 @@ next_chunk(const fsdpc_segment *seg, int64_t begin)
     return most < seg->piece_numel - begin ? most : seg->piece_numel - begin;
 }
 
+static fsdpc_dtype
+sum_dtype(const fsdpc_segment *seg)
+{
+    return seg->reduce == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+}
+
+size_t
+fsdpc_grad_room_bytes(const fsdpc_layout *layout, int count)
+{
+    size_t item = 0;
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        if (seg->trainable && seg->reduce_coded_bytes > 0) {
+            const size_t wide = fsdpc_dtype_bytes(sum_dtype(seg));
+            item = wide > item ? wide : item;
+        }
+    }
+    return (size_t)count * CHUNK * item;
+}
+
 /* Sums pieces that are coded, except sender `own`'s. `room` holds one decoded chunk of each piece. */
 static int
 sum_coded(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces, int own, int count,
-          double *room, const void **sources)
+          void *room, const void **sources)
 {
-    const fsdpc_dtype wide = seg->reduce == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    const fsdpc_dtype wide = sum_dtype(seg);
     const size_t item = fsdpc_dtype_bytes(seg->reduce);
     for (int64_t begin = 0, n; begin < seg->piece_numel; begin += n) {
         n = next_chunk(seg, begin);
         for (int i = 0; i < count; i++) {
-            void *to = room + (size_t)i * CHUNK;
+            void *to = (char *)room + (size_t)i * CHUNK * fsdpc_dtype_bytes(wide);
             sources[i] = to;
             FSDPC_TRY(i == own ? fsdpc_device_cast(unit->device, to, wide,
                                                    (const char *)pieces[i] + (size_t)begin * item,
@@ -126,7 +146,8 @@ sum_coded(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces,
 }
 
 int
-fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own, int count)
+fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own, int count,
+                      void *room)
 {
     int status = FSDPC_OK;
     const fsdpc_layout *layout = unit->layout;
@@ -134,11 +155,9 @@ fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing,
     if (!landing) {
         return fsdpc_grad_sum(unit, &buffer, 1);
     }
-    const size_t chunks = fsdpc_footprint_codes(layout, NULL) > 0 ? (size_t)count * CHUNK : 0;
     const void **pieces = fsdpc_mem_calloc(2 * (size_t)count, sizeof *pieces);
     size_t *offsets = fsdpc_mem_calloc(segments, sizeof *offsets);
-    double *room = fsdpc_mem_calloc(chunks, sizeof *room);
-    if (!pieces || !offsets || !room) {
+    if (!pieces || !offsets) {
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for the sums of unit %s", unit->name),
                    done);
     }
@@ -160,7 +179,6 @@ fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing,
     fsdpc_grad_note_sum(unit);
 done:
     fsdpc_mem_free(pieces);
-    fsdpc_mem_free(room);
     fsdpc_mem_free(offsets);
     return status;
 }
@@ -170,7 +188,7 @@ static int
 sum_piece(const fsdpc_unit *unit, const fsdpc_segment *seg, size_t at, const char *const *buffers,
           int count, char *into, void *total, int64_t most)
 {
-    const fsdpc_dtype wide = seg->reduce == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    const fsdpc_dtype wide = sum_dtype(seg);
     const size_t item = fsdpc_dtype_bytes(seg->reduce);
     const void *sources[FSDPC_SHM_MAX_RANKS];
     for (int64_t begin = 0; begin < seg->piece_numel; begin += most) {

@@ -8,9 +8,11 @@
 int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
 /* Sums `count` senders' pieces. Sender `own`'s piece is in this rank's reduce buffer `buffer`. The other senders' pieces
  * follow each other in `landing`, in their order, fsdpc_footprint_landing bytes each; segments with a reduce codec are
- * coded there. `landing` NULL: `buffer` holds the sum. */
+ * coded there, and pass through `room` on their way to the sum. `landing` NULL: `buffer` holds the sum. */
 int fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own,
-                          int count);
+                          int count, void *room);
+/* Of `room` for a unit of this layout and so many senders; 0: nothing is coded. */
+size_t fsdpc_grad_room_bytes(const fsdpc_layout *layout, int count);
 
 /* The pieces of `owner` in the reduce buffers of several ranks, summed in F32 (F64 for F64) in the order of `buffers`
  * and rounded once, become the owner's piece in `into`, which may be one of them. */

@@ -47,6 +47,10 @@ check_rows(const fsdpc_param_spec *spec)
         return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': codec %s needs floating-point rows",
                            spec->name, fsdpc_codec_name(codec));
     }
+    if (spec->feedback && spec->reduce_codec == FSDPC_UNCODED) {
+        return fsdpc_error(FSDPC_E_INVAL, "parameter '%s': error feedback needs a reduce_codec",
+                           spec->name);
+    }
     return FSDPC_OK;
 }
 
@@ -128,6 +132,7 @@ segment_for(fsdpc_layout *layout, const fsdpc_param_spec *spec)
         .row_numel = spec->row_numel,
         .codec = spec->codec,
         .reduce_codec = spec->reduce_codec,
+        .feedback = spec->feedback,
     };
     return layout->segment_count++;
 }

@@ -41,6 +41,7 @@ typedef struct fsdpc_param_spec {
     int64_t row_numel; /* elements of one row, which divide numel; 0: cut anywhere */
     fsdpc_codec codec; /* how gathered values travel; only by rows, only of floats */
     fsdpc_codec reduce_codec; /* how gradients travel between ranks that send; likewise */
+    bool feedback;            /* what reduce_codec loses of gradients is added to the next ones */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_param_place {
@@ -61,6 +62,7 @@ typedef struct fsdpc_segment {
     size_t coded_bytes;       /* of a piece; 0: it travels in the compute dtype */
     fsdpc_codec reduce_codec; /* by rows: how pieces of gradients travel over a wire */
     size_t reduce_coded_bytes; /* of a piece; 0: it travels in the reduce dtype */
+    bool feedback;             /* what coding loses of gradients is kept by the sender */
     int64_t piece_numel;       /* per rank; world * piece_numel >= numel */
     int first, count;          /* its parameters: layout->order[first] to [first + count - 1] */
     size_t full_offset;        /* bytes, in the gathered buffer (compute dtype) */

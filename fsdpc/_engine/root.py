@@ -227,6 +227,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
+def forget_lost(model: nn.Module) -> None:
+    """Drop what codes lost of gradients and would be added to the next ones: other values came into
+    ``model``. Local.
+    """
+    for host in hosts(model):
+        if host._tree is not None:
+            host._tree.core.forget()
+
+
 def memory_stats(model: nn.Module) -> dict[str, int]:
     """Bytes allocated by the engine for ``model`` on this rank, by purpose. Local.
 

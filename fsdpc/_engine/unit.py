@@ -65,7 +65,7 @@ class Unit(WholeValues):
     ``torch.chunk(param, world, 0)[rank]``, for every parameter; a 0-dim parameter is one row.
     ``dims``: the place that the first dimension of each parameter has in the modules (default 0).
     ``codecs``: in which codes of ``csrc/codec`` each parameter's values, and its gradients,
-    travel, "": in none.
+    travel, "": in none; and whether what codes lose of gradients is added to the next ones.
     ``MismatchError``: ranks differ in names, shapes, dtypes or options. ``TypeError``: a trainable
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
@@ -89,7 +89,7 @@ class Unit(WholeValues):
         offload: bool = False,
         by_rows: bool = False,
         dims: Sequence[int] = (),
-        codecs: Sequence[tuple[str, str]] = (),
+        codecs: Sequence[tuple[str, str, bool]] = (),
     ) -> None:
         if by_rows and not use_orig_params:
             raise ValueError(f"unit {name}: by_rows needs use_orig_params=True")
@@ -104,7 +104,7 @@ class Unit(WholeValues):
         self.offload = offload
         self.by_rows = by_rows
         self.dims = list(dims) or [0] * len(infos)
-        self.codecs = list(codecs) or [("", "")] * len(infos)
+        self.codecs = list(codecs) or [("", "", False)] * len(infos)
         self.shapes = [info.param.shape for info in infos]
         self.dtypes = [info.param.dtype for info in infos]
         # Parameters whose bytes the engine carries without a cast.
@@ -170,14 +170,14 @@ class Unit(WholeValues):
             check_trains(f"unit {self.name}: parameter {info.name}", info.param.dtype)
         return info.param.requires_grad
 
-    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool, int, str, str]:
+    def _spec(self, i: int) -> tuple[str, int, str, str, str, bool, int, str, str, bool]:
         dtype, param = self.dtypes[i], self.infos[i].param
         row = _sharded.row_numel(self.shapes[i]) if self.by_rows else 0
         if self.carried[i]:
             size = param.element_size()
             nbytes = param.numel() * size
             name = self.infos[i].name
-            return (name, nbytes, "uint8", "uint8", "uint8", False, row * size, "", "")
+            return (name, nbytes, "uint8", "uint8", "uint8", False, row * size, "", "", False)
         compute = self.param_dtype or dtype
         reduce = self.reduce_dtype or default_dtype(compute, self.groups.shard)
         return (
@@ -201,7 +201,7 @@ class Unit(WholeValues):
         if self.by_rows:
             lines.append("parameters cut between rows")
         for i, spec in enumerate(specs):
-            name, _, storage, compute, reduce, trainable, _, codec, sent = spec
+            name, _, storage, compute, reduce, trainable, _, codec, sent, kept = spec
             lines.append(
                 f"parameter {name if named else i}: shape {tuple(self.shapes[i])}, "
                 f"{self.dtypes[i]}, stored as {storage}, computed in {compute}, reduced in "
@@ -210,6 +210,7 @@ class Unit(WholeValues):
                 + (f", cut along dimension {self.dims[i]}" if self.dims[i] else "")
                 + (f", gathered as {codec}" if codec else "")
                 + (f", gradients sent as {sent}" if sent else "")
+                + (" with error feedback" if kept else "")
                 + _lowbit.description(self.infos[i].param)
             )
         return "\n".join(lines)

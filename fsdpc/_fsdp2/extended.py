@@ -94,7 +94,7 @@ class ExtendedUnit(RowUnit):
         padded = torch.Size(rows_shape(self.shapes[i], self.groups.shard.world, 0))
         options = padded, self._compute_dtype(i), self.device
         if not self.extended[i]:
-            codec, _ = codecs_of(self.policy, self.shapes[i], self.dtypes[i])
+            codec, *_ = codecs_of(self.policy, self.shapes[i], self.dtypes[i])
             if codec not in ("", "int8"):
                 raise NotImplementedError(
                     f"parameter {self.infos[i].name!r} of unit {self.name!r}: QuantizedPolicy has "

@@ -20,7 +20,7 @@ from fsdpc._clip import torch_utils as _clip
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.companions import explained
 from fsdpc._engine.compiled import not_traced
-from fsdpc._engine.root import release
+from fsdpc._engine.root import forget_lost, release
 from fsdpc._engine.writeback import refuse_sharing
 from fsdpc._fsdp2 import args as _args
 from fsdpc._fsdp2 import assigned as _assigned
@@ -406,6 +406,7 @@ def _show_shards(module: nn.Module, *unused: Any) -> None:
 
 def _after_load(module: Any, incompatible_keys: Any) -> None:
     state_of(module).adopt_values()
+    forget_lost(module)
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

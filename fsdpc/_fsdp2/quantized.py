@@ -25,6 +25,10 @@ CODECS = ("int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4")  # csrc/codec
 REDUCE_CODECS = ("int8", "int4", "int4_stochastic", "float8_e4m3", "float8_e5m2", "mxfp8")
 _FEWEST = 64  # rows, and elements of a row, of a parameter that is coded
 _PACKED = (torch.float32, torch.bfloat16, torch.float16)
+_SCALED = (
+    "error_feedback adds to a gradient what an earlier one lost, and float16's loss scale may differ "
+    "between both: choose bfloat16 or float32, or leave error_feedback away"
+)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,13 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     Ranks of one host sum before they code, and a rank adds its own part as it is. So nothing is
     coded where all ranks share memory, in sums over replicas, and by ``set_collectives("c10d")``.
 
+    ``error_feedback`` keeps what ``reduce_codec`` loses of a gradient at the rank that sends it, in
+    float32, and adds it to the unit's next one before that is coded: a sum over steps is then off
+    by what is kept, not by what all steps lost. What is kept belongs to the process: no state dict
+    or checkpoint has it, loading one drops it, and so do freezing and unfreezing; a resumed run
+    begins with nothing kept. Blocks that are not finite leave it as it is. Not for float16, whose
+    loss scale changes between steps.
+
     A block with a value that is not finite becomes NaN. Other parameters (norms, biases, adapters
     of low rank) travel as without. Shards, optimizer states and checkpoints are as without. On a
     GPU there is no ``reduce_codec``; there, and in a unit with parameters that bring their own
@@ -66,6 +77,7 @@ class QuantizedPolicy(MixedPrecisionPolicy):
 
     codec: str | None = "int8"
     reduce_codec: str | None = None
+    error_feedback: bool = False
 
     def __post_init__(self) -> None:
         for name, chosen, known in (
@@ -76,19 +88,26 @@ class QuantizedPolicy(MixedPrecisionPolicy):
                 raise ValueError(
                     f"unknown {name} {chosen!r}: choose None or one of {', '.join(known)}"
                 )
+        if self.error_feedback and self.reduce_codec is None:
+            raise ValueError("error_feedback keeps what a reduce_codec loses: choose one")
+        if self.error_feedback and torch.float16 in (self.param_dtype, self.reduce_dtype):
+            raise ValueError(_SCALED)
 
 
 def codecs_of(
     policy: MixedPrecisionPolicy | None, shape: torch.Size, dtype: torch.dtype
-) -> tuple[str, str]:
+) -> tuple[str, str, bool]:
     """In which codes ``policy`` gathers parameters of this shape and dtype, cut along dimension 0,
-    and sends their gradients; "": in none.
+    and sends their gradients ("": in none), and whether it keeps what these lose. ``ValueError``:
+    that cannot be kept.
     """
     if not isinstance(policy, QuantizedPolicy) or len(shape) < 2 or not computes(dtype):
-        return "", ""
+        return "", "", False
     if min(shape[0], math.prod(shape[1:])) < _FEWEST:
-        return "", ""
-    return policy.codec or "", policy.reduce_codec or ""
+        return "", "", False
+    if policy.error_feedback and (policy.param_dtype or dtype) == torch.float16:
+        raise ValueError(_SCALED)
+    return policy.codec or "", policy.reduce_codec or "", policy.error_feedback
 
 
 class Quantized(Gathered):

@@ -71,7 +71,7 @@ class RowUnit(Unit):
                 _put_first(info, dim)
         codecs = [codecs_of(policy, info.param.shape, info.param.dtype) for info in infos]
         if self.foreign or data_mesh.device.type != "cpu":  # gathered, or coded, in Python
-            codecs = [("", sent) for _, sent in codecs]
+            codecs = [("", *sent) for _, *sent in codecs]
         super().__init__(
             name,
             infos,

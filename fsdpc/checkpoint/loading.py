@@ -21,6 +21,7 @@ from torch import nn
 
 from fsdpc import _C
 from fsdpc._companions.spans import whole_span
+from fsdpc._engine.root import forget_lost
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.digests import combine, combine_parts
 from fsdpc.checkpoint.dtypes import can_cast
@@ -173,6 +174,8 @@ def load_steps(
     with ranks.step(what):
         for tensor in target.touched if holds_model else ():
             torch.autograd.graph.increment_version(tensor)
+        if holds_model:
+            forget_lost(model)
         if optimizer is not None and state is not None:
             state.give(optimizer)
         if scheduler is not None:

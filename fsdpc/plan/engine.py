@@ -11,7 +11,7 @@ from fsdpc.plan.model import Param, Setup, Unit
 
 NARROW = ("bfloat16", "float16")
 RESHARDS = ("FULL_SHARD", "HYBRID_SHARD")
-Spec = tuple[str, int, str, str, str, bool, int, str, str]
+Spec = tuple[str, int, str, str, str, bool, int, str, str, bool]
 OWN = "own"  # a unit's dtype option: what its parameters have, whatever the plan's is
 
 
@@ -34,7 +34,7 @@ def specs_of(unit: Unit, setup: Setup) -> tuple[Spec, ...]:
 def _spec(param: Param, unit: Unit, setup: Setup) -> Spec:
     storage = param.dtype or setup.storage
     if storage == "uint8":
-        return (param.name, param.numel, "uint8", "uint8", "uint8", False, param.row, "", "")
+        return (param.name, param.numel, "uint8", "uint8", "uint8", False, param.row, "", "", False)
     compute = _choice(unit.compute, setup.compute) or storage
     reduce = _choice(unit.reduce, setup.reduce) or default_reduce(compute, setup)
     return (
@@ -144,7 +144,9 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
             setup.reduce_slots,
         )
         reduce_slots += count
-        reduce_bytes += count * largest
+        receivers = setup.shards - 1 if setup.receivers is None else setup.receivers
+        lost_bytes = receivers * sum(prints[i]["lost_bytes"] for i in members)
+        reduce_bytes += count * largest + lost_bytes
         inside = [i for i in members if _shares_grads(units[i], setup)]
         grad_bytes += _grad_bytes([prints[i] for i in inside], count)
         grad_bytes += _grad_bytes([prints[i] for i in members if i not in inside], None)

@@ -28,7 +28,7 @@ class Param:
     ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
     ``sides``: rows and columns of the matrix that it is, or of each of a stack of them; (0, 0):
     a vector. ``looked_up``: an embedding or output layer. ``codecs``: in which codes the engine
-    gathers it and sends its gradients.
+    gathers it and sends its gradients, and whether what codes lose of these is kept.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Param:
     trainable: bool = True
     row: int = 0
     sides: tuple[int, int] = (0, 0)
-    codecs: tuple[str, str] = ("", "")
+    codecs: tuple[str, str, bool] = ("", "", False)
     looked_up: bool = False
 
     @property
@@ -141,7 +141,8 @@ class Setup:
 
     ``world`` ranks; ``shard`` of them share one copy of the values (0: all, as FULL_SHARD does).
     ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``, over which
-    each rank gets gradients from ``senders`` others (0: from all; one on each other host).
+    each rank gets gradients from ``senders`` others (0: from all; one on each other host) and
+    sends them to ``receivers`` (None: to all).
     ``swaps``: two replicas of CPU ranks on two hosts, whose sums are swapped in backward.
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
@@ -185,6 +186,7 @@ class Setup:
     transport: str = "stream"
     senders: int = 0
     swaps: bool = False
+    receivers: int | None = None
     align_bytes: int = 128
     range_grain: int = 2 << 20
     page_bytes: int = 4096

@@ -81,7 +81,7 @@ engine_grad(int rank, int unit, int param, int64_t i, int step, int round)
 enum { ENGINE_KINDS = 6, ENGINE_PARAMS = 4 };
 
 #define ENGINE_SPEC(n, numel, storage, compute, reduce, trainable) \
-    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trainable, 0, 0, 0}
+    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trainable, 0, 0, 0, false}
 
 /* plain; mixed precision with frozen parameters and bytes; low precision with a double; large
  * enough for several chunks; frozen; nearly nothing. */

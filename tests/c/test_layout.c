@@ -4,14 +4,14 @@
 #include "unit/footprint.h"
 #include "test.h"
 
-#define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true, 0, 0, 0}
+#define F32_SPEC(text, count) {text, count, FSDPC_F32, FSDPC_BF16, FSDPC_F32, true, 0, 0, 0, false}
 
 static const fsdpc_param_spec mixed[] = {
     F32_SPEC("embed", 1000),
-    {"scale", 3, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0},
+    {"scale", 3, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0, false},
     F32_SPEC("bias", 7),
-    {"frozen", 50, FSDPC_F32, FSDPC_BF16, FSDPC_F32, false, 0, 0, 0},
-    {"codes", 333, FSDPC_BYTES, FSDPC_BYTES, FSDPC_BYTES, false, 0, 0, 0},
+    {"frozen", 50, FSDPC_F32, FSDPC_BF16, FSDPC_F32, false, 0, 0, 0, false},
+    {"codes", 333, FSDPC_BYTES, FSDPC_BYTES, FSDPC_BYTES, false, 0, 0, 0, false},
     F32_SPEC("empty", 0),
     F32_SPEC("scalar", 1),
 };
@@ -124,7 +124,7 @@ frozen_segments_have_no_room_for_gradients(void)
 static void
 trainable_segments_may_change(void)
 {
-    fsdpc_param_spec spec = {"odd", 37, FSDPC_F32, FSDPC_F32, FSDPC_BF16, false, 0, 0, 0};
+    fsdpc_param_spec spec = {"odd", 37, FSDPC_F32, FSDPC_F32, FSDPC_BF16, false, 0, 0, 0, false};
     const uint8_t yes = 1, no = 0;
     fsdpc_layout *frozen, *trained;
     REQUIRE_OK(fsdpc_layout_build(&spec, 1, 3, 16, &frozen));
@@ -159,8 +159,8 @@ static void
 huge_units_do_not_wrap(void)
 {
     const fsdpc_param_spec huge[] = {
-        {"a", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0},
-        {"b", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0},
+        {"a", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0, false},
+        {"b", INT64_C(1) << 51, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 0, 0, 0, false},
     };
     fsdpc_layout *layout;
     REQUIRE_OK(fsdpc_layout_build(huge, 2, INT32_MAX, 1 << 21, &layout));
@@ -173,7 +173,7 @@ huge_units_do_not_wrap(void)
 static void
 padding_by_rows_does_not_wrap(void)
 {
-    fsdpc_param_spec spec = {"w", 1, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 1, 0, 0};
+    fsdpc_param_spec spec = {"w", 1, FSDPC_F64, FSDPC_F64, FSDPC_F64, true, 1, 0, 0, false};
     fsdpc_layout *layout;
     REQUIRE_OK(fsdpc_layout_build(&spec, 1, INT32_MAX, 1 << 21, &layout));
     CHECK_INT(layout->segments[0].piece_numel, 1);
@@ -191,22 +191,25 @@ coded_gradients_have_room(void)
 {
     fsdpc_layout *layout;
     fsdpc_param_spec specs[] = {
-        {"w", 600, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 100, 0, FSDPC_INT4},
-        {"b", 8, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 1, 0, 0},
+        {"w", 600, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 100, FSDPC_NF4, FSDPC_INT4, true},
+        {"b", 8, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 1, 0, 0, false},
     };
     const fsdpc_footprint_options alone = {.range_grain = 4096, .page_bytes = 1};
     const fsdpc_footprint_options wire = {.senders = 1, .range_grain = 4096, .page_bytes = 1};
     REQUIRE_OK(fsdpc_layout_build(specs, 2, 2, 16, &layout));
     const size_t coded = fsdpc_round_up(3 * 50, 16) + 16; /* three scales */
     CHECK_INT((int64_t)layout->segments[0].reduce_coded_bytes, (int64_t)coded);
-    CHECK_INT((int64_t)layout->coded_bytes, 0);
+    const size_t weights = fsdpc_round_up(3 * 50, 16) + fsdpc_round_up(3 * 2 * 4, 16);
+    CHECK_INT((int64_t)layout->coded_bytes, (int64_t)(2 * weights));
     CHECK_INT((int64_t)fsdpc_footprint_codes(layout, NULL), (int64_t)(2 * coded));
     CHECK_INT((int64_t)fsdpc_footprint_landing(layout, NULL), (int64_t)(coded + 16));
     CHECK_INT((int64_t)fsdpc_footprint_of(layout, &alone).reduce_bytes, 2432);
     CHECK_INT((int64_t)fsdpc_footprint_of(layout, &wire).reduce_bytes,
               (int64_t)(2432 + 3 * coded + 16));
+    CHECK_INT((int64_t)fsdpc_footprint_of(layout, &wire).lost_bytes, 300 * 4);
     fsdpc_layout_set_trainable(layout, (const uint8_t[]){0, 1});
     CHECK_INT((int64_t)fsdpc_footprint_codes(layout, NULL), 0);
+    CHECK_INT((int64_t)fsdpc_footprint_lost(layout, NULL), 0);
     fsdpc_layout_free(layout);
 }
 
@@ -224,31 +227,41 @@ refused(fsdpc_param_spec spec, const char *part)
 static void
 bad_parameters_are_named(void)
 {
-    refused((fsdpc_param_spec){"w", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0}, "'w'");
-    refused((fsdpc_param_spec){"w", INT64_MAX, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
+    refused((fsdpc_param_spec){"w", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0, false},
             "'w'");
     refused(
-        (fsdpc_param_spec){"w", INT64_C(1) << 52, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
-        "the unit passes");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_DTYPE_COUNT, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
-            "'w'");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_BYTES, FSDPC_F32, false, 0, 0, 0}, "uint8");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_BYTES, FSDPC_BYTES, FSDPC_F32, true, 0, 0, 0},
+        (fsdpc_param_spec){"w", INT64_MAX, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0, false},
+        "'w'");
+    refused((fsdpc_param_spec){"w", INT64_C(1) << 52, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0,
+                               0, false},
+            "the unit passes");
+    refused(
+        (fsdpc_param_spec){"w", 1, FSDPC_DTYPE_COUNT, FSDPC_F32, FSDPC_F32, true, 0, 0, 0, false},
+        "'w'");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_BYTES, FSDPC_F32, false, 0, 0, 0, false},
+            "uint8");
+    refused((fsdpc_param_spec){"w", 1, FSDPC_BYTES, FSDPC_BYTES, FSDPC_F32, true, 0, 0, 0, false},
             "freeze");
-    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_F32, FSDPC_BYTES, true, 0, 0, 0}, "freeze");
-    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 3, 0, 0},
+    refused((fsdpc_param_spec){"w", 1, FSDPC_F32, FSDPC_F32, FSDPC_BYTES, true, 0, 0, 0, false},
+            "freeze");
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 3, 0, 0, false},
             "rows of 3");
-    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, -1, 0, 0},
+    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, -1, 0, 0, false},
             "rows of -1");
-    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_INT8, 0},
-            "int8 needs floating-point rows");
-    refused((fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, FSDPC_INT4},
-            "int4 needs floating-point rows");
+    refused(
+        (fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, FSDPC_INT8, 0, false},
+        "int8 needs floating-point rows");
+    refused(
+        (fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, FSDPC_INT4, false},
+        "int4 needs floating-point rows");
+    refused(
+        (fsdpc_param_spec){"w", 10, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 5, FSDPC_INT8, 0, true},
+        "error feedback needs a reduce_codec");
     /* One row of 2^51 elements is padded to 2^52, beside the elements of the other parameter. */
     refused((fsdpc_param_spec){"w", INT64_C(1) << 51, FSDPC_F32, FSDPC_F32, FSDPC_F32, true,
-                               INT64_C(1) << 51, 0, 0},
+                               INT64_C(1) << 51, 0, 0, false},
             "'w'");
-    refused((fsdpc_param_spec){NULL, 1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0},
+    refused((fsdpc_param_spec){NULL, 1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0, false},
             "parameter 1");
 }
 

@@ -23,7 +23,7 @@ wrong_arguments_are_refused(void)
     options.divide = NAN;
     CHECK_ERROR(fsdpc_unit_new(&options, engine_specs[0], 2, &unit), FSDPC_E_INVAL, "divide");
     options.divide = 1;
-    fsdpc_param_spec bad = {"weight", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0};
+    fsdpc_param_spec bad = {"weight", -1, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0, false};
     CHECK_ERROR(fsdpc_unit_new(&options, &bad, 1, &unit), FSDPC_E_INVAL, "unit layers.3");
     CHECK(strstr(fsdpc_error_text(), "weight") != NULL);
     CHECK(unit == NULL);
@@ -44,9 +44,9 @@ wrong_arguments_are_refused(void)
 /* --- packing --------------------------------------------------------------------------------- */
 
 static const fsdpc_param_spec matrix_specs[] = {
-    {"a", 12, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0, 0, 0},
-    {"b", 6, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0, 0, 0},
-    {"c", 5, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0, 0, 0},
+    {"a", 12, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0, 0, 0, false},
+    {"b", 6, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0, 0, 0, false},
+    {"c", 5, FSDPC_F32, FSDPC_F32, FSDPC_BF16, true, 0, 0, 0, false},
 };
 
 /* a is a transposed 3x4, b is one value seen six times, c is absent. */
@@ -256,7 +256,8 @@ norms_and_scaling(void)
 static void
 narrow_gradients_follow_the_sums(void)
 {
-    static const fsdpc_param_spec spec = {"w", 8, FSDPC_BF16, FSDPC_BF16, FSDPC_F32, true, 0, 0, 0};
+    static const fsdpc_param_spec spec = {"w",  8, FSDPC_BF16, FSDPC_BF16, FSDPC_F32,
+                                          true, 0, 0,          0,          false};
     fsdpc_comm *comm = alone();
     fsdpc_unit *unit;
     fsdpc_unit_options options = {.name = "u", .shard = comm, .divide = 1, .reshard = true};

@@ -67,9 +67,10 @@ def backward(model, rank, step):
     (model(inputs(rank, step)) - 0.1).square().mean().backward()
 
 
-def sum_of(grads, codec, hosts):
+def sum_of(grads, codec, hosts, lost):
     """What the ranks' gradients of one parameter become: summed in each host, coded between them,
-    summed in the order of hosts; a host's own sums are not coded.
+    summed in the order of hosts; a host's own sums are not coded. ``lost``: what coding lost of
+    earlier ones, which is added; None with no error feedback.
     """
     sums = {}
     for host, grad in zip(hosts, grads, strict=True):
@@ -79,20 +80,25 @@ def sum_of(grads, codec, hosts):
         parts = [s.chunk(len(hosts))[owner : owner + 1] for s in sums.values()]
         for host, part in zip(sums, parts, strict=True):
             if host != hosts[owner] and codec and part:
-                parts[list(sums).index(host)] = (through_codes(part[0], codec),)
+                value = part[0] if lost is None else part[0] + lost.get((host, owner), 0)
+                decoded = through_codes(value, codec)
+                if lost is not None:
+                    lost[host, owner] = value - decoded
+                parts[list(sums).index(host)] = (decoded,)
         total = sum(part[0] for part in parts) if parts[0] else None
         pieces += [] if total is None else [total * (1 / len(hosts))]
     return torch.cat(pieces)
 
 
-def check(model, plain, codec, hosts, before=()):
+def check(model, plain, codec, hosts, lost, before=()):
     """The sharded gradients, to the bit."""
     for i, (p, q) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
         own = torch.zeros_like(q) if q.grad is None else q.grad
         grads = [torch.empty_like(own) for _ in hosts]
         dist.all_gather(grads, own)
         coded = q.ndim == 2 and min(q.shape) >= 64
-        expected = sum_of(grads, codec if coded else "", hosts)
+        kept = None if lost is None else lost.setdefault(i, {})
+        expected = sum_of(grads, codec if coded else "", hosts, kept)
         expected = expected + before[i] if before else expected
         assert torch.equal(p.grad.full_tensor(), expected), (i, codec)
 
@@ -100,7 +106,7 @@ def check(model, plain, codec, hosts, before=()):
 @pytest.mark.parametrize("hosts", CODECS)
 def test_sums_are_those_of_decoded_pieces(hosts):
     """Accumulated without sends, added to what was there, with unused parameters; two runs agree
-    to the bit.
+    to the bit. The second codec of each has error feedback.
     """
     run_ranks(programs, len(hosts), env=on_hosts.counted_as(hosts), hosts=hosts)
 
@@ -111,11 +117,12 @@ def programs(rank, world, hosts):
 
 
 def program(rank, hosts, codec):
-    policy = QuantizedPolicy(codec=None, reduce_codec=codec)
+    lost = {} if codec == CODECS[hosts][1] else None
+    policy = QuantizedPolicy(codec=None, reduce_codec=codec, error_feedback=lost is not None)
     model, plain = shard(policy), Parts()
     backward(model, rank, 0)
     backward(plain, rank, 0)
-    check(model, plain, codec, hosts)
+    check(model, plain, codec, hosts, lost)
     before = [p.grad.full_tensor() for p in model.parameters()]
     plain.zero_grad()
     model.set_requires_gradient_sync(False)
@@ -124,7 +131,7 @@ def program(rank, hosts, codec):
         model.set_requires_gradient_sync(step == 2)
         backward(model, rank, step)
         backward(plain, rank, step)
-    check(model, plain, codec, hosts, before)
+    check(model, plain, codec, hosts, lost, before)
     again = shard(policy)
     backward(again, rank, 0)
     for p, value in zip(again.parameters(), before, strict=True):
@@ -200,6 +207,52 @@ def test_bytes_and_memory(rank, world):
     assert sum(found) == before + sent
     report = fsdpc.memory_report(model)
     assert report.equal, report
+
+
+class Scaled(nn.Module):
+    """Its gradient is the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(64, 300, device="cpu"))
+
+    def forward(self, x):
+        return (self.weight * x).sum()
+
+
+@ranks(2, env=on_hosts.counted_as("ab"))
+def test_error_feedback_sends_what_rounding_lost(rank, world):
+    """Values that int4 makes 0 in each step arrive; what is not finite leaves what is kept; loading
+    a state dict drops it.
+    """
+    x = torch.randn(64, 300, generator=torch.Generator().manual_seed(rank))
+    x[:, 0] = 40.0
+    both = [torch.empty_like(x) for _ in range(world)]
+    dist.all_gather(both, x)
+    steps, off = 25, {}
+    for kept in (False, True):
+        policy = QuantizedPolicy(codec=None, reduce_codec="int4", error_feedback=kept)
+        model = fully_shard(Scaled(), mp_policy=policy)
+        found = []
+        for step in range(steps + 1):
+            skipped = step == steps - 1
+            bad = torch.where(torch.rand_like(x) < 0.01, torch.inf, x) if skipped else x
+            model(bad).backward()
+            found += [] if skipped else [model.weight.grad.full_tensor()]
+            model.zero_grad()
+        off[kept] = (torch.stack(found).mean(0) - sum(both) / world).abs()[:, 1:].max()
+        assert fsdpc.memory_report(model).equal
+    assert off[False] > 1 and off[True] < 4 * off[False] / steps
+    model.load_state_dict(model.state_dict())
+    model(x).backward()
+    assert torch.equal(model.weight.grad.full_tensor(), found[0])
+
+
+def test_error_feedback_needs_codes_and_one_scale():
+    with pytest.raises(ValueError, match="error_feedback keeps what a reduce_codec loses"):
+        QuantizedPolicy(error_feedback=True)
+    with pytest.raises(ValueError, match="float16's loss scale"):
+        QuantizedPolicy(torch.float16, reduce_codec="int8", error_feedback=True)
 
 
 def gradients(rank, policy, **options):

@@ -727,7 +727,7 @@ class Caller(Companions):
 
     def call_tree(self) -> None:
         name = self.rng.choice(
-            ["memory", "trace", "clear_trace", "defer_reduces", "clip", "detach"]
+            ["memory", "trace", "clear_trace", "defer_reduces", "forget", "clip", "detach"]
             + ["references", "share_grads", "announce", "before_hook"]
         )
         args = {

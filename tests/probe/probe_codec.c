@@ -30,7 +30,7 @@ run(const struct request *r, enum way way)
 {
     const int64_t rows = r->values.n / r->row;
     return way == ENCODE ? fsdpc_codec_encode(r->codec, r->values.view.data, r->values.dtype, rows,
-                                              r->row, r->coded.view.data)
+                                              r->row, NULL, r->coded.view.data)
            : way == DECODE
                ? fsdpc_codec_decode(r->codec, r->coded.view.data, rows, r->row, 0, r->values.n,
                                     r->values.view.data, r->values.dtype)

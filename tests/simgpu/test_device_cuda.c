@@ -278,7 +278,7 @@ host_syncs_have_the_deadline_of_the_process(void)
     fsdpc_comm *comm;
     fsdpc_unit *unit;
     void *block;
-    const fsdpc_param_spec spec = {"w", 16, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0};
+    const fsdpc_param_spec spec = {"w", 16, FSDPC_F32, FSDPC_F32, FSDPC_F32, true, 0, 0, 0, false};
     REQUIRE_OK(fsdpc_device_alloc(gpu, GRANULE, &block));
     REQUIRE_OK(fsdpc_device_stream_new(gpu, false, &stream));
     REQUIRE_OK(fsdpc_comm_self(gpu, &comm));

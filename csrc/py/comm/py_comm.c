@@ -173,6 +173,7 @@ GET(one_memory, PyBool_FromLong(CAPS(self)->one_memory))
 GET(flies, PyBool_FromLong(fsdpc_comm_flies(self->comm)))
 GET(swaps, PyBool_FromLong(fsdpc_comm_swaps(self->comm)))
 GET(senders, PyLong_FromLong(fsdpc_comm_senders(self->comm)))
+GET(receivers, PyLong_FromLong(fsdpc_comm_receivers(self->comm)))
 GET(ranks_per_host, PyLong_FromLong(fsdpc_comm_ranks_per_host(self->comm)))
 GET(names_absentees, PyBool_FromLong(CAPS(self)->names_absentees))
 GET(rounds_sums, PyBool_FromLong(CAPS(self)->rounds_sums))
@@ -201,6 +202,8 @@ static PyGetSetDef comm_getset[] = {
      "True if sums over these two ranks are swapped in the background.", NULL},
     {"senders", (getter)get_senders, NULL,
      "Ranks whose gradients of a unit travel to this rank over a wire; for kind 'c10d'.", NULL},
+    {"receivers", (getter)get_receivers, NULL,
+     "Ranks to which this rank sends gradients of a unit over a wire; for kind 'c10d'.", NULL},
     {"ranks_per_host", (getter)get_ranks_per_host, NULL,
      "Ranks of each host that share memory in a group of several hosts; 0: not equally many.",
      NULL},

@@ -359,7 +359,7 @@ static PyType_Slot slots[] = {
      "offload=False, foreign=False)\n--\n\n"
      "The parameters of one unit laid end to end and cut into equal pieces, one per rank of comm.\n"
      "params: (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, "
-     "reduce_codec]]])\n"
+     "reduce_codec[, feedback]]]])\n"
      "each; with row_numel > 0 the parameter is cut between rows, as by torch.chunk. offload: "
      "shard and "
      "gradient\n"

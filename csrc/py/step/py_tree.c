@@ -381,6 +381,18 @@ tree_defer(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
+static PyObject *
+tree_forget(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
+{
+    fsdpc_py_use use;
+    if (use_open(self, &use) < 0) {
+        return NULL;
+    }
+    fsdpc_tree_forget(self->tree);
+    fsdpc_py_end_use(&use);
+    Py_RETURN_NONE;
+}
+
 /* The units whose numbers are listed and that share memory now. */
 static PyObject *
 share_grads(fsdpc_py_tree *self, PyObject *numbers)
@@ -541,6 +553,8 @@ static PyMethodDef methods[] = {
     FSDPC_PY_METHOD(defer_reduces, tree_defer, METH_NOARGS, "()",
                     "Postpones reductions that are matched by their order to the end of backward, "
                     "for units that run or not depending on the data."),
+    FSDPC_PY_METHOD(forget, tree_forget, METH_NOARGS, "()",
+                    "Drops what coding lost of gradients and would be added to the next ones."),
     FSDPC_PY_METHOD(share_grads, tree_share_grads, METH_O, "(units)",
                     "On a GPU: the gradients of those of these units (a tuple of numbers) that\n"
                     "step_unit steps take turns in a few slots of memory; none may be shown or\n"

@@ -15,7 +15,7 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
 {
     const char *storage, *compute, *reduce, *codec = "", *reduce_codec = "";
     long long numel, row_numel = 0;
-    int trainable;
+    int trainable, feedback = 0;
     if (!PyTuple_Check(item)) {
         PyErr_Format(PyExc_TypeError, "layout: a parameter must be a tuple, not %.100s",
                      Py_TYPE(item)->tp_name);
@@ -23,16 +23,17 @@ parse_spec(PyObject *item, fsdpc_param_spec *out)
     }
     if (!PyArg_ParseTuple(
             item,
-            "sLsssp|Lss;layout: a parameter must be (name: str, numel: int, storage: str, "
+            "sLsssp|Lssp;layout: a parameter must be (name: str, numel: int, storage: str, "
             "compute: str, reduce: str, trainable: bool[, row_numel: int[, codec: str[, "
-            "reduce_codec: str]]])",
+            "reduce_codec: str[, feedback: bool]]]])",
             &out->name, &numel, &storage, &compute, &reduce, &trainable, &row_numel, &codec,
-            &reduce_codec)) {
+            &reduce_codec, &feedback)) {
         return -1;
     }
     out->numel = numel;
     out->row_numel = row_numel;
     out->trainable = trainable != 0;
+    out->feedback = feedback != 0;
     if (parse_dtype(storage, &out->storage) < 0 || parse_dtype(compute, &out->compute) < 0) {
         return -1;
     }

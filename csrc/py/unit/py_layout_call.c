@@ -57,7 +57,8 @@ PyMethodDef fsdpc_py_layout_methods[] = {
         layout, METH_FASTCALL, "($module, specs, world, align_bytes, spans=False, /)",
         "Where the parameters of a unit lie: sizes, segments, and with `spans` which ranks own\n"
         "which part and the padding of each rank's shard. specs: (name, numel, storage, compute,\n"
-        "reduce, trainable[, row_numel[, codec[, reduce_codec]]]) each, dtypes as text.\n"
+        "reduce, trainable[, row_numel[, codec[, reduce_codec[, feedback]]]]) each, dtypes as "
+        "text.\n"
         "row_numel > 0: the parameter is cut between its rows, as by torch.chunk. codec, "
         "reduce_codec: how\n"
         "its values and its gradients travel. Offsets and sizes in bytes, counts in elements.\n"

@@ -10,15 +10,16 @@ static PyObject *
 footprint_dict(const fsdpc_layout *layout, const fsdpc_footprint *print)
 {
     return Py_BuildValue(
-        "{s:O,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:L}", "direct",
+        "{s:O,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:L}", "direct",
         print->direct ? Py_True : Py_False, "master_bytes", (Py_ssize_t)print->master_bytes,
         "grad_bytes", (Py_ssize_t)print->grad_bytes, "grad_out_bytes",
         (Py_ssize_t)print->grad_out_bytes, "grads_bytes", (Py_ssize_t)print->grads_bytes,
         "partial_bytes", (Py_ssize_t)print->partial_bytes, "local_bytes",
         (Py_ssize_t)print->local_bytes, "range_bytes", (Py_ssize_t)print->range_bytes,
         "reduce_bytes", (Py_ssize_t)print->reduce_bytes, "coded_bytes",
-        (Py_ssize_t)print->coded_bytes, "full_bytes", (Py_ssize_t)layout->full_bytes, "wire_bytes",
-        (Py_ssize_t)layout->reduce_bytes, "padding_bytes", (long long)layout->padding_bytes);
+        (Py_ssize_t)print->coded_bytes, "lost_bytes", (Py_ssize_t)print->lost_bytes, "full_bytes",
+        (Py_ssize_t)layout->full_bytes, "wire_bytes", (Py_ssize_t)layout->reduce_bytes,
+        "padding_bytes", (long long)layout->padding_bytes);
 }
 
 static PyObject *

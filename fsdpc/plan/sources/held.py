@@ -83,7 +83,7 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
         gpu = _C.cuda_device(comm.device)
         where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
     if comm.kind == "c10d" and comm.device is None:
-        where.update(transport="wire", senders=comm.senders)
+        where.update(transport="wire", senders=comm.senders, receivers=comm.receivers)
     return Setup(
         world=world,
         shard=comm.world if strategy == "HYBRID_SHARD" else 0,

@@ -224,7 +224,7 @@ def _param_of(
     trainable: bool,
     row: int = 0,
     unit: str = "",
-    codecs: tuple[str, str] = ("", ""),
+    codecs: tuple[str, str, bool] = ("", "", False),
     carried: bool = False,
 ) -> Param:
     if trainable:
