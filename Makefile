@@ -278,7 +278,7 @@ $(CLUSTER)/simcluster: $(CLUSTER_PARTS)
 	@$(CC) -rdynamic $^ -o $@ -ldl
 
 cluster-run: $(CLUSTER)/simcluster $(CLUSTER)/core.so
-	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --count $(SEEDS) $(ARGS)
+	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --mended tests/simcluster/mended.list --count $(SEEDS) $(ARGS)
 
 # `make simcluster SEEDS=1000000`; ARGS="--ranks 16 --first 7".
 SEEDS := 10000

@@ -156,6 +156,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
         atomic_store(&own->touched, tag);
     }
     if (follows && found == MOST) {
+        x->shared->earlier = atomic_load(&own->changed);
         atomic_store(&own->before, before);
         atomic_store(&own->changed, tag);
     }
@@ -180,13 +181,29 @@ refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
     return status;
 }
 
-/* True if this rank's weights changed just before this pass; *before: the pass before the change. */
+/* True if this rank's weights changed after the pass `since` of this step; *before: the pass before the change. Not
+ * just before this pass: a rank that gathers nothing in a pass checks nothing. */
 static bool
-changed_here(const fsdpc_exchange *x, uint64_t *before)
+changed_here(const fsdpc_exchange *x, uint64_t since, uint64_t *before)
 {
     struct fsdpc_rank_ctl *own = &x->shared->ranks[x->rank];
+    const uint64_t changed = atomic_load(&own->changed);
     *before = atomic_load(&own->before);
-    return atomic_load(&own->changed) == x->tag;
+    return changed > since && changed >> FSDPC_TAG_BITS == x->tag >> FSDPC_TAG_BITS;
+}
+
+/* Of a rank that has begun no pass since `ready`, before this rank's last change: it has not made that change, or
+ * nobody can tell. It may have made this rank's change before the last one after its last pass, or have begun none:
+ * then what this rank has read of it since tells. */
+static bool
+lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
+{
+    const struct fsdpc_shared *s = x->shared;
+    const bool seen = s->seen_at[r] > ready && s->seen_at[r] >= s->earlier;
+    if (!seen && (ready == 0 || s->earlier > ready)) {
+        return true;
+    }
+    return compare_rank(x, seen ? s->seen : s->samples, r, false) == SAME;
 }
 
 /* A rank waits elsewhere, and this rank has read its values: one of the two has changed its weights. */
@@ -201,12 +218,11 @@ waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
         return compare_rank(x, s->samples, r, false) == MOST;
     }
     *who = x->rank;
-    bool differs =
-        changed_here(x, &before) && atomic_load(&other->touched) <= before && shares(x, x->rank, r);
-    /* The rank has not begun the pass before the change either: it may have changed its weights before that. */
-    bool seen = ready < before && s->seen_at[r] == before;
-    differs = differs && compare_rank(x, seen ? s->seen : s->samples, r, false) == SAME;
-    if (s->seen_at[r] != x->tag) {
+    const bool differs = changed_here(x, ready, &before) &&
+                         atomic_load(&s->ranks[x->rank].changed) > s->seen_at[r] &&
+                         atomic_load(&other->touched) <= before && shares(x, x->rank, r) &&
+                         lacks_change(x, r, ready);
+    if (s->compared && s->seen_at[r] != x->tag) {
         compare_rank(x, s->seen, r, true);
         s->seen_at[r] = x->tag;
     }
@@ -223,8 +239,7 @@ differs(fsdpc_exchange *x, int r, int *who)
     uint64_t before;
     *who = r;
     if (ready < x->tag) {
-        return x->shared->compared && atomic_load(&other->sampled) == ready &&
-               waits_elsewhere(x, r, touched, who);
+        return atomic_load(&other->sampled) == ready && waits_elsewhere(x, r, touched, who);
     }
     if (!x->shared->checks) {
         return false;
@@ -233,11 +248,12 @@ differs(fsdpc_exchange *x, int r, int *who)
         compare_rank(x, x->shared->samples, r, false) == MOST) {
         return true;
     }
-    if (atomic_load(&other->changed) >= x->tag && touched <= atomic_load(&other->before)) {
+    if (atomic_load(&other->changed) >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS &&
+        touched <= atomic_load(&other->before)) {
         return ready > x->tag || shares(x, r, x->rank);
     }
     *who = x->rank;
-    return changed_here(x, &before) && atomic_load(&other->touched) <= before &&
+    return changed_here(x, 0, &before) && atomic_load(&other->touched) <= before &&
            (ready > x->tag || shares(x, x->rank, r));
 }
 
@@ -274,7 +290,7 @@ int
 fsdpc_shared_check_join(fsdpc_exchange *x, const fsdpc_unit *unit, int claimer, uint64_t touched)
 {
     uint64_t before;
-    return x->shared->checks && changed_here(x, &before) && touched <= before &&
+    return x->shared->checks && changed_here(x, 0, &before) && touched <= before &&
                    shares(x, x->rank, claimer)
                ? refuse(x, unit, x->rank, claimer)
                : FSDPC_OK;

@@ -54,6 +54,7 @@ struct fsdpc_shared {
     /* The same, of ranks that waited elsewhere: read by this rank in the pass of this tag. */
     _Atomic uint64_t *seen;
     uint64_t *seen_at; /* per rank */
+    uint64_t earlier;  /* this rank's `changed` before the last one */
     bool checks;       /* this pass is without gradients: exchange_shared_changes.c */
     bool compared;     /* samples were taken before this pass */
     int reduce_total;  /* base slots, then one overflow slot per unit */

@@ -270,8 +270,22 @@ receive_messages(host *self, int *ready)
     return FSDPC_OK;
 }
 
+/* A rank that has closed the connection may have said why. */
 static int
-send_pidfds(host *self, int socket)
+send_to_peer(host *self, int rank, const fsdpc_shm_message *text, const int *fds, int count)
+{
+    const int socket = self->shm->peers[rank].socket;
+    int ready = 0, status = FSDPC_OK;
+    const int sent =
+        fsdpc_shm_message_send(socket, "a rank", text, fds, count, self->deadline_ns);
+    for (int k = 0; sent == FSDPC_E_PEER && status == FSDPC_OK && k < 2; k++) {
+        status = receive_peer(self, rank, &ready);
+    }
+    return status == FSDPC_OK ? sent : status;
+}
+
+static int
+send_pidfds(host *self, int rank)
 {
     const fsdpc_shm *shm = self->shm;
     for (int first = 0; first < shm->world; first += FSDPC_SHM_BATCH) {
@@ -282,7 +296,7 @@ send_pidfds(host *self, int socket)
         }
         fsdpc_shm_message text = fsdpc_shm_message_new(FSDPC_SHM_PIDFDS);
         text.first = (uint32_t)first;
-        FSDPC_TRY(fsdpc_shm_message_send(socket, &text, fds, count, self->deadline_ns));
+        FSDPC_TRY(send_to_peer(self, rank, &text, fds, count));
     }
     return FSDPC_OK;
 }
@@ -295,10 +309,9 @@ send_welcomes(host *self)
     fsdpc_shm_message welcome = fsdpc_shm_message_new(FSDPC_SHM_WELCOME);
     welcome.watch_sockets = shm->watch_sockets;
     for (int i = 1; i < shm->world; i++) {
-        FSDPC_TRY(
-            fsdpc_shm_message_send(shm->peers[i].socket, &welcome, &shm->fd, 1, self->deadline_ns));
+        FSDPC_TRY(send_to_peer(self, i, &welcome, &shm->fd, 1));
         if (!shm->watch_sockets) {
-            FSDPC_TRY(send_pidfds(self, shm->peers[i].socket));
+            FSDPC_TRY(send_pidfds(self, i));
         }
     }
     return FSDPC_OK;
@@ -307,10 +320,12 @@ send_welcomes(host *self)
 static void
 send_failure(const fsdpc_shm *shm, int status)
 {
+    char text[FSDPC_SHM_MESSAGE_TEXT];
+    const bool own = status != status_elsewhere(status); /* the others' texts name a rank */
+    snprintf(text, sizeof text, "%s%s", own ? "rank 0 gave up: " : "", fsdpc_error_text());
     for (int i = 1; i < shm->world; i++) {
         if (shm->peers[i].socket >= 0) {
-            fsdpc_shm_message_fail(shm->peers[i].socket, status_elsewhere(status),
-                                   fsdpc_error_text());
+            fsdpc_shm_message_fail(shm->peers[i].socket, status_elsewhere(status), text);
         }
     }
 }
@@ -353,7 +368,7 @@ fsdpc_shm_host_confirm(fsdpc_shm *shm, int own_status, int64_t deadline_ns)
         status = receive_messages(&self, &ready);
     }
     for (int i = 1; i < shm->world && status == FSDPC_OK; i++) {
-        status = fsdpc_shm_message_send(shm->peers[i].socket, &go, NULL, 0, deadline_ns);
+        status = send_to_peer(&self, i, &go, NULL, 0);
     }
     if (status != FSDPC_OK) {
         send_failure(shm, status);

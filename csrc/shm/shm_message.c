@@ -118,6 +118,7 @@ fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descrip
         return EPIPE;
     }
     take_descriptors(&packet, passed);
+    passed->lost = (packet.msg_flags & MSG_CTRUNC) != 0;
     if (bytes != sizeof *text || text->magic != MAGIC) {
         fsdpc_shm_descriptors_close(passed);
         return EPROTO;
@@ -127,8 +128,8 @@ fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descrip
 }
 
 int
-fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds, int count,
-                       int64_t deadline_ns)
+fsdpc_shm_message_send(int socket, const char *peer, const fsdpc_shm_message *text, const int *fds,
+                       int count, int64_t deadline_ns)
 {
     for (;;) {
         int rc = fsdpc_shm_message_try(socket, text, fds, count);
@@ -137,7 +138,7 @@ fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds
         }
         /* ETOOMANYREFS: too many descriptors in flight, until receivers take them. */
         if (rc != EAGAIN && rc != ETOOMANYREFS && rc != EINTR) {
-            return fsdpc_shm_connection_error(rc, "a rank");
+            return fsdpc_shm_connection_error(rc, peer);
         }
         if (fsdpc_shm_now_ns() >= deadline_ns) {
             return fsdpc_error(

@@ -36,6 +36,7 @@ typedef struct fsdpc_shm_message {
 typedef struct fsdpc_shm_descriptors {
     int count;
     int fds[FSDPC_SHM_BATCH];
+    bool lost; /* more were sent: this process may open no more */
 } fsdpc_shm_descriptors;
 
 /* A socket of the kind that both sides use; -1 with errno. Close-on-exec, never blocking. */
@@ -44,8 +45,8 @@ fsdpc_shm_message fsdpc_shm_message_new(enum fsdpc_shm_kind kind);
 /* Sends text and descriptors, without waiting; 0 or an errno. */
 int fsdpc_shm_message_try(int socket, const fsdpc_shm_message *text, const int *fds, int count);
 /* The same, waiting for room until the deadline. */
-int fsdpc_shm_message_send(int socket, const fsdpc_shm_message *text, const int *fds, int count,
-                           int64_t deadline_ns);
+int fsdpc_shm_message_send(int socket, const char *peer, const fsdpc_shm_message *text,
+                           const int *fds, int count, int64_t deadline_ns);
 /* Sends a failure; a peer that it cannot reach finds the connection closed. */
 void fsdpc_shm_message_fail(int socket, int status, const char *text);
 /* 0, EAGAIN, EPIPE at the end of the connection, EPROTO for what is not a message of ours. The

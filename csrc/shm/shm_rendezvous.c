@@ -74,8 +74,8 @@ send_hello(guest *self)
     hello.world = shm->world;
     hello.pid = (int32_t)getpid();
     int pidfd = fsdpc_shm_own_pidfd();
-    int status = fsdpc_shm_message_send(shm->peers[0].socket, &hello, &pidfd, pidfd >= 0 ? 1 : 0,
-                                        self->deadline_ns);
+    int status = fsdpc_shm_message_send(shm->peers[0].socket, "rank 0", &hello, &pidfd,
+                                        pidfd >= 0 ? 1 : 0, self->deadline_ns);
     fsdpc_shm_close(&pidfd);
     return status;
 }
@@ -112,6 +112,9 @@ static int
 unexpected(fsdpc_shm_descriptors *passed)
 {
     fsdpc_shm_descriptors_close(passed);
+    if (passed->lost) {
+        return fsdpc_error_errno(EMFILE, "the rendezvous: taking over descriptors from rank 0");
+    }
     return fsdpc_error(FSDPC_E_INTERNAL, "the rendezvous: rank 0 sent an unexpected message");
 }
 
@@ -179,7 +182,7 @@ send_ready(guest *self)
     const int socket = self->shm->peers[0].socket;
     fsdpc_shm_message ready = fsdpc_shm_message_new(FSDPC_SHM_READY), got;
     fsdpc_shm_descriptors passed;
-    int status = fsdpc_shm_message_send(socket, &ready, NULL, 0, self->deadline_ns);
+    int status = fsdpc_shm_message_send(socket, "rank 0", &ready, NULL, 0, self->deadline_ns);
     if (status != FSDPC_E_PEER) {
         return status;
     }

@@ -20,6 +20,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+DECISION = ROOT / "docs/decisions/041-simulated-cluster.md"
+BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
+MENDED = Path(__file__).with_name("mended.list")
+MENDED_HEAD = """\
+# Seeds that find faults that the engine had, planted again. Written by
+# `make simcluster-faults ARGS=--write`; `make cluster-run` runs them on the engine as it is, and
+# `ARGS=--mended` on cores with the faults.
+"""
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,7 @@ class Fault:
     file: str  # in csrc
     old: str  # occurs once in the file
     new: str
+    mended: bool = False  # this was how the engine was
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
@@ -93,7 +102,13 @@ FAULTS = [
         "FSDPC_GOTO(check_missing_left(shm, round, what), end);",
         "",
     ),
-    Fault("a rank that sleeps in a barrier wakes nobody", SYNC, "    fsdpc_shm_ring(shm);\n", ""),
+    Fault(
+        "a rank that sleeps in a barrier wakes nobody",
+        SYNC,
+        "    fsdpc_shm_ring(shm);\n",
+        "",
+        mended=True,
+    ),
     Fault("barrier names no missing rank", SYNC, "missing[count++] = i;", "missing[0] = i;"),
     # Waits, failures, departures.
     Fault("deadline of a wait unchecked", WAIT, "if (now_ns >= deadline_ns) {", "if (false) {"),
@@ -155,12 +170,14 @@ FAULTS = [
         WAIT,
         "    char op[FSDPC_SHM_WAIT_TEXT];\n    FSDPC_TRY(fsdpc_shm_check(shm, what));\n",
         "    char op[FSDPC_SHM_WAIT_TEXT];\n",
+        mended=True,
     ),
     Fault(
         "a rank that gave up is late for others",
         WAIT,
         "    FSDPC_TRY(fsdpc_shm_check(shm, what));\n    if (fsdpc_shm_verdict",
         "    if (fsdpc_shm_verdict",
+        mended=True,
     ),
     # Rendezvous.
     Fault(
@@ -188,6 +205,7 @@ FAULTS = [
         MAP,
         "return fsdpc_shm_timeout_error(shm, &RESERVING, &other, 1);",
         "(void)other;\n            return status;",
+        mended=True,
     ),
     # Ranks that all wait.
     Fault(
@@ -309,6 +327,7 @@ FAULTS = [
         GATHER,
         "const int late = (int)holder - 1;",
         "const int late = x->rank;",
+        mended=True,
     ),
     # Passes.
     Fault(
@@ -452,25 +471,26 @@ FAULTS = [
         CHANGES,
         "if (atomic_load(&x->shared->ranks[r].touched) > ready) {",
         "if (false) {",
+        mended=True,
     ),
     Fault(
         "values of a rank that waits elsewhere beside changed ones",
         CHANGES,
         "if (ready < x->tag) {",
         "if (ready < x->tag) {\n        return false;",
+        mended=True,
     ),
     Fault(
         "changes of other ranks unchecked",
         CHANGES,
-        "if (atomic_load(&other->changed) >= x->tag && touched",
-        "if (false && touched",
+        "        touched <= atomic_load(&other->before)) {",
+        "        false) {",
     ),
     Fault(
         "a change of this rank unchecked",
         CHANGES,
-        "return changed_here(x, &before) && atomic_load(&other->touched) <= before &&\n"
-        "           (ready",
-        "return changed_here(x, &before) && false && (ready",
+        "return changed_here(x, 0, &before) && atomic_load(&other->touched) <= before &&",
+        "return changed_here(x, 0, &before) && false &&",
     ),
     Fault(
         "passes with gradients continue the count of those without",
@@ -487,20 +507,31 @@ FAULTS = [
     Fault(
         "values of a rank that waits elsewhere compared with its last pass alone",
         CHANGES,
-        "bool seen = ready < before && s->seen_at[r] == before;",
-        "bool seen = false;",
+        "bool seen = s->seen_at[r] > ready && s->seen_at[r] >= s->earlier;\n"
+        "    if (!seen && (ready == 0 || s->earlier > ready)) {",
+        "bool seen = false;\n    if (false) {",
+        mended=True,
+    ),
+    Fault(
+        "a change is looked for just before this pass alone",
+        CHANGES,
+        "return changed > since && changed >> FSDPC_TAG_BITS == x->tag >> FSDPC_TAG_BITS;",
+        "(void)since;\n    return changed == x->tag;",
+        mended=True,
     ),
     Fault(
         "weights of a rank that did not wait at the end of this forward unchecked",
         CHANGES,
         "if (ready == x->tag && atomic_load(&other->early) == x->tag &&",
         "if (false &&",
+        mended=True,
     ),
     Fault(
         "samples renewed before the change is known",
         CHANGES,
         "enum found found = compare_rank(x, x->shared->samples, x->rank, false);",
         "enum found found = compare_rank(x, x->shared->samples, x->rank, true);",
+        mended=True,
     ),
     # More of barriers, waits and departures.
     Fault(
@@ -613,6 +644,7 @@ FAULTS = [
         MEET,
         "    status = receive_from_host(self, &got, &passed);\n    return status == FSDPC_OK ?",
         "    (void)got;\n    return status == FSDPC_OK ?",
+        mended=True,
     ),
     Fault(
         "go before the last rank is ready",
@@ -629,10 +661,42 @@ FAULTS = [
     Fault(
         "a failure of set-up is not told by rank 0",
         HOST,
-        "        status = fsdpc_shm_message_send(shm->peers[i].socket, &go, NULL, 0, "
-        "deadline_ns);\n    }\n    if (status != FSDPC_OK) {",
-        "        status = fsdpc_shm_message_send(shm->peers[i].socket, &go, NULL, 0, "
-        "deadline_ns);\n    }\n    if (false) {",
+        "        status = send_to_peer(&self, i, &go, NULL, 0);\n    }\n"
+        "    if (status != FSDPC_OK) {",
+        "        status = send_to_peer(&self, i, &go, NULL, 0);\n    }\n    if (false) {",
+    ),
+    Fault(
+        "a failure of rank 0 is anonymous",
+        HOST,
+        'own ? "rank 0 gave up: " : ""',
+        'own ? "" : ""',
+        mended=True,
+    ),
+    Fault(
+        "rank 0 does not read why a rank closed the connection",
+        HOST,
+        "for (int k = 0; sent == FSDPC_E_PEER",
+        "for (int k = 2; sent == FSDPC_E_PEER",
+        mended=True,
+    ),
+    Fault(
+        "lost descriptors are an unexpected message",
+        MESSAGE,
+        "passed->lost = (packet.msg_flags & MSG_CTRUNC) != 0;",
+        "passed->lost = false;",
+        mended=True,
+    ),
+    Fault(
+        "a thread that cannot start is no failure",
+        WATCH,
+        "    int rc = start_thread(shm);\n    if (rc != 0) {",
+        "    int rc = start_thread(shm);\n    if (false && rc != 0) {",
+    ),
+    Fault(
+        "pages that cannot be had are no failure",
+        MAP,
+        "FSDPC_KEEP(allocate_pages(shm, offset, bytes));",
+        "(void)allocate_pages(shm, offset, bytes);",
     ),
     Fault(
         "pidfds stay open",
@@ -678,6 +742,13 @@ FAULTS = [
         "if (waits == 1 && changes_of(each, view, &count)) {",
         "if (waits == 1 && changes_of(each, view, &count)) {\n"
         "            count = atomic_load(&each->control->changes);",
+    ),
+    Fault(
+        "a wait is seen late",
+        STUCK,
+        "atomic_store(&each->control->slots[each->rank].wait, word);",
+        "atomic_store_explicit(&each->control->slots[each->rank].wait, word, "
+        "memory_order_release);",
     ),
     Fault(
         "a change is not counted",
@@ -819,6 +890,7 @@ FAULTS = [
         REDUCE,
         "        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);\n        /* Nobody",
         "        /* Nobody",
+        mended=True,
     ),
     Fault(
         "a second post does not look for ranks that left",
@@ -826,6 +898,7 @@ FAULTS = [
         "        FSDPC_GOTO(way == FSDPC_WAY_NONE ? check_missing_left(x, &wait.what) : "
         "FSDPC_OK, done);\n",
         "",
+        mended=True,
     ),
     Fault(
         "a rank that waits for a slot sums nothing",
@@ -1012,11 +1085,44 @@ def report(faults: list[Fault], results: Results, count: int) -> int:
         outcome = results.before(fault)
         seeds += [outcome.found] * (outcome.found > 0)
         print(f"{outcome.found or '-':>6}  {fault.name:60}  {outcome.what[:90]}")
-    within = ", ".join(
-        f"{sum(seed <= most for seed in seeds)} within {most}" for most in (10, 100, 1000)
-    )
-    print(f"{len(seeds)} of {len(faults)} faults found within {count} seeds; {within}")
+    print(f"{len(seeds)} of {len(faults)} faults found within {count} seeds; {within(seeds)}")
     return len(seeds)
+
+
+def within(seeds: list[int]) -> str:
+    steps = (10, 100, 1000)
+    return ", ".join(f"{sum(seed <= most for seed in seeds)} within {most}" for most in steps)
+
+
+def write(results: Results, count: int) -> None:
+    """The seeds into the decision, and those of faults that were mended into their list."""
+    of = {fault: results.before(fault).found for fault in FAULTS}
+    seeds = [seed for seed in of.values() if seed]
+    lines = [f"{len(seeds)} of {len(of)} within {count} seeds: {within(seeds)}.", ""]
+    lines += ["| planted fault | file | seeds |", "| --- | --- | --- |"]
+    for fault in sorted(FAULTS, key=lambda fault: (fault.file, of[fault], fault.name)):
+        lines.append(f"| {fault.name} | `{Path(fault.file).name}` | {of[fault] or 'not found'} |")
+    begin, rest = DECISION.read_text().split(BEGIN, 1)
+    text = "\n".join(lines)
+    DECISION.write_text(f"{begin}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
+    kept = [f"{of[fault]} {fault.name}\n" for fault in FAULTS if fault.mended and of[fault]]
+    MENDED.write_text(MENDED_HEAD + "".join(kept))
+
+
+def replay(build: Path, fault: Fault, seed: str) -> bool:
+    """Whether the seed still finds what was mended."""
+    command = [str(build / "simcluster"), str(plant(fault, build)), "--until-found", "--quiet"]
+    found = run([*command, "--first", seed, "--count", "1"]).returncode != 1
+    print(f"{seed:>6}  {fault.name:60}  {'found' if found else 'NOT FOUND'}", flush=True)
+    return found
+
+
+def replay_mended(build: Path, jobs: int) -> int:
+    of = {fault.name: fault for fault in FAULTS}
+    rows = [line.split(" ", 1) for line in MENDED.read_text().splitlines() if line[0] != "#"]
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(lambda row: replay(build, of[row[1]], row[0]), rows))
+    return not rows or not all(found)
 
 
 def main() -> None:
@@ -1026,16 +1132,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="faults whose names match this")
     parser.add_argument("--least", type=float, default=0.98, help="share that must be found")
+    parser.add_argument("--write", action="store_true", help="write the seeds into the decision")
+    parser.add_argument("--mended", action="store_true", help="replay the seeds of mended.list")
     args = parser.parse_args()
+    build = args.build.resolve()
+    if args.mended:
+        sys.exit(replay_mended(build, args.jobs))
     faults = [fault for fault in FAULTS if re.search(args.only, fault.name)]
     for fault in faults:
         times = (ROOT / "csrc" / fault.file).read_text().count(fault.old)
         if times != 1:
             sys.exit(f"{fault.name}: its text occurs {times} times in {fault.file}")
-    results = Results(args.build.resolve() / "faults.json", args.build.resolve())
+    results = Results(build / "faults.json", build)
     for most in sorted({min(args.count, 300), min(args.count, 3000), args.count}):
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda fault, most=most: results.search(fault, most), faults))
+    if args.write:
+        write(results, args.count)
     sys.exit(report(faults, results, args.count) < args.least * len(faults))
 
 

@@ -41,6 +41,7 @@ static struct options {
     uint64_t first, count;
     int ranks, units, steps, fault;
     bool trace, quiet, until_found, shrink;
+    const char *mended; /* a file of seeds that are run first */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
 static copy copies[SIM_RANKS];
@@ -152,11 +153,13 @@ draw_fault(sim_case *c, uint64_t *state)
 {
     static const uint64_t most[SIM_FAULTS] = {
         [SIM_DIES] = 12,  [SIM_STOPS] = 12,  [SIM_PAUSES] = 12,   [SIM_RAISES] = 3,
-        [SIM_LEAVES] = 3, [SIM_CHANGES] = 3, [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3};
+        [SIM_LEAVES] = 3, [SIM_CHANGES] = 3, [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3,
+        [SIM_REFUSED] = 5};
     /* Of 32; none in the rest. */
     static const int often[SIM_FAULTS] = {
         [SIM_DIES] = 3,   [SIM_STOPS] = 5,   [SIM_PAUSES] = 2,    [SIM_RAISES] = 2,
-        [SIM_LEAVES] = 3, [SIM_CHANGES] = 2, [SIM_NO_MEMORY] = 2, [SIM_STRAYS] = 3};
+        [SIM_LEAVES] = 3, [SIM_CHANGES] = 2, [SIM_NO_MEMORY] = 2, [SIM_STRAYS] = 4,
+        [SIM_REFUSED] = 2};
     int draw = (int)(sim_random(state) % 32);
     for (int kind = SIM_FAULTS - 1; kind > SIM_NO_FAULT; kind--) {
         c->fault = draw >= 0 && draw < often[kind] ? (enum sim_fault)kind : c->fault;
@@ -167,12 +170,14 @@ draw_fault(sim_case *c, uint64_t *state)
     c->at = 1 + sim_random(state) % (UINT64_C(1) << (2 + sim_random(state) % (most[c->fault] + 1)));
     /* A deadline passes in many short sleeps, so it is long in some cases only. */
     const bool passes = c->fault == SIM_STOPS || c->fault == SIM_PAUSES || c->fault == SIM_STRAYS;
-    c->timeout_s = !passes ? 600 : sim_random(state) % 64 == 0 ? 20 : 2;
+    c->timeout_s = c->fault == SIM_REFUSED ? 20 : !passes ? 600 : sim_random(state) % 64 == 0 ? 20 : 2;
     c->place = sim_random(state) % 4 ? 1 + (int)(sim_random(state) % SIM_PLACES) : 0;
     c->at = c->fault == SIM_NO_FAULT ? 0 : c->at;
     /* Else a rank may know nothing of what has changed. */
     c->wide = c->wide || c->fault == SIM_CHANGES || c->fault == SIM_STRAYS;
-    c->evaluates = c->evaluates || c->fault == SIM_CHANGES;
+    const uint64_t more = sim_random(state);
+    c->evaluates = c->evaluates || c->fault == SIM_CHANGES || (c->fault == SIM_STRAYS && more % 4);
+    c->meets = c->meets || (c->fault == SIM_STRAYS && more & 4);
     c->uneven = c->uneven && c->fault != SIM_CHANGES;
 }
 
@@ -216,12 +221,20 @@ draw_case(uint64_t seed)
     c.holds = sim_random(&state) % 2;
     c.hold_bits = 2 + 2 * (int)(sim_random(&state) % 4);
     c.hold = sim_random(&state) & ((UINT64_C(1) << c.hold_bits) - 1);
+    c.weak = sim_random(&state) % 4 == 0;
     draw_fault(&c, &state);
+    if (sim_random(&state) % 8 == 0 && (options.fault < 0 || c.fault == SIM_NO_FAULT)) {
+        c.in_step = true;
+        c.fault = SIM_NO_FAULT;
+        c.at = 0;
+        c.own_order = c.skips = c.nested = c.uneven = c.naps = c.computes = false;
+    }
     return c;
 }
 
 static const char *const fault_names[SIM_FAULTS] = {
-    "none", "dies", "stops", "pauses", "raises", "leaves", "no memory", "changes", "strays"};
+    "none", "dies", "stops", "pauses", "raises", "leaves", "no memory", "changes", "strays",
+    "refused"};
 
 static void
 print_case(const sim_case *c)
@@ -229,7 +242,7 @@ print_case(const sim_case *c)
     printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s; %d gather slots, %d "
            "reduce "
            "slots; "
-           "%s%s%s%s%s%s%s%s; fault: %s",
+           "%s%s%s%s%s%s%s%s%s%s; fault: %s",
            c->world, c->units, c->steps, c->rounds, c->own_order ? ", own order" : "",
            c->skips ? ", units skipped" : "", c->nested ? ", nested" : "",
            c->rootless ? ", no root" : "", c->late ? ", late gradients" : "",
@@ -239,7 +252,8 @@ print_case(const sim_case *c)
            c->naps ? ", naps" : "", c->spurious ? ", spurious wakes" : "",
            c->lingers ? ", late sleepers" : "", c->computes ? ", slow modules" : "",
            c->holds ? ", held up" : "", c->without_waitv ? ", no futex_waitv" : "",
-           c->without_pidfd ? ", no pidfd" : "", fault_names[c->fault]);
+           c->without_pidfd ? ", no pidfd" : "", c->weak ? ", late stores" : "",
+           c->in_step ? ", in step" : "", fault_names[c->fault]);
     if (c->fault) {
         printf(" (rank %d at %llu%s, deadline %g s)", c->victim, (unsigned long long)c->at,
                c->place ? " of a place" : "", c->timeout_s);
@@ -333,6 +347,17 @@ says_that_one_left(const sim_case *c, const sim_run *run, const char *text)
     return says;
 }
 
+/* The rank itself needs one that has left, and has not come through all that this one had come through. */
+static bool
+misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
+{
+    char says[48];
+    snprintf(says, sizeof says, "rank %d has left (", c->victim);
+    return c->fault == SIM_LEAVES && !c->uneven &&
+           strncmp(run->out[rank].text, says, strlen(says)) == 0 &&
+           run->out[rank].done < run->out[c->victim].done;
+}
+
 /* With its naps, and that of a pause, a rank may have been away for longer than the deadline. */
 static bool
 may_be_late(const sim_case *c, const sim_run *run)
@@ -351,6 +376,7 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
     /* A rank that leaves disturbs nobody who does not need it: only sleeps count. One that is about to sleep does not
      * see that another one leaves before a slice of the sleep has passed. */
     const bool leaves = c->fault == SIM_LEAVES;
+    const bool told = c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED;
     const int64_t late_ns = leaves ? out->idle_ns : out->end_ns - run->fault_ns;
     const int64_t slack_ns =
         (int64_t)(most_s * 1e9) + (leaves ? LEFT_SLACK_MS : SLACK_MS) * INT64_C(1000000);
@@ -363,15 +389,21 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
         if (out->status != NO_MEMORY) {
             sim_violation("rank %d, without memory, raises %d: %s", rank, out->status, out->text);
         }
+    } else if (rank == c->victim && c->fault == SIM_REFUSED) {
+        if (!strstr(out->text, strerror(sim_refused()))) {
+            sim_violation("rank %d, refused by the system, does not say so: %s", rank, out->text);
+        }
     } else if (c->fault == SIM_CHANGES) {
         if (!strstr(out->text, "has changed its parameters")) {
             sim_violation("rank %d raises without a cause: %s", rank, out->text);
         }
     } else if (says_that_one_left(c, run, out->text)) {
         sim_violation("rank %d says that a rank left which gave up: %s", rank, out->text);
+    } else if (misses_what_was_done(c, run, rank)) {
+        sim_violation("rank %d misses what rank %d has done: %s", rank, c->victim, out->text);
     } else if (c->fault != SIM_DIES && says_that_one_died(out->text)) {
         sim_violation("rank %d says that a rank died: %s", rank, out->text);
-    } else if ((joined || c->fault == SIM_NO_MEMORY) && !waits && !names(out->text, c->victim)) {
+    } else if ((joined || told) && !waits && !names(out->text, c->victim)) {
         sim_violation("rank %d does not name rank %d: %s", rank, c->victim, out->text);
     } else if (late_ns > slack_ns + run->napped_ns) {
         sim_violation("rank %d raises %.1f s after the cause: %s", rank, (double)late_ns * 1e-9,
@@ -381,7 +413,8 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
 
 /* Who stops in a wait, or is in another one, looks like who waits: where deadlines pass at the same time, a rank may
  * name another one that waits as well, but not all ranks do: except where ranks that have run fewer batches wait in a
- * barrier, or one waits to post late gradients, which looks like the cause. */
+ * barrier, or one waits to post late gradients, which looks like the cause. Then a text must say that who is named
+ * waits as well. */
 static void
 judge_stop(const sim_case *c, const sim_run *run)
 {
@@ -389,8 +422,9 @@ judge_stop(const sim_case *c, const sim_run *run)
     const bool in_wait = run->struck && (strstr(run->struck_at, "shm_stuck.c") ||
                                          strstr(run->struck_at, "shm_wait.c") ||
                                          strstr(run->struck_at, "shm_state.c"));
-    const bool waits_apart = c->late || (c->uneven && c->meets);
-    if (may_be_late(c, run) || (c->fault == SIM_STOPS && in_wait && waits_apart)) {
+    const bool apart =
+        c->fault == SIM_STOPS && in_wait && (c->late || (c->uneven && c->meets));
+    if (may_be_late(c, run)) {
         return;
     }
     for (int r = 0; r < c->world; r++) {
@@ -398,6 +432,7 @@ judge_stop(const sim_case *c, const sim_run *run)
         if (out->finished && out->status != 0 && out->joined && run->out[c->victim].joined) {
             raised++;
             knows += names(out->text, c->victim) || may_be_any(run, out->text) ||
+                     (apart && strstr(out->text, ") waits in ")) ||
                      (c->fault == SIM_STRAYS && (strstr(out->text, "different collectives") ||
                                                  strstr(out->text, "has changed its parameters")));
         }
@@ -425,6 +460,8 @@ judge(const sim_case *c, const sim_run *run)
         }
         if (out->status != 0) {
             judge_error(c, run, r, out);
+        } else if (r == c->victim && sim_refused_need()) {
+            sim_violation("rank %d goes on without what it was refused", r);
         }
         if (left[0] || out->live || run->threads_left[r]) {
             sim_violation("rank %d leaves %s, %lld counted blocks, %d threads", r, left,
@@ -579,11 +616,30 @@ seconds(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
+/* Lines begin with a seed, but for those that begin with #. */
+static uint64_t
+run_mended(void)
+{
+    FILE *list = options.mended ? fopen(options.mended, "r") : NULL;
+    uint64_t wrong = 0;
+    char line[256];
+    if (options.mended && !list) {
+        fail(options.mended);
+    }
+    while (list && fgets(line, sizeof line, list)) {
+        wrong += line[0] != '#' && !run_seed(strtoull(line, NULL, 10));
+    }
+    if (list) {
+        fclose(list);
+    }
+    return wrong;
+}
+
 static int
 usage(void)
 {
     printf("simcluster LIBRARY [--first SEED] [--count N] [--ranks N] [--units N] [--steps N]\n"
-           "  [--fault 0..%d] [--trace] [--quiet] [--until-found] [--shrink]\n"
+           "  [--fault 0..%d] [--mended FILE] [--trace] [--quiet] [--until-found] [--shrink]\n"
            "Runs N seeds; ends with 1 if an invariant was violated. --until-found ends at the "
            "first one\n"
            "and prints \"found SEEDS\", or \"not found\".\n",
@@ -622,6 +678,8 @@ read_options(int count, char **words)
             options.units = (int)value;
         } else if (strcmp(word, "--steps") == 0) {
             options.steps = (int)value;
+        } else if (strcmp(word, "--mended") == 0) {
+            options.mended = words[i];
         } else if (strcmp(word, "--fault") == 0) {
             options.fault = (int)value;
         } else {
@@ -642,7 +700,7 @@ main(int count, char **words)
     catch_crashes();
     setvbuf(stdout, NULL, _IOLBF, 0);
     const double begin = seconds();
-    uint64_t wrong = 0, run = 0;
+    uint64_t wrong = run_mended(), run = 0;
     for (; run < options.count && !(options.until_found && wrong); run++) {
         wrong += !run_seed(options.first + run);
         if (wrong && options.shrink) {

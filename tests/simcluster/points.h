@@ -1,25 +1,40 @@
 /* Included before every file of the core that ranks share memory through, when the file is compiled for the
  * simulated cluster: each atomic access becomes a point at which another rank may run.
  *
- * All accesses are sequentially consistent here, whatever order the source names. A point lies before each access,
- * and after each one that writes, so that what follows a publication can be late as well as what precedes it.
+ * A point lies before each access, and after each one that writes, so that what follows a publication can be late as
+ * well as what precedes it. Accesses are sequentially consistent here, whatever order the source names; but where the
+ * case says so, a store of another order is seen by the others late: in its order, and before the rank's next
+ * sequentially consistent write or call of the kernel, as on x86-64.
  */
 #ifndef FSDPC_SIMCLUSTER_POINTS_H
 #define FSDPC_SIMCLUSTER_POINTS_H
 
 #include <stdatomic.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
 
 void sim_point(const char *place);
+/* A point after a write. */
+void sim_wrote(const char *place, const void *at);
+void sim_store_late(void *to, const void *value, size_t bytes);
+/* False: the fiber that runs has no late store there. */
+bool sim_load_late(const void *from, void *out, size_t bytes);
+void sim_flush(void);
+extern int sim_late_stores;
 
 #define SIM_TEXT_OF(value) #value
 #define SIM_TEXT(value) SIM_TEXT_OF(value)
-#define SIM_HERE() sim_point(__FILE__ ":" SIM_TEXT(__LINE__))
+#define SIM_PLACE __FILE__ ":" SIM_TEXT(__LINE__)
+#define SIM_HERE() sim_point(SIM_PLACE)
+#define SIM_AT(at) ((void *)(uintptr_t)(at))
 
 #undef atomic_load
 #undef atomic_load_explicit
 #undef atomic_store
 #undef atomic_store_explicit
 #undef atomic_exchange
+#undef atomic_exchange_explicit
 #undef atomic_compare_exchange_strong
 #undef atomic_compare_exchange_weak
 #undef atomic_fetch_add
@@ -27,27 +42,40 @@ void sim_point(const char *place);
 #undef atomic_fetch_sub
 #undef atomic_fetch_or
 
-#define atomic_load(at)                                      \
-    __extension__({                                          \
-        SIM_HERE();                                          \
-        __auto_type sim_at_ = (at);                          \
-        __typeof__((void)0, *sim_at_) sim_got_;              \
-        __atomic_load(sim_at_, &sim_got_, __ATOMIC_SEQ_CST); \
-        sim_got_;                                            \
+#define atomic_load(at)                                                                    \
+    __extension__({                                                                        \
+        SIM_HERE();                                                                        \
+        __auto_type sim_at_ = (at);                                                        \
+        __typeof__((void)0, *sim_at_) sim_got_;                                            \
+        if (!sim_late_stores || !sim_load_late(SIM_AT(sim_at_), &sim_got_, sizeof sim_got_)) { \
+            __atomic_load(sim_at_, &sim_got_, __ATOMIC_SEQ_CST);                           \
+        }                                                                                  \
+        sim_got_;                                                                          \
     })
 #define atomic_store(at, value)                               \
     __extension__({                                           \
         __auto_type sim_to_ = (at);                           \
         __typeof__((void)0, *sim_to_) sim_put_ = (value);     \
         SIM_HERE();                                           \
+        sim_flush();                                          \
         __atomic_store(sim_to_, &sim_put_, __ATOMIC_SEQ_CST); \
-        SIM_HERE();                                           \
+        sim_wrote(SIM_PLACE, SIM_AT(sim_to_));                \
+    })
+#define atomic_store_explicit(at, value, order)                       \
+    __extension__({                                                   \
+        __auto_type sim_to_ = (at);                                   \
+        __typeof__((void)0, *sim_to_) sim_put_ = (value);             \
+        SIM_HERE();                                                   \
+        sim_store_late(SIM_AT(sim_to_), &sim_put_, sizeof sim_put_);  \
+        sim_wrote(SIM_PLACE, SIM_AT(sim_to_));                        \
     })
 #define SIM_CHANGE(operation, at, value)                                      \
     __extension__({                                                           \
         SIM_HERE();                                                           \
-        __auto_type sim_before_ = operation((at), (value), __ATOMIC_SEQ_CST); \
-        SIM_HERE();                                                           \
+        sim_flush();                                                          \
+        __auto_type sim_on_ = (at);                                           \
+        __auto_type sim_before_ = operation(sim_on_, (value), __ATOMIC_SEQ_CST); \
+        sim_wrote(SIM_PLACE, SIM_AT(sim_on_));                                \
         sim_before_;                                                          \
     })
 #define atomic_exchange(at, value) SIM_CHANGE(sim_exchange, at, value)
@@ -66,15 +94,16 @@ void sim_point(const char *place);
         __auto_type sim_to_ = (at);                                                      \
         __typeof__((void)0, *sim_to_) sim_put_ = (value);                                \
         SIM_HERE();                                                                      \
+        sim_flush();                                                                     \
         _Bool sim_done_ = __atomic_compare_exchange(sim_to_, (expected), &sim_put_, 0,   \
                                                     __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST); \
-        SIM_HERE();                                                                      \
+        sim_wrote(SIM_PLACE, SIM_AT(sim_to_));                                           \
         sim_done_;                                                                       \
     })
 #define atomic_compare_exchange_weak(at, expected, value) \
     atomic_compare_exchange_strong(at, expected, value)
 #define atomic_load_explicit(at, order) atomic_load(at)
-#define atomic_store_explicit(at, value, order) atomic_store(at, value)
+#define atomic_exchange_explicit(at, value, order) atomic_exchange(at, value)
 #define atomic_fetch_add_explicit(at, value, order) atomic_fetch_add(at, value)
 
 #endif

@@ -21,6 +21,7 @@ enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0, LATE = 
 typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
+    int done; /* passes, backwards and meetings */
     bool gone; /* this rank has left before the end */
     fsdpc_comm *comm;
     fsdpc_unit *units[SIM_UNITS];
@@ -38,6 +39,30 @@ __wrap_pthread_create(pthread_t *out, const pthread_attr_t *attr, void *(*functi
 {
     (void)attr;
     return sim_pthread_create(out, function, argument);
+}
+
+/* The core is changed by ranks that others wait for: who does so after a sleep that timed out went on by chance. */
+void __real_fsdpc_shm_notify(fsdpc_shm *);
+void __wrap_fsdpc_shm_notify(fsdpc_shm *);
+void
+__wrap_fsdpc_shm_notify(fsdpc_shm *shm)
+{
+    sim_wait_ended(true);
+    __real_fsdpc_shm_notify(shm);
+}
+
+/* A fallback is no chance. */
+bool __real_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
+bool __wrap_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
+bool
+__wrap_fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
+                             enum fsdpc_shm_way way)
+{
+    const bool act = __real_fsdpc_shared_must_act(x, wait, way);
+    if (act) {
+        sim_wait_ended(false);
+    }
+    return act;
 }
 
 void sim_boot(void);
@@ -241,6 +266,7 @@ set_version(model *m, int version)
         fsdpc_unit *unit = m->units[u];
         const fsdpc_segment *seg = &unit->layout->segments[0];
         float *piece = unit->master;
+        sim_point("weights");
         for (int64_t i = 0; i < seg->piece_numel; i++) {
             piece[i] = value_of(u, seg->piece_numel * m->rank + i, version);
         }
@@ -251,6 +277,7 @@ set_version(model *m, int version)
     if (m->tree && (version % 2 == 0 || !holds_all(m))) {
         fsdpc_tree_touch(m->tree);
     }
+    sim_compute();
 }
 
 static int
@@ -306,6 +333,18 @@ static bool
 has_inner(const model *m, int i)
 {
     return m->c->nested && i % 2 == 0 && i < m->c->units - 2;
+}
+
+/* Invariant 7. Who runs the same passes as the others waits for them at the end of a forward. */
+static void
+check_end(const model *m)
+{
+    const fsdpc_exchange *x = m->tree->exchanges[0];
+    if (m->c->fault == SIM_NO_FAULT && !m->c->uneven &&
+        x->shared->ranks[m->rank].early == x->tag) {
+        sim_violation("memory: rank %d has not waited for the others at the end of a forward",
+                      m->rank);
+    }
 }
 
 /* Private memory and overflow slots are for ranks that run units in different orders, or wait for long. */
@@ -367,7 +406,9 @@ forward(model *m, bool grad, int round)
     if (!grad) {
         FSDPC_TRY(fsdpc_tree_end_forward(m->tree));
         sim_wait_ended(true);
+        check_end(m);
     }
+    m->done++;
     return FSDPC_OK;
 }
 
@@ -459,6 +500,7 @@ backward(model *m, int round, bool sync)
     FSDPC_TRY(sync ? send_due(m, round, true) : FSDPC_OK);
     FSDPC_TRY(fsdpc_tree_end_backward(m->tree, sync));
     sim_wait_ended(true);
+    m->done++;
     return FSDPC_OK;
 }
 
@@ -548,11 +590,12 @@ way_of(const sim_case *c, int step, int meeting)
 }
 
 static int
-meet(const model *m)
+meet(model *m)
 {
     for (int k = 0; k < MEETINGS; k++) {
         const int way = way_of(m->c, m->step, k);
         FSDPC_TRY(way >= 0 ? ways[way](m) : FSDPC_OK);
+        m->done++;
     }
     return FSDPC_OK;
 }
@@ -569,8 +612,12 @@ stray(const model *m)
         }
     }
     float all[SIM_RANKS] = {0};
-    return collects || m->c->at % 2 ? fsdpc_comm_barrier(m->comm, "stray")
-                                    : fsdpc_comm_all_gather(m->comm, all, sizeof *all, "stray");
+    if (collects || m->c->at % 2) {
+        return fsdpc_comm_barrier(m->comm, "stray");
+    }
+    FSDPC_TRY(fsdpc_comm_all_gather(m->comm, all, sizeof *all, "stray"));
+    sim_violation("sums: rank %d gathers what no other rank has given", m->rank);
+    return FSDPC_OK;
 }
 
 /* --- training -------------------------------------------------------------------------------- */
@@ -649,6 +696,7 @@ evaluate(model *m)
         }
         if (!m->gone && c->meets && !changes_early(m, k)) {
             FSDPC_TRY(fsdpc_comm_barrier(m->comm, "after an evaluation"));
+            m->done++;
         }
         if (!m->gone && changes_after(m, k)) {
             if (changes_early(m, k) && m->rank == c->victim) {
@@ -723,6 +771,8 @@ sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
     }
     fsdpc_mem_fail_after(0);
     out->status = status;
+    out->done = m.done;
+    sim_note_close();
     if (status != FSDPC_OK) {
         snprintf(out->text, sizeof out->text, "%s", fsdpc_error_text());
         sim_say("raises: %s", out->text);

@@ -31,9 +31,19 @@ enum {
     NAP_IN = 48,       /* one of so many switches is a nap, where there are naps */
     KNOWN = 4096,      /* places whose hash is kept */
     HELD_IN = 2,       /* one of so many times a rank is held up at a place where it may be */
+    NAPS_THERE = 4,    /* or takes a nap, where there are naps, */
+    MOST_NAPS = 32,    /* at most so often in a run */
+    LATE = 16,         /* stores of a fiber that the others do not see yet */
+    SEEN_IN = 32,      /* one of so many points one of them is seen */
 };
 
 enum state { FREE, READY, ASLEEP };
+
+typedef struct late_store {
+    void *to;
+    uint64_t value;
+    size_t bytes;
+} late_store;
 
 typedef struct fiber {
     enum state state;
@@ -53,6 +63,8 @@ typedef struct fiber {
     void *(*function)(void *);
     void *argument;
     const char *place;
+    late_store late[LATE]; /* in their order */
+    int late_count;
 } fiber;
 
 static struct {
@@ -68,15 +80,15 @@ static struct {
     uint64_t points; /* of the rank that has the fault */
     int64_t stopped_until[SIM_RANKS], used_ns[SIM_RANKS];
     bool over[SIM_RANKS];
-    int alive;
-    /* A wait that has ended without a call. */
+    int alive, naps; /* naps: at places where ranks are held up */
+    /* The word of a wait that has ended without a call of another rank. */
     const uint32_t *quiet;
-    uint32_t quiet_value;
     int quiet_rank;
     int64_t quiet_until_ns;
 } s;
 
 bool sim_tracing;
+int sim_late_stores; /* of all fibers */
 
 /* --- switching ------------------------------------------------------------------------------- */
 
@@ -112,6 +124,7 @@ begin_fiber(void)
 {
     fiber *self = s.now;
     self->function(self->argument);
+    sim_flush();
     self->state = FREE;
     (void)sim_wake(self, FIBERS);
     for (;;) {
@@ -151,6 +164,62 @@ new_fiber(int rank, void *(*function)(void *), void *argument)
     made->sp = first_frame(stack, begin_fiber);
     s.used = (int)(made - s.fibers) >= s.used ? (int)(made - s.fibers) + 1 : s.used;
     return made;
+}
+
+/* --- late stores ----------------------------------------------------------------------------- */
+
+static void
+show_first(fiber *self)
+{
+    const late_store *first = &self->late[0];
+    memcpy(first->to, &first->value, first->bytes);
+    memmove(self->late, self->late + 1, sizeof *self->late * (size_t)--self->late_count);
+    sim_late_stores--;
+}
+
+static void
+show_all(fiber *self)
+{
+    while (self->late_count > 0) {
+        show_first(self);
+    }
+}
+
+void
+sim_flush(void)
+{
+    if (sim_late_stores && s.now) {
+        show_all(s.now);
+    }
+}
+
+void
+sim_store_late(void *to, const void *value, size_t bytes)
+{
+    fiber *self = s.now;
+    if (!self || !s.run->c->weak) {
+        memcpy(to, value, bytes);
+        return;
+    }
+    if (self->late_count == LATE) {
+        show_first(self);
+    }
+    late_store *made = &self->late[self->late_count++];
+    *made = (late_store){.to = to, .bytes = bytes};
+    memcpy(&made->value, value, bytes);
+    sim_late_stores++;
+}
+
+bool
+sim_load_late(const void *from, void *out, size_t bytes)
+{
+    for (int i = s.now ? s.now->late_count : 0; i-- > 0;) {
+        if (s.now->late[i].to == from) {
+            memcpy(out, &s.now->late[i].value, bytes);
+            return true;
+        }
+    }
+    return false;
 }
 
 /* --- the fiber that runs --------------------------------------------------------------------- */
@@ -239,6 +308,7 @@ sim_kill(int rank)
     s.run->out[rank].died = true;
     for (int i = 0; i < s.used; i++) {
         if (s.fibers[i].state != FREE && s.fibers[i].rank == rank) {
+            show_all(&s.fibers[i]);
             s.fibers[i].state = FREE;
         }
     }
@@ -314,7 +384,13 @@ hold_up(fiber *self)
 {
     const sim_case *c = s.run->c;
     const uint64_t place = hash_of(self->place) >> 8 & ((UINT64_C(1) << c->hold_bits) - 1);
-    if (place == c->hold && sim_draw() % HELD_IN == 0) {
+    if (place != c->hold) {
+        return;
+    }
+    if (c->naps && s.naps < MOST_NAPS && sim_draw() % NAPS_THERE == 0) {
+        s.naps++;
+        nap();
+    } else if (sim_draw() % HELD_IN == 0) {
         const uint64_t most = s.run->points + (UINT64_C(1) << (4 + sim_draw() % 12));
         self->held_until = sim_draw() % 2 ? UINT64_MAX : most;
         to_scheduler();
@@ -324,9 +400,7 @@ hold_up(fiber *self)
 static void
 check_quiet(void)
 {
-    if (__atomic_load_n(s.quiet, __ATOMIC_SEQ_CST) == s.quiet_value) {
-        sim_violation("sleeps: a wait of rank %d ends by chance", s.quiet_rank);
-    }
+    sim_violation("sleeps: rank %d goes on by chance, called by nobody", s.quiet_rank);
     s.quiet = NULL;
 }
 
@@ -337,18 +411,18 @@ sim_wait_ended(bool called)
     if (called && self->unchanged &&
         __atomic_load_n(self->unchanged, __ATOMIC_SEQ_CST) == self->then) {
         s.quiet = self->unchanged;
-        s.quiet_value = self->then;
         s.quiet_rank = self->rank;
         s.quiet_until_ns = s.now_ns + CALL_NS;
     }
     s.now->unchanged = NULL;
 }
 
-/* Far above the points of a rank that goes on from one sleep to the next. */
+/* Far above the points of a rank that goes on from one sleep to the next, or spins while another one naps. */
 static uint64_t
 most_busy(const sim_case *c)
 {
-    return BUSY_POINTS + 100 * (uint64_t)c->world * (uint64_t)c->world;
+    return BUSY_POINTS + 100 * (uint64_t)c->world * (uint64_t)c->world +
+           (uint64_t)(s.run->napped_ns / POINT_NS);
 }
 
 void
@@ -360,6 +434,9 @@ sim_point(const char *place)
     }
     s.now_ns += POINT_NS;
     s.used_ns[self->rank] += POINT_NS;
+    if (self->late_count > 0 && sim_draw() % SEEN_IN == 0) {
+        show_first(self);
+    }
     self->place = place;
     if (is_due(self->rank, place)) {
         strike();
@@ -377,6 +454,15 @@ sim_point(const char *place)
     if (s.run->c->holds) {
         hold_up(self);
     }
+}
+
+void
+sim_wrote(const char *place, const void *at)
+{
+    if (s.quiet == at && s.now && s.now->rank != s.quiet_rank) {
+        s.quiet = NULL;
+    }
+    sim_point(place);
 }
 
 void
@@ -399,6 +485,7 @@ static bool
 sleep_until(int64_t until_ns)
 {
     fiber *self = s.now;
+    show_all(self);
     self->state = ASLEEP;
     self->woken = false;
     self->wake_ns = until_ns;
@@ -422,13 +509,16 @@ sim_sleep_on(void *const *words, int count, int64_t until_ns)
 {
     fiber *self = s.now;
     const sim_case *c = s.run->c;
-    const int64_t from_ns = s.now_ns;
+    const int64_t from_ns = s.now_ns, from_busy_ns = (int64_t)s.run->points * POINT_NS;
     self->word_count = count;
     memcpy(self->words, words, sizeof *words * (size_t)count);
+    const bool on_word = until_ns != SIM_NEVER;
+    self->then = on_word ? __atomic_load_n((uint32_t *)words[0], __ATOMIC_SEQ_CST) : 0;
     const bool woken = sleep_until(until_ns);
-    const bool judged = !woken && c->fault == SIM_NO_FAULT && !c->naps;
-    self->unchanged = judged && until_ns != SIM_NEVER ? words[0] : NULL;
-    self->then = self->unchanged ? __atomic_load_n(self->unchanged, __ATOMIC_SEQ_CST) : 0;
+    /* While many ranks are busy a slice may pass. */
+    const bool idle = (int64_t)s.run->points * POINT_NS - from_busy_ns < (s.now_ns - from_ns) / 2;
+    const bool judged = !woken && idle && c->fault == SIM_NO_FAULT && !c->naps;
+    self->unchanged = judged && on_word ? words[0] : NULL;
     if (judged && !c->computes) {
         sim_violation("sleeps: rank %d sleeps %.3f ms in vain", self->rank,
                       (double)(s.now_ns - from_ns) * 1e-6);
@@ -491,6 +581,9 @@ sim_join_thread(int thread)
 {
     fiber *other = &s.fibers[thread % FIBERS];
     const int number = thread / FIBERS; /* the place may have another fiber by now */
+    if (number == 0) {
+        sim_violation("rank %d waits for a thread that it has not started", sim_rank());
+    }
     void *words[] = {other};
     while (other->state != FREE && other->number == number) {
         (void)sim_sleep_on(words, 1, SIM_NEVER);
@@ -568,8 +661,9 @@ static bool
 is_unseen(void)
 {
     const sim_run *run = s.run;
-    bool joined = run->struck && run->c->fault != SIM_STOPS && run->c->fault != SIM_PAUSES &&
-                  run->c->fault != SIM_STRAYS;
+    const enum sim_fault fault = run->c->fault;
+    bool joined = run->struck && fault != SIM_STOPS && fault != SIM_PAUSES &&
+                  fault != SIM_STRAYS && fault != SIM_REFUSED;
     for (int r = 0; r < run->c->world; r++) {
         joined = joined && run->out[r].joined;
     }
@@ -641,10 +735,11 @@ begin_run(sim_run *run)
     s.alive = c->world;
     s.points = 0;
     s.quiet = NULL;
+    sim_late_stores = 0;
     memset(s.stopped_until, 0, sizeof s.stopped_until);
     memset(s.used_ns, 0, sizeof s.used_ns);
     memset(s.over, 0, sizeof s.over);
-    s.change = 0;
+    s.change = s.naps = 0;
     s.lowest = UINT64_C(1) << 32;
     uint64_t at = 0;
     for (int i = 0; i < c->changes; i++) {
@@ -661,7 +756,7 @@ static uint64_t
 most_points(const sim_case *c)
 {
     const uint64_t world = (uint64_t)c->world;
-    return 60000000 + 5000 * world * world;
+    return 60000000 + 5000 * world * world + (uint64_t)(s.run->napped_ns / POINT_NS);
 }
 
 bool

@@ -33,7 +33,8 @@ enum sim_fault {
     SIM_LEAVES, /* ends in good order before the others */
     SIM_NO_MEMORY,
     SIM_CHANGES, /* its weights after fewer batches than the others run: each value is right, or ranks raise */
-    SIM_STRAYS, /* into a collective that the others do not call there */
+    SIM_STRAYS,  /* into a collective that the others do not call there */
+    SIM_REFUSED, /* memory, a thread, a descriptor: by the system, once */
     SIM_FAULTS
 };
 
@@ -49,6 +50,7 @@ typedef struct sim_case {
     bool late;     /* a unit gets more gradients after it has been reduced */
     bool meets;    /* in a barrier after each evaluation */
     bool computes; /* for some time, in modules */
+    bool in_step;  /* all ranks run the same units in the same order, and nothing keeps one */
     int backward_prefetch, gather_slots, reduce_slots;
     bool forward_prefetch;
     /* The machine. */
@@ -61,6 +63,7 @@ typedef struct sim_case {
     int mean;
     bool naps, spurious;
     bool lingers; /* ranks that are about to sleep are late */
+    bool weak;    /* stores that are not sequentially consistent are seen late */
     /* Ranks are held up at places of which some bits of the hash are this. */
     bool holds;
     int hold_bits;
@@ -79,6 +82,7 @@ typedef struct sim_outcome {
     int64_t end_ns;
     int64_t idle_ns; /* as in sim_run, at the end of this rank */
     int64_t live;    /* blocks that the core still counts */
+    int done;        /* passes, backwards and meetings that this rank has come through */
 } sim_outcome;
 
 /* --- random numbers -------------------------------------------------------------------------- */
@@ -125,6 +129,8 @@ void sim_compute(void);
 /* A wait has ended, as others `called`. It is a violation if its last sleep timed out and nobody calls later either:
  * the wait ended by chance, its wake-up was lost. */
 void sim_wait_ended(bool called);
+/* Stores that the fiber that runs has made late, in their order: now. */
+void sim_flush(void);
 /* One run; false: the run did not end. `main_of` runs on a fiber for each rank. */
 typedef struct sim_run {
     const sim_case *c;
@@ -149,6 +155,13 @@ const char *sim_world_leftovers(int rank, bool expected);
 void sim_world_end(void);
 void sim_descriptors_begin(void);
 int sim_descriptors_of(int rank);
+/* True, with errno, for the one call that the case has refused. `needed`: its rank cannot go on. */
+bool sim_refuse(int errnum, bool needed);
+/* The errno of that call, or 0. */
+int sim_refused(void);
+bool sim_refused_need(void);
+/* The rank closes what it has: nothing is needed any more. */
+void sim_note_close(void);
 void sim_descriptors_close(int rank);
 const sim_case *sim_case_now(void);
 

@@ -207,6 +207,9 @@ int
 __wrap_eventfd(unsigned count, int flags)
 {
     (void)flags;
+    if (sim_refuse(EMFILE, true)) {
+        return -1;
+    }
     int made = new_object(EVENT);
     d.objects[made].events = count;
     return new_descriptor(made, sim_rank());
@@ -216,6 +219,7 @@ int
 __wrap_eventfd_write(int fd, eventfd_t more)
 {
     sim_point("eventfd_write");
+    sim_flush();
     object_of(fd)->events += more;
     sim_wake_polls();
     return 0;
@@ -235,6 +239,9 @@ __wrap_socket(int family, int type, int protocol)
 {
     (void)family, (void)type, (void)protocol;
     sim_point("socket");
+    if (sim_refuse(EMFILE, true)) {
+        return -1;
+    }
     return new_descriptor(new_object(SOCKET), sim_rank());
 }
 
@@ -269,6 +276,9 @@ __wrap_listen(int fd, int most)
 {
     (void)most;
     sim_point("listen");
+    if (sim_refuse(ENOMEM, true)) {
+        return -1;
+    }
     object_of(fd)->kind = LISTENER;
     return 0;
 }
@@ -299,6 +309,9 @@ __wrap_accept4(int fd, struct sockaddr *address, socklen_t *bytes, int flags)
     (void)address, (void)bytes, (void)flags;
     sim_point("accept4");
     object *listener = object_of(fd);
+    if (sim_refuse(EMFILE, false)) {
+        return -1;
+    }
     if (listener->waiting == 0) {
         return failed(EAGAIN);
     }
@@ -322,7 +335,11 @@ __wrap_sendmsg(int fd, const struct msghdr *packet, int flags)
 {
     (void)flags;
     sim_point("sendmsg");
+    sim_flush();
     object *from = object_of(fd);
+    if (sim_refuse(ENOMEM, false)) {
+        return -1;
+    }
     if (from->peer < 0) {
         return failed(EPIPE);
     }
@@ -369,11 +386,14 @@ __wrap_recvmsg(int fd, struct msghdr *packet, int flags)
         got->bytes < packet->msg_iov[0].iov_len ? got->bytes : packet->msg_iov[0].iov_len;
     memcpy(packet->msg_iov[0].iov_base, got->data, bytes);
     struct cmsghdr *header = CMSG_FIRSTHDR(packet);
-    for (int i = 0; i < got->count; i++) {
+    /* Where a process may open no more, descriptors in a message are lost. */
+    const bool lost = got->count > 0 && sim_refuse(EMFILE, false);
+    packet->msg_flags = lost ? MSG_CTRUNC : 0;
+    for (int i = 0; i < got->count && !lost; i++) {
         int fd_here = new_descriptor(got->passed[i], sim_rank());
         memcpy(CMSG_DATA(header) + sizeof fd_here * (size_t)i, &fd_here, sizeof fd_here);
     }
-    if (got->count > 0) {
+    if (got->count > 0 && !lost) {
         header->cmsg_level = SOL_SOCKET;
         header->cmsg_type = SCM_RIGHTS;
         header->cmsg_len = CMSG_LEN(sizeof(int) * (size_t)got->count);

@@ -59,12 +59,49 @@ static struct {
     mapping mappings[SIM_RANKS + 1][MAPPINGS];
     int mapped[SIM_RANKS + 1];
     struct sim_file files[FILES];
+    uint64_t asked; /* calls of the victim that may be refused */
+    int refused;
+    bool need, closing[SIM_RANKS];
 } w;
 
 static const sim_case *
 here(void)
 {
     return sim_case_now();
+}
+
+/* --- refused calls --------------------------------------------------------------------------- */
+
+bool
+sim_refuse(int errnum, bool needed)
+{
+    const sim_case *c = here();
+    if (c->fault != SIM_REFUSED || sim_rank() != c->victim || ++w.asked != c->at) {
+        return false;
+    }
+    sim_note_fault();
+    sim_say("is refused: %s", strerror(errnum));
+    w.refused = errno = errnum;
+    w.need = needed && !w.closing[c->victim];
+    return true;
+}
+
+int
+sim_refused(void)
+{
+    return w.refused;
+}
+
+bool
+sim_refused_need(void)
+{
+    return w.need;
+}
+
+void
+sim_note_close(void)
+{
+    w.closing[sim_rank()] = true;
 }
 
 /* --- heap ------------------------------------------------------------------------------------ */
@@ -134,6 +171,9 @@ int
 __wrap_memfd_create(const char *name, unsigned flags)
 {
     sim_point("memfd_create");
+    if (sim_refuse(EMFILE, true)) {
+        return -1;
+    }
     for (int i = 0; i < FILES; i++) {
         struct sim_file *file = &w.files[i];
         if (file->used) {
@@ -158,6 +198,9 @@ int
 __wrap_ftruncate(int fd, off_t bytes)
 {
     struct sim_file *file = sim_file_of(fd);
+    if (sim_refuse(ENOMEM, true)) {
+        return -1;
+    }
     file->bytes = (uint64_t)bytes;
     return ftruncate(file->real_fd, SEEN_BYTES);
 }
@@ -173,8 +216,9 @@ int
 __wrap_fallocate(int fd, int mode, off_t offset, off_t bytes)
 {
     sim_point("fallocate");
+    sim_flush();
     if (!(mode & FALLOC_FL_PUNCH_HOLE)) {
-        return 0;
+        return sim_refuse(ENOSPC, true) ? -1 : 0;
     }
     return fallocate(sim_file_of(fd)->real_fd, mode, offset, bytes);
 }
@@ -194,6 +238,9 @@ __wrap_mmap(void *address, size_t bytes, int access, int flags, int fd, off_t of
 {
     struct sim_file *file = fd >= 0 ? sim_file_of(fd) : NULL;
     sim_point("mmap");
+    if (sim_refuse(ENOMEM, access != PROT_NONE)) { /* for an alignment that is a wish only */
+        return MAP_FAILED;
+    }
     if (file && (size_t)offset + bytes > SEEN_BYTES) {
         abort();
     }
@@ -215,6 +262,7 @@ __wrap_munmap(void *address, size_t bytes)
     const int rank = sim_rank();
     char *from = address;
     sim_point("munmap");
+    sim_flush();
     for (int i = w.mapped[rank] - 1; i >= 0; i--) {
         mapping *each = &w.mappings[rank][i];
         if (from < each->address || from + bytes > each->address + each->bytes ||
@@ -241,6 +289,7 @@ __wrap_munmap(void *address, size_t bytes)
 int
 __wrap_madvise(void *address, size_t bytes, int advice)
 {
+    sim_flush();
     return advice == MADV_DONTNEED ? madvise(address, bytes, advice) : 0;
 }
 
@@ -321,6 +370,10 @@ int
 sim_pthread_create(pthread_t *out, void *(*function)(void *), void *argument)
 {
     sim_point("pthread_create");
+    sim_flush();
+    if (sim_refuse(EAGAIN, true)) {
+        return EAGAIN;
+    }
     int thread = sim_start_thread(function, argument);
     *out = (pthread_t)thread;
     return thread < 0 ? EAGAIN : 0;
@@ -402,6 +455,7 @@ __wrap_syscall(long number, ...)
         a[i] = va_arg(args, long);
     }
     va_end(args);
+    sim_flush();
     if (number == SYS_futex && (int)a[1] == FUTEX_WAKE) {
         sim_point("futex wake");
         return sim_wake((void *)a[0], (int)a[2]);
@@ -423,6 +477,9 @@ __wrap_syscall(long number, ...)
     }
     extern int sim_open_pidfd(int rank);
     if (number == SYS_pidfd_open && !here()->without_pidfd) {
+        if (sim_refuse(EMFILE, false)) {
+            return -1;
+        }
         return sim_open_pidfd((int)a[0] - SIM_FIRST_PID);
     }
     return failed(ENOSYS);
@@ -434,6 +491,10 @@ void
 sim_world_begin(const sim_case *c)
 {
     (void)c;
+    w.asked = 0;
+    w.refused = 0;
+    w.need = false;
+    memset(w.closing, 0, sizeof w.closing);
     sim_descriptors_begin();
 }
 
