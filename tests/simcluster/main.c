@@ -152,14 +152,13 @@ static void
 draw_fault(sim_case *c, uint64_t *state)
 {
     static const uint64_t most[SIM_FAULTS] = {
-        [SIM_DIES] = 12,  [SIM_STOPS] = 12,  [SIM_PAUSES] = 12,   [SIM_RAISES] = 3,
-        [SIM_LEAVES] = 3, [SIM_CHANGES] = 3, [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3,
-        [SIM_REFUSED] = 5};
+        [SIM_DIES] = 12,     [SIM_STOPS] = 12, [SIM_PAUSES] = 12,
+        [SIM_RAISES] = 3,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 3,
+        [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3, [SIM_REFUSED] = 5};
     /* Of 32; none in the rest. */
-    static const int often[SIM_FAULTS] = {
-        [SIM_DIES] = 3,   [SIM_STOPS] = 5,   [SIM_PAUSES] = 2,    [SIM_RAISES] = 2,
-        [SIM_LEAVES] = 3, [SIM_CHANGES] = 2, [SIM_NO_MEMORY] = 2, [SIM_STRAYS] = 4,
-        [SIM_REFUSED] = 2};
+    static const int often[SIM_FAULTS] = {[SIM_DIES] = 3,      [SIM_STOPS] = 5,  [SIM_PAUSES] = 2,
+                                          [SIM_RAISES] = 2,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 2,
+                                          [SIM_NO_MEMORY] = 2, [SIM_STRAYS] = 4, [SIM_REFUSED] = 2};
     int draw = (int)(sim_random(state) % 32);
     for (int kind = SIM_FAULTS - 1; kind > SIM_NO_FAULT; kind--) {
         c->fault = draw >= 0 && draw < often[kind] ? (enum sim_fault)kind : c->fault;
@@ -170,7 +169,10 @@ draw_fault(sim_case *c, uint64_t *state)
     c->at = 1 + sim_random(state) % (UINT64_C(1) << (2 + sim_random(state) % (most[c->fault] + 1)));
     /* A deadline passes in many short sleeps, so it is long in some cases only. */
     const bool passes = c->fault == SIM_STOPS || c->fault == SIM_PAUSES || c->fault == SIM_STRAYS;
-    c->timeout_s = c->fault == SIM_REFUSED ? 20 : !passes ? 600 : sim_random(state) % 64 == 0 ? 20 : 2;
+    c->timeout_s = c->fault == SIM_REFUSED       ? 20
+                   : !passes                     ? 600
+                   : sim_random(state) % 64 == 0 ? 20
+                                                 : 2;
     c->place = sim_random(state) % 4 ? 1 + (int)(sim_random(state) % SIM_PLACES) : 0;
     c->at = c->fault == SIM_NO_FAULT ? 0 : c->at;
     /* Else a rank may know nothing of what has changed. */
@@ -232,9 +234,9 @@ draw_case(uint64_t seed)
     return c;
 }
 
-static const char *const fault_names[SIM_FAULTS] = {
-    "none", "dies", "stops", "pauses", "raises", "leaves", "no memory", "changes", "strays",
-    "refused"};
+static const char *const fault_names[SIM_FAULTS] = {"none",   "dies",   "stops",     "pauses",
+                                                    "raises", "leaves", "no memory", "changes",
+                                                    "strays", "refused"};
 
 static void
 print_case(const sim_case *c)
@@ -422,8 +424,7 @@ judge_stop(const sim_case *c, const sim_run *run)
     const bool in_wait = run->struck && (strstr(run->struck_at, "shm_stuck.c") ||
                                          strstr(run->struck_at, "shm_wait.c") ||
                                          strstr(run->struck_at, "shm_state.c"));
-    const bool apart =
-        c->fault == SIM_STOPS && in_wait && (c->late || (c->uneven && c->meets));
+    const bool apart = c->fault == SIM_STOPS && in_wait && (c->late || (c->uneven && c->meets));
     if (may_be_late(c, run)) {
         return;
     }

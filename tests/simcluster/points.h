@@ -42,15 +42,15 @@ extern int sim_late_stores;
 #undef atomic_fetch_sub
 #undef atomic_fetch_or
 
-#define atomic_load(at)                                                                    \
-    __extension__({                                                                        \
-        SIM_HERE();                                                                        \
-        __auto_type sim_at_ = (at);                                                        \
-        __typeof__((void)0, *sim_at_) sim_got_;                                            \
+#define atomic_load(at)                                                                        \
+    __extension__({                                                                            \
+        SIM_HERE();                                                                            \
+        __auto_type sim_at_ = (at);                                                            \
+        __typeof__((void)0, *sim_at_) sim_got_;                                                \
         if (!sim_late_stores || !sim_load_late(SIM_AT(sim_at_), &sim_got_, sizeof sim_got_)) { \
-            __atomic_load(sim_at_, &sim_got_, __ATOMIC_SEQ_CST);                           \
-        }                                                                                  \
-        sim_got_;                                                                          \
+            __atomic_load(sim_at_, &sim_got_, __ATOMIC_SEQ_CST);                               \
+        }                                                                                      \
+        sim_got_;                                                                              \
     })
 #define atomic_store(at, value)                               \
     __extension__({                                           \
@@ -61,22 +61,22 @@ extern int sim_late_stores;
         __atomic_store(sim_to_, &sim_put_, __ATOMIC_SEQ_CST); \
         sim_wrote(SIM_PLACE, SIM_AT(sim_to_));                \
     })
-#define atomic_store_explicit(at, value, order)                       \
-    __extension__({                                                   \
-        __auto_type sim_to_ = (at);                                   \
-        __typeof__((void)0, *sim_to_) sim_put_ = (value);             \
-        SIM_HERE();                                                   \
-        sim_store_late(SIM_AT(sim_to_), &sim_put_, sizeof sim_put_);  \
-        sim_wrote(SIM_PLACE, SIM_AT(sim_to_));                        \
+#define atomic_store_explicit(at, value, order)                      \
+    __extension__({                                                  \
+        __auto_type sim_to_ = (at);                                  \
+        __typeof__((void)0, *sim_to_) sim_put_ = (value);            \
+        SIM_HERE();                                                  \
+        sim_store_late(SIM_AT(sim_to_), &sim_put_, sizeof sim_put_); \
+        sim_wrote(SIM_PLACE, SIM_AT(sim_to_));                       \
     })
-#define SIM_CHANGE(operation, at, value)                                      \
-    __extension__({                                                           \
-        SIM_HERE();                                                           \
-        sim_flush();                                                          \
-        __auto_type sim_on_ = (at);                                           \
+#define SIM_CHANGE(operation, at, value)                                         \
+    __extension__({                                                              \
+        SIM_HERE();                                                              \
+        sim_flush();                                                             \
+        __auto_type sim_on_ = (at);                                              \
         __auto_type sim_before_ = operation(sim_on_, (value), __ATOMIC_SEQ_CST); \
-        sim_wrote(SIM_PLACE, SIM_AT(sim_on_));                                \
-        sim_before_;                                                          \
+        sim_wrote(SIM_PLACE, SIM_AT(sim_on_));                                   \
+        sim_before_;                                                             \
     })
 #define atomic_exchange(at, value) SIM_CHANGE(sim_exchange, at, value)
 #define sim_exchange(at, value, order)                              \

@@ -21,7 +21,7 @@ enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0, LATE = 
 typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
-    int done; /* passes, backwards and meetings */
+    int done;  /* passes, backwards and meetings */
     bool gone; /* this rank has left before the end */
     fsdpc_comm *comm;
     fsdpc_unit *units[SIM_UNITS];
@@ -340,8 +340,7 @@ static void
 check_end(const model *m)
 {
     const fsdpc_exchange *x = m->tree->exchanges[0];
-    if (m->c->fault == SIM_NO_FAULT && !m->c->uneven &&
-        x->shared->ranks[m->rank].early == x->tag) {
+    if (m->c->fault == SIM_NO_FAULT && !m->c->uneven && x->shared->ranks[m->rank].early == x->tag) {
         sim_violation("memory: rank %d has not waited for the others at the end of a forward",
                       m->rank);
     }

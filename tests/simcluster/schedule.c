@@ -662,8 +662,8 @@ is_unseen(void)
 {
     const sim_run *run = s.run;
     const enum sim_fault fault = run->c->fault;
-    bool joined = run->struck && fault != SIM_STOPS && fault != SIM_PAUSES &&
-                  fault != SIM_STRAYS && fault != SIM_REFUSED;
+    bool joined = run->struck && fault != SIM_STOPS && fault != SIM_PAUSES && fault != SIM_STRAYS &&
+                  fault != SIM_REFUSED;
     for (int r = 0; r < run->c->world; r++) {
         joined = joined && run->out[r].joined;
     }

@@ -52,9 +52,10 @@ run_rows(bool encode, const struct request *r)
     for (int64_t i = 0; i < r->rows; i++) {
         char *values = (char *)r->values.data + step * (size_t)i;
         char *coded = (char *)r->coded.data + r->row_bytes * (size_t)i;
-        FSDPC_TRY(encode ? fsdpc_codec_encode(r->codec, values, r->values.dtype, 1, r->row, coded)
-                         : fsdpc_codec_decode(r->codec, coded, 1, r->row, 0, r->row, values,
-                                              r->values.dtype));
+        FSDPC_TRY(
+            encode ? fsdpc_codec_encode(r->codec, values, r->values.dtype, 1, r->row, NULL, coded)
+                   : fsdpc_codec_decode(r->codec, coded, 1, r->row, 0, r->row, values,
+                                        r->values.dtype));
     }
     return FSDPC_OK;
 }
