@@ -26,8 +26,8 @@ REDUCE_CODECS = ("int8", "int4", "int4_stochastic", "float8_e4m3", "float8_e5m2"
 _FEWEST = 64  # rows, and elements of a row, of a parameter that is coded
 _PACKED = (torch.float32, torch.bfloat16, torch.float16)
 _SCALED = (
-    "error_feedback adds to a gradient what an earlier one lost, and float16's loss scale may differ "
-    "between both: choose bfloat16 or float32, or leave error_feedback away"
+    "error_feedback adds to a gradient what an earlier one lost, and float16's loss scale may "
+    "differ between both: choose bfloat16 or float32, or leave error_feedback away"
 )
 
 
