@@ -124,8 +124,8 @@ class Comm:
         rank: int, seconds: float, what: str, missing: Sequence[int], more: str = "", /
     ) -> str: ...
 
-# (name, numel, storage, compute, reduce, trainable
-#  [, row_numel[, codec[, reduce_codec[, feedback]]]])
+# (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, reduce_codec[,
+# feedback]]]])
 _Spec = (
     tuple[str, int, str, str, str, bool]
     | tuple[str, int, str, str, str, bool, int]

@@ -43,6 +43,16 @@ fsdpc_comm_next_swap(fsdpc_comm *comm)
     return comm->swaps + 2 < FSDPC_SWAP_KEYS ? comm->swaps += 2 : 0;
 }
 
+int
+fsdpc_comm_receivers(const fsdpc_comm *comm)
+{
+    int count = 0;
+    for (int r = 0; fsdpc_comm_flies(comm) && r < comm->world; r++) {
+        count += comm->hosts ? fsdpc_hosts_carries(comm, comm->rank, r) : r != comm->rank;
+    }
+    return count;
+}
+
 /* Equal on ranks that mean the same flight: what the others send for another one finds no taker. */
 static uint32_t
 tag_of(const fsdpc_comm *comm, const fsdpc_mark *mark)

@@ -19,16 +19,6 @@ fsdpc_comm_senders(const fsdpc_comm *comm)
 }
 
 int
-fsdpc_comm_receivers(const fsdpc_comm *comm)
-{
-    int count = 0;
-    for (int r = 0; fsdpc_comm_flies(comm) && r < comm->world; r++) {
-        count += comm->hosts ? fsdpc_hosts_carries(comm, comm->rank, r) : r != comm->rank;
-    }
-    return count;
-}
-
-int
 fsdpc_comm_ranks_per_host(const fsdpc_comm *comm)
 {
     const fsdpc_hosts *hosts = comm->hosts;

@@ -19,9 +19,9 @@ typedef struct precision {
 } precision;
 
 #define SPEC(n, numel, storage, compute, reduce, trains) \
-    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trains, 0, 0, 0}
+    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trains, 0, 0, 0, false}
 #define BY_ROWS(n, numel, storage, compute, reduce, row) \
-    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, true, row, 0, 0}
+    {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, true, row, 0, 0, false}
 
 static const precision precisions[] = {
     {"fp32", 1, {SPEC("w", NUMEL, F32, F32, F32, true)}, 1, FSDPC_F32, 20},
