@@ -226,7 +226,7 @@ $(SIMDIR)/libcuda.so.1: $(patsubst tests/simgpu/%.c,$(SIMDIR)/%.o,$(wildcard tes
 # The CUDA kernels for the host. A sum must not be fused with a product, bytes are seen as words, and
 # an address that is not aligned to its word ends the program, as on a GPU.
 $(SIMDIR)/libfsdpc_kernels_host.so: $(wildcard tests/simgpu/kernels/* kernels/cuda_*) \
-    kernels/convert.h kernels/steps.h kernels/random.h csrc/base/dtype.h Makefile
+    kernels/convert.h kernels/codec_bits.h kernels/steps.h kernels/random.h csrc/base/dtype.h Makefile
 	@mkdir -p $(@D) && $(CXX) -std=c++17 -O2 -g -fPIC -fvisibility=hidden -ffp-contract=off \
 	  -fno-strict-aliasing -fsanitize=alignment -fsanitize-undefined-trap-on-error \
 	  -Wall -Wextra -Wno-unknown-pragmas -Icsrc -Ikernels -Itests/simgpu \

@@ -11,6 +11,18 @@
 
 #ifdef __CUDA_ARCH__
 
+static __device__ __forceinline__ uint32_t
+f32_bits(float value)
+{
+    return __float_as_uint(value);
+}
+
+static __device__ __forceinline__ float
+f32_from_bits(uint32_t bits)
+{
+    return __uint_as_float(bits);
+}
+
 static __device__ __forceinline__ float
 bf16_to_f32(uint16_t bits)
 {

@@ -6,3 +6,4 @@
 #include "cuda_step.cu"
 #include "cuda_step8.cu"
 #include "cuda_activation.cu"
+#include "cuda_codec.cu"

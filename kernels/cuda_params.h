@@ -28,6 +28,8 @@ enum {
     FSDPC_CUDA_STEP_TENSORS = 32,
     FSDPC_CUDA_STEP_TILE = 4096, /* elements of a tensor that one block steps */
     FSDPC_CUDA_ACTIVATION_ITEMS = 4096,
+    FSDPC_CUDA_CODINGS = 48,       /* of one launch */
+    FSDPC_CUDA_CODING_BLOCKS = 32, /* blocks of values that one block of threads codes */
 };
 
 /* X(kernel, its struct) */
@@ -46,7 +48,9 @@ enum {
     X(fsdpc_cuda_step_wide, fsdpc_cuda_step_params)        \
     X(fsdpc_cuda_step8, fsdpc_cuda_step_params)            \
     X(fsdpc_cuda_pack8, fsdpc_cuda_activation_params)      \
-    X(fsdpc_cuda_unpack8, fsdpc_cuda_activation_params)
+    X(fsdpc_cuda_unpack8, fsdpc_cuda_activation_params)    \
+    X(fsdpc_cuda_encode, fsdpc_cuda_coding_params)         \
+    X(fsdpc_cuda_decode, fsdpc_cuda_coding_params)
 
 /* dst[i] = convert(src[i] * scale), and copies of bits. dst == src is allowed for equal types. */
 typedef struct fsdpc_cuda_cast_params {
@@ -212,5 +216,24 @@ typedef struct fsdpc_cuda_activation_params {
     int64_t n;
     int32_t type, pad;
 } fsdpc_cuda_activation_params;
+
+/* --- codes (csrc/codec/codec.h) -------------------------------------------------------------------- */
+
+/* Pieces of rows, end to end as values; as codes at multiples of `stride`. */
+typedef struct fsdpc_cuda_coding {
+    void *values;
+    uint8_t *coded;
+    int64_t rows, row;      /* of each piece; elements of each row */
+    int64_t stride, scales; /* bytes; where the scales of a piece begin */
+    int64_t blocks;         /* of all pieces */
+    int32_t first_block;    /* of threads */
+    int32_t type, codec, pad;
+} fsdpc_cuda_coding;
+
+/* Values to codes, or back. */
+typedef struct fsdpc_cuda_coding_params {
+    int64_t count;
+    fsdpc_cuda_coding coding[FSDPC_CUDA_CODINGS];
+} fsdpc_cuda_coding_params;
 
 #endif

@@ -12,32 +12,27 @@
 #include "activation/activation.h"
 #include "base/mem.h"
 #include "base/status.h"
-#include "codec/codec_bits.h"
+#include "codec_bits.h"
 #include "kernels.h"
 
 #define INLINE FSDPC_CODEC_INLINE
 
 enum { STRETCH = 4096 }; /* elements; whole blocks of every codec */
 
-static const struct form {
-    const char *name;
-    int block, code_bits, scale_bytes;
-} FORMS[FSDPC_CODECS] = {
-    [FSDPC_UNCODED] = {"", 1, 0, 0},
-    [FSDPC_INT8] = {"int8", FSDPC_ACTIVATION_BLOCK, 8, 4},
-    [FSDPC_E4M3] = {"float8_e4m3", 256, 8, 4},
-    [FSDPC_E5M2] = {"float8_e5m2", 256, 8, 4},
-    [FSDPC_MXFP8] = {"mxfp8", 32, 8, 1},
-    [FSDPC_NF4] = {"nf4", 64, 4, 4},
-    [FSDPC_INT4] = {"int4", 128, 4, 4},
-    [FSDPC_INT4_STOCHASTIC] = {"int4_stochastic", 128, 4, 4},
+_Static_assert(FSDPC_ACTIVATION_BLOCK == 256, "that of int8 in codec_bits.h");
+
+static const char *const NAMES[FSDPC_CODECS] = {
+    [FSDPC_UNCODED] = "",         [FSDPC_INT8] = "int8",
+    [FSDPC_E4M3] = "float8_e4m3", [FSDPC_E5M2] = "float8_e5m2",
+    [FSDPC_MXFP8] = "mxfp8",      [FSDPC_NF4] = "nf4",
+    [FSDPC_INT4] = "int4",        [FSDPC_INT4_STOCHASTIC] = "int4_stochastic",
 };
 
 int
 fsdpc_codec_from_name(const char *name, fsdpc_codec *out)
 {
     for (int i = 0; i < FSDPC_CODECS; i++) {
-        if (strcmp(name, FORMS[i].name) == 0) {
+        if (strcmp(name, NAMES[i]) == 0) {
             *out = (fsdpc_codec)i;
             return FSDPC_OK;
         }
@@ -51,25 +46,25 @@ fsdpc_codec_from_name(const char *name, fsdpc_codec *out)
 const char *
 fsdpc_codec_name(fsdpc_codec codec)
 {
-    return FORMS[codec].name;
+    return NAMES[codec];
 }
 
 /* --- sizes --------------------------------------------------------------------------------------- */
 
 static int64_t
-blocks_of(const struct form *form, int64_t n)
+blocks_of(const struct fsdpc_codec_form *form, int64_t n)
 {
     return (n + form->block - 1) / form->block;
 }
 
 static size_t
-code_bytes(const struct form *form, int64_t n)
+code_bytes(const struct fsdpc_codec_form *form, int64_t n)
 {
     return ((size_t)n * (size_t)form->code_bits + 7) / 8;
 }
 
 static size_t
-scales_offset(const struct form *form, int64_t rows, int64_t row)
+scales_offset(const struct fsdpc_codec_form *form, int64_t rows, int64_t row)
 {
     return fsdpc_round_up((size_t)rows * code_bytes(form, row), 16);
 }
@@ -77,15 +72,21 @@ scales_offset(const struct form *form, int64_t rows, int64_t row)
 size_t
 fsdpc_codec_bytes(fsdpc_codec codec, int64_t rows, int64_t row)
 {
-    const struct form *form = &FORMS[codec];
+    const struct fsdpc_codec_form *form = &fsdpc_codec_forms[codec];
     const size_t scales = (size_t)(rows * blocks_of(form, row)) * (size_t)form->scale_bytes;
     return scales_offset(form, rows, row) + fsdpc_round_up(scales, 16);
+}
+
+size_t
+fsdpc_codec_scales(fsdpc_codec codec, int64_t rows, int64_t row)
+{
+    return scales_offset(&fsdpc_codec_forms[codec], rows, row);
 }
 
 int64_t
 fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i)
 {
-    const int64_t column = i % row, block = FORMS[codec].block;
+    const int64_t column = i % row, block = fsdpc_codec_forms[codec].block;
     const int64_t begin = (column + block - 1) / block * block;
     return i - column + (begin < row ? begin : row);
 }
@@ -156,7 +157,7 @@ encode_mxfp8(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
     *scale = isfinite(most) ? (uint8_t)code : 255;
     for (int64_t i = 0; i < n; i++) {
         const float x = values[i] * inverse, low = x < 448 ? x : 448;
-        codes[i] = fsdpc_float8_of(low > -448 ? low : -448, FSDPC_FLOAT8_E4M3);
+        codes[i] = fsdpc_float8_of(low > -448 ? low : -448, fsdpc_float8_e4m3());
     }
 }
 
@@ -165,7 +166,7 @@ decode_mxfp8(const uint8_t *codes, int64_t n, const uint8_t *scale, float *value
 {
     const float factor = fsdpc_e8m0_value(*scale);
     for (int64_t i = 0; i < n; i++) {
-        values[i] = fsdpc_float8_value(codes[i], FSDPC_FLOAT8_E4M3) * factor;
+        values[i] = fsdpc_float8_value(codes[i], fsdpc_float8_e4m3()) * factor;
     }
 }
 
@@ -247,14 +248,14 @@ decode_int4(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values
 INLINE void
 encode_blocks(fsdpc_codec codec, const float *values, int64_t n, uint8_t *codes, uint8_t *scales)
 {
-    const struct form *form = &FORMS[codec];
+    const struct fsdpc_codec_form *form = &fsdpc_codec_forms[codec];
     for (int64_t at = 0; at < n; at += form->block, scales += form->scale_bytes) {
         const int64_t count = n - at < form->block ? n - at : form->block;
         uint8_t *out = codes + code_bytes(form, at);
         if (codec == FSDPC_E4M3) {
-            encode_float8(values + at, count, FSDPC_FLOAT8_E4M3, 448, out, scales);
+            encode_float8(values + at, count, fsdpc_float8_e4m3(), 448, out, scales);
         } else if (codec == FSDPC_E5M2) {
-            encode_float8(values + at, count, FSDPC_FLOAT8_E5M2, 57344, out, scales);
+            encode_float8(values + at, count, fsdpc_float8_e5m2(), 57344, out, scales);
         } else if (codec == FSDPC_MXFP8) {
             encode_mxfp8(values + at, count, out, scales);
         } else if (codec == FSDPC_NF4) {
@@ -269,14 +270,14 @@ INLINE void
 decode_blocks(fsdpc_codec codec, const uint8_t *codes, const uint8_t *scales, int64_t n,
               float *values)
 {
-    const struct form *form = &FORMS[codec];
+    const struct fsdpc_codec_form *form = &fsdpc_codec_forms[codec];
     for (int64_t at = 0; at < n; at += form->block, scales += form->scale_bytes) {
         const int64_t count = n - at < form->block ? n - at : form->block;
         const uint8_t *in = codes + code_bytes(form, at);
         if (codec == FSDPC_E4M3) {
-            decode_float8(in, count, FSDPC_FLOAT8_E4M3, 448, scales, values + at);
+            decode_float8(in, count, fsdpc_float8_e4m3(), 448, scales, values + at);
         } else if (codec == FSDPC_E5M2) {
-            decode_float8(in, count, FSDPC_FLOAT8_E5M2, 57344, scales, values + at);
+            decode_float8(in, count, fsdpc_float8_e5m2(), 57344, scales, values + at);
         } else if (codec == FSDPC_MXFP8) {
             decode_mxfp8(in, count, scales, values + at);
         } else if (codec == FSDPC_NF4) {
@@ -385,7 +386,7 @@ struct place {
 };
 
 static struct place
-place_of(const struct form *form, int64_t rows, int64_t row, int64_t number, int64_t at)
+place_of(const struct fsdpc_codec_form *form, int64_t rows, int64_t row, int64_t number, int64_t at)
 {
     return (struct place){(size_t)number * code_bytes(form, row) + code_bytes(form, at),
                           scales_offset(form, rows, row) +
@@ -402,7 +403,7 @@ fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int6
     FSDPC_TRY(fsdpc_kernels_select(&kernels));
     for (int64_t number = 0; number < rows; number++) {
         for (int64_t at = 0; at < row; at += STRETCH) {
-            const struct place place = place_of(&FORMS[codec], rows, row, number, at);
+            const struct place place = place_of(&fsdpc_codec_forms[codec], rows, row, number, at);
             FSDPC_TRY(encode_stretch(
                 codec, kernels, (const char *)values + (size_t)(number * row + at) * item, type,
                 row - at < STRETCH ? row - at : STRETCH, lost ? lost + number * row + at : NULL,
@@ -421,7 +422,7 @@ fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t r
     FSDPC_TRY(fsdpc_kernels_select(&kernels));
     for (int64_t i = 0, count; i < n; i += count) {
         const int64_t number = (begin + i) / row, at = (begin + i) % row;
-        const struct place place = place_of(&FORMS[codec], rows, row, number, at);
+        const struct place place = place_of(&fsdpc_codec_forms[codec], rows, row, number, at);
         count = row - at < STRETCH ? row - at : STRETCH;
         count = count < n - i ? count : n - i;
         FSDPC_TRY(decode_stretch(codec, kernels, (const uint8_t *)coded + place.codes,

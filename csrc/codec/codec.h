@@ -15,7 +15,7 @@
  *
  * All others round to nearest. Halves go to even; halves between two levels of nf4 go down. The random bits of stochastic
  * rounding are a hash of the block's values and the element's place in the block: equal blocks have equal codes. Every
- * instruction set gives equal bits.
+ * instruction set gives equal bits, and so does a GPU (kernels/cuda_codec.cu), but for codes in blocks that are not finite.
  *
  * The memory of coded rows has all codes first, row by row (two codes of 4 bits in a byte, the first one in the upper
  * half; a row begins with a byte), then, from a multiple of 16 bytes on, all scales.
@@ -27,18 +27,7 @@
 #include <stdint.h>
 
 #include "base/dtype.h"
-
-typedef enum fsdpc_codec {
-    FSDPC_UNCODED, /* values travel as they are */
-    FSDPC_INT8,
-    FSDPC_E4M3,
-    FSDPC_E5M2,
-    FSDPC_MXFP8,
-    FSDPC_NF4,
-    FSDPC_INT4,
-    FSDPC_INT4_STOCHASTIC,
-    FSDPC_CODECS
-} fsdpc_codec;
+#include "codec_bits.h"
 
 /* "" is FSDPC_UNCODED. FSDPC_E_INVAL naming the accepted texts when `name` is none of them. */
 int fsdpc_codec_from_name(const char *name, fsdpc_codec *out);
@@ -46,6 +35,8 @@ const char *fsdpc_codec_name(fsdpc_codec codec);
 
 /* Of `rows` rows of `row` elements (>= 0, > 0), whole multiples of 16. 0 for FSDPC_UNCODED. */
 size_t fsdpc_codec_bytes(fsdpc_codec codec, int64_t rows, int64_t row);
+/* Of these bytes, where the scales begin. */
+size_t fsdpc_codec_scales(fsdpc_codec codec, int64_t rows, int64_t row);
 /* The first element from element i of a matrix on that begins a block. */
 int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
 

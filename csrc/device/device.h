@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "base/dtype.h"
+#include "codec/codec.h"
 #include "kernels.h"
 #include "steps.h"
 
@@ -237,7 +238,7 @@ int fsdpc_device_clip_factor(fsdpc_device *device, const void *total, double p, 
 int fsdpc_device_scale_by(fsdpc_device *device, const fsdpc_stretch *list, int count,
                           const double *factor);
 
-/* --- optimizer steps and packed activations (device_steps.c) -----------------------------------------
+/* --- optimizer steps, packed activations and codes (device_steps.c) ----------------------------------
  *
  * For devices that queue: FSDPC_E_UNAVAILABLE elsewhere. All memory is the device's; the host learns nothing
  * and waits for nothing. csrc/optim/optim.h and csrc/activation/activation.h have the formulas.
@@ -260,5 +261,20 @@ int fsdpc_device_pack8(fsdpc_device *device, const void *values, fsdpc_dtype typ
                        int8_t *codes, float *scales);
 int fsdpc_device_unpack8(fsdpc_device *device, const int8_t *codes, const float *scales, int64_t n,
                          void *values, fsdpc_dtype type);
+
+/* Pieces of rows that are coded each by itself (csrc/codec/codec.h): end to end as values, `stride` bytes from one to the
+ * next as codes. Values are of a floating-point dtype. */
+typedef struct fsdpc_coding {
+    fsdpc_codec codec;
+    int pieces;
+    int64_t rows, row; /* of each piece; elements of each row */
+    void *values;
+    fsdpc_dtype type;
+    void *coded; /* at a multiple of 16 bytes */
+    size_t stride;
+} fsdpc_coding;
+/* Values to codes, or back. A launch for up to 48; the list is read before the call returns. */
+int fsdpc_device_encode(fsdpc_device *device, const fsdpc_coding *list, int count);
+int fsdpc_device_decode(fsdpc_device *device, const fsdpc_coding *list, int count);
 
 #endif

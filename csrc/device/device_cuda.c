@@ -82,6 +82,7 @@ static const fsdpc_device_i cuda_table = {
     .scale_by = fsdpc_cuda_scale_by,
     .step = fsdpc_cuda_step_all,
     .activation = fsdpc_cuda_activation,
+    .code = fsdpc_cuda_code,
 };
 
 /* --- making one --------------------------------------------------------------------------------- */

@@ -150,6 +150,7 @@ int fsdpc_cuda_scale_by(void *context, const fsdpc_stretch *list, int count, con
 int fsdpc_cuda_step_all(void *context, const fsdpc_steps *steps);
 int fsdpc_cuda_activation(void *context, bool pack, void *values, fsdpc_dtype type, int64_t n,
                           int8_t *codes, float *scales);
+int fsdpc_cuda_code(void *context, bool encode, const fsdpc_coding *list, int count);
 
 /* device_cuda_pack.c */
 

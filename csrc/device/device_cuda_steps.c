@@ -1,4 +1,4 @@
-/* Launches of the kernels for optimizer steps and packed activations. */
+/* Launches of the kernels for optimizer steps, packed activations and codes. */
 #include "device/device_cuda_impl.h"
 
 #include <string.h>
@@ -80,4 +80,46 @@ fsdpc_cuda_activation(void *context, bool pack, void *values, fsdpc_dtype type, 
     FSDPC_TRY(fsdpc_cuda_check_aligned("activations", values, type));
     return fsdpc_cuda_launch(context, pack ? FSDPC_K_fsdpc_cuda_pack8 : FSDPC_K_fsdpc_cuda_unpack8,
                              n / items + (n % items != 0), &params);
+}
+
+/* Of a launch: `coding` gets the blocks of threads behind *total others. */
+static int
+place_coding(fsdpc_cuda_coding *coding, const fsdpc_coding *from, int64_t *total)
+{
+    const int64_t block = fsdpc_codec_forms[from->codec].block, many = FSDPC_CUDA_CODING_BLOCKS;
+    const int64_t per_row = from->row / block + (from->row % block != 0);
+    const int64_t blocks = per_row * from->rows * from->pieces;
+    FSDPC_TRY(fsdpc_cuda_check_aligned("codes", from->values, from->type));
+    *coding = (fsdpc_cuda_coding){
+        .values = from->values,
+        .coded = from->coded,
+        .rows = from->rows,
+        .row = from->row,
+        .stride = (int64_t)from->stride,
+        .scales = (int64_t)fsdpc_codec_scales(from->codec, from->rows, from->row),
+        .blocks = blocks,
+        .first_block = (int32_t)*total,
+        .type = (int32_t)from->type,
+        .codec = (int32_t)from->codec,
+    };
+    *total += blocks / many + (blocks % many != 0);
+    return FSDPC_OK;
+}
+
+int
+fsdpc_cuda_code(void *context, bool encode, const fsdpc_coding *list, int count)
+{
+    for (int done = 0; done < count; done += FSDPC_CUDA_CODINGS) {
+        int64_t blocks = 0;
+        const int left = count - done;
+        fsdpc_cuda_coding_params params = {.count = left < FSDPC_CUDA_CODINGS ? left
+                                                                              : FSDPC_CUDA_CODINGS};
+        for (int i = 0; i < params.count; i++) {
+            FSDPC_TRY(place_coding(&params.coding[i], &list[done + i], &blocks));
+        }
+        FSDPC_TRY(fsdpc_cuda_launch(context,
+                                    encode ? FSDPC_K_fsdpc_cuda_encode : FSDPC_K_fsdpc_cuda_decode,
+                                    blocks, &params));
+    }
+    return FSDPC_OK;
 }

@@ -86,6 +86,7 @@ typedef struct fsdpc_device_i {
     /* Codes from values if `pack`, else the reverse. */
     int (*activation)(void *context, bool pack, void *values, fsdpc_dtype type, int64_t n,
                       int8_t *codes, float *scales);
+    int (*code)(void *context, bool encode, const fsdpc_coding *list, int count);
 } fsdpc_device_i;
 
 struct fsdpc_pack_plan {

@@ -1,4 +1,4 @@
-/* Optimizer steps and packed activations, for devices that queue. */
+/* Optimizer steps, packed activations and codes, for devices that queue. */
 #include "device/device_impl.h"
 
 #include "base/status.h"
@@ -67,4 +67,34 @@ fsdpc_device_unpack8(fsdpc_device *device, const int8_t *codes, const float *sca
 {
     return run_activation(device, false, values, type, n, (int8_t *)(uintptr_t)codes,
                           (float *)(uintptr_t)scales);
+}
+
+static int
+code(fsdpc_device *device, bool encode, const fsdpc_coding *list, int count)
+{
+    FSDPC_TRY(check_queues(device, "codes"));
+    for (int i = 0; i < count; i++) {
+        const fsdpc_coding *c = &list[i];
+        if (c->codec == FSDPC_UNCODED || c->type == FSDPC_BYTES || c->rows < 1 || c->row < 1 ||
+            c->pieces < 1 || !c->values || !c->coded || (uintptr_t)c->coded % 16 != 0 ||
+            c->stride % 16 != 0) {
+            return fsdpc_error(FSDPC_E_INVAL,
+                               "codes: rows %d of %lld times %lld elements have no codec, no "
+                               "floats, no memory, or codes that are not aligned to 16 bytes",
+                               i, (long long)c->rows, (long long)c->row);
+        }
+    }
+    return count > 0 ? device->i->code(device->context, encode, list, count) : FSDPC_OK;
+}
+
+int
+fsdpc_device_encode(fsdpc_device *device, const fsdpc_coding *list, int count)
+{
+    return code(device, true, list, count);
+}
+
+int
+fsdpc_device_decode(fsdpc_device *device, const fsdpc_coding *list, int count)
+{
+    return code(device, false, list, count);
 }

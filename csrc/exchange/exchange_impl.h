@@ -72,7 +72,7 @@ struct fsdpc_exchange {
     enum fsdpc_phase phase;
     uint32_t step;
     uint64_t sent_bytes;   /* "wire": to other hosts so far */
-    size_t coded_bytes;    /* "wire": for coded pieces, beside the slots */
+    size_t coded_bytes;    /* "wire", "stream": for coded pieces, beside the slots */
     size_t lost_bytes;     /* "wire": what coding lost of gradients, beside the reduce slots */
     uint64_t copied_bytes; /* by the gather in progress, for the trace */
 

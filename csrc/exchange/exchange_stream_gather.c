@@ -1,5 +1,9 @@
 /* A unit's values on the gather stream: one launch that casts this rank's pieces into their place in
  * the slot, whatever the number of dtypes, and one call of the communicator for all segments.
+ *
+ * Segments that travel coded take one launch before that call, which codes this rank's pieces into memory beside the
+ * slots, and one behind it, which decodes all ranks' into the slot. The stream is in order, so that memory serves all
+ * units, and nothing has to wait for it.
  */
 #include <stdio.h>
 
@@ -12,6 +16,7 @@ plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
 {
     int status = FSDPC_OK;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    int count = 0;
     fsdpc_pack_target *targets = fsdpc_mem_calloc((size_t)layout->segment_count, sizeof *targets);
     if (!targets) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the plan of unit %s",
@@ -20,19 +25,40 @@ plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
     for (int i = 0; i < layout->segment_count; i++) {
         const fsdpc_segment *seg = &layout->segments[i];
         const size_t piece = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
-        targets[i] = (fsdpc_pack_target){
+        if (seg->coded_bytes > 0) {
+            continue;
+        }
+        targets[count++] = (fsdpc_pack_target){
             .n = seg->piece_numel,
             .offset = seg->full_offset + (size_t)x->rank * piece,
             .dtype = seg->compute,
         };
     }
-    /* The gaps between this rank's pieces are the other ranks' pieces: kept. */
-    FSDPC_GOTO(fsdpc_device_pack_plan(x->streams->device, targets, NULL, layout->segment_count,
-                                      layout->full_bytes, true, out),
+    /* The gaps between this rank's pieces are the other ranks' pieces, or decoded: kept. */
+    FSDPC_GOTO(count > 0 ? fsdpc_device_pack_plan(x->streams->device, targets, NULL, count,
+                                                  layout->full_bytes, true, out)
+                         : FSDPC_OK,
                done);
 done:
     fsdpc_mem_free(targets);
     return status;
+}
+
+static int
+open_codes(fsdpc_exchange *x, size_t segments)
+{
+    struct fsdpc_streams *s = x->streams;
+    for (int u = 0; u < x->unit_count; u++) {
+        const size_t bytes = fsdpc_unit_footprint(x->units[u])->coded_bytes;
+        s->coded_bytes = bytes > s->coded_bytes ? bytes : s->coded_bytes;
+    }
+    if (s->coded_bytes == 0) {
+        return FSDPC_OK;
+    }
+    x->coded_bytes = s->coded_bytes;
+    s->codings = fsdpc_mem_calloc(segments, sizeof *s->codings);
+    return s->codings ? fsdpc_device_alloc(s->device, s->coded_bytes, (void **)&s->coded)
+                      : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
 }
 
 int
@@ -54,7 +80,7 @@ fsdpc_stream_gather_open(fsdpc_exchange *x)
     }
     s->pieces = fsdpc_mem_calloc(most, sizeof *s->pieces);
     s->parts = fsdpc_mem_calloc(most, sizeof *s->parts);
-    return s->pieces && s->parts ? FSDPC_OK
+    return s->pieces && s->parts ? open_codes(x, most)
                                  : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
 }
 
@@ -66,6 +92,8 @@ fsdpc_stream_gather_close(fsdpc_exchange *x)
         fsdpc_device_pack_plan_free(s->device, s->gathers[u]);
     }
     fsdpc_mem_free(s->gathers);
+    fsdpc_device_free(s->device, s->coded, s->coded_bytes);
+    fsdpc_mem_free(s->codings);
     fsdpc_mem_free(s->pieces);
     fsdpc_mem_free(s->parts);
 }
@@ -75,20 +103,57 @@ cast_pieces(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     struct fsdpc_streams *s = x->streams;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    int count = 0;
     if (!s->gathers[fsdpc_unit_use(unit)->id]) {
-        return layout->segment_count == 0
-                   ? FSDPC_OK
-                   : fsdpc_exchange_cast_piece(x, unit, 0, x->rank, 0,
-                                               layout->segments[0].piece_numel);
+        return layout->segment_count == 1 && layout->coded_bytes == 0
+                   ? fsdpc_exchange_cast_piece(x, unit, 0, x->rank, 0,
+                                               layout->segments[0].piece_numel)
+                   : FSDPC_OK;
     }
     for (int i = 0; i < layout->segment_count; i++) {
         const fsdpc_segment *seg = &layout->segments[i];
-        s->pieces[i] = (fsdpc_pack_source){
+        if (seg->coded_bytes > 0) {
+            continue;
+        }
+        s->pieces[count++] = (fsdpc_pack_source){
             .data = (char *)fsdpc_unit_master(unit) + seg->shard_offset, .dtype = seg->storage};
         x->copied_bytes += (uint64_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
     }
     return fsdpc_device_pack_onto(s->device, s->gathers[fsdpc_unit_use(unit)->id],
                                   fsdpc_unit_full(unit), NULL, s->pieces, 1.0);
+}
+
+/* This rank's pieces to codes, or those of all ranks back. */
+static int
+code(fsdpc_exchange *x, fsdpc_unit *unit, bool encode)
+{
+    struct fsdpc_streams *s = x->streams;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    char *coded = s->coded;
+    int count = 0;
+    for (int i = 0; i < layout->segment_count; i++) {
+        const fsdpc_segment *seg = &layout->segments[i];
+        if (seg->coded_bytes == 0) {
+            continue;
+        }
+        s->codings[count++] = (fsdpc_coding){
+            .codec = seg->codec,
+            .pieces = encode ? 1 : x->world,
+            .rows = seg->piece_numel / seg->row_numel,
+            .row = seg->row_numel,
+            .values = encode ? (char *)fsdpc_unit_master(unit) + seg->shard_offset
+                             : (char *)fsdpc_unit_full(unit) + seg->full_offset,
+            .type = encode ? seg->storage : seg->compute,
+            .coded = coded + (encode ? seg->coded_bytes * (size_t)x->rank : 0),
+            .stride = seg->coded_bytes,
+        };
+        coded += seg->coded_bytes * (size_t)x->world;
+        x->copied_bytes +=
+            encode ? (uint64_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute) : 0;
+    }
+    return count == 0
+               ? FSDPC_OK
+               : (encode ? fsdpc_device_encode : fsdpc_device_decode)(s->device, s->codings, count);
 }
 
 int
@@ -98,11 +163,17 @@ fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit)
     char what[FSDPC_STREAM_WHAT_BYTES];
     snprintf(what, sizeof what, "gather of unit %s", fsdpc_unit_name(unit));
     FSDPC_TRY(cast_pieces(x, unit));
-    char *values = fsdpc_stream_address(x, unit);
+    FSDPC_TRY(code(x, unit, true));
+    char *values = fsdpc_stream_address(x, unit), *coded = x->streams->coded;
     for (int i = 0; i < fsdpc_unit_layout(unit)->segment_count; i++) {
         const fsdpc_segment *seg = &fsdpc_unit_layout(unit)->segments[i];
         s->parts[i] = (fsdpc_comm_part){values + seg->full_offset, seg->piece_numel, seg->compute};
+        if (seg->coded_bytes > 0) {
+            s->parts[i] = (fsdpc_comm_part){coded, (int64_t)seg->coded_bytes, FSDPC_BYTES};
+            coded += seg->coded_bytes * (size_t)x->world;
+        }
     }
-    return fsdpc_comm_all_gather_parts(x->comm, s->parts, fsdpc_unit_layout(unit)->segment_count,
-                                       what);
+    FSDPC_TRY(fsdpc_comm_all_gather_parts(x->comm, s->parts, fsdpc_unit_layout(unit)->segment_count,
+                                          what));
+    return code(x, unit, false);
 }

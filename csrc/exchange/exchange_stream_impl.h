@@ -74,6 +74,9 @@ struct fsdpc_streams {
     fsdpc_pack_plan **gathers; /* per unit, NULL where one cast does */
     fsdpc_pack_source *pieces; /* of the unit being gathered, per segment */
     fsdpc_comm_part *parts;    /* of the unit being gathered or reduced */
+    fsdpc_coding *codings;     /* of the unit being gathered, per coded segment */
+    char *coded;               /* its coded pieces: of each such segment those of all ranks */
+    size_t coded_bytes;        /* of the unit with the most; 0: none is coded */
     bool replicas;             /* some unit has replicas */
     struct fsdpc_turns turns;
     struct fsdpc_reduce_slot *slots;

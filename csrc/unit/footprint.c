@@ -116,7 +116,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
                                                      ? landing_bytes(layout, options->senders)
                                                      : 0),
                                        options->page_bytes),
-        .coded_bytes = options->senders > 0 ? layout->coded_bytes : 0,
+        .coded_bytes = layout->coded_bytes,
         .lost_bytes = options->senders > 0 ? fsdpc_footprint_lost(layout, NULL) : 0,
     };
 }

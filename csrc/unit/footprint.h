@@ -28,8 +28,8 @@ typedef struct fsdpc_footprint {
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
     size_t reduce_bytes; /* one rank's packed gradients (and codes, and what lands), whole pages */
-    size_t coded_bytes; /* all ranks' pieces as they travel, where they land coded; beside a slot */
-    size_t lost_bytes;  /* what coding lost of the gradients of one owner to whom this rank sends */
+    size_t coded_bytes;  /* all ranks' pieces as they travel, where they land coded */
+    size_t lost_bytes; /* what coding lost of the gradients of one owner to whom this rank sends */
 } fsdpc_footprint;
 
 /* Bytes of whole gradients in the accumulate dtype, each segment at a multiple of align_bytes. offsets[s]

@@ -52,13 +52,13 @@ make_masters(fsdpc_unit *unit)
 static int
 check_codecs(const fsdpc_unit *unit)
 {
-    bool coded = unit->layout->coded_bytes > 0;
+    bool coded = false;
     for (int s = 0; s < unit->layout->segment_count; s++) {
         coded = coded || unit->layout->segments[s].reduce_coded_bytes > 0;
     }
     return coded && fsdpc_device_get_caps(unit->device)->asynchronous
                ? fsdpc_error(FSDPC_E_UNAVAILABLE,
-                             "unit %s: values and gradients travel coded on the CPU only: leave "
+                             "unit %s: gradients travel coded on the CPU only: leave "
                              "reduce_codec away",
                              unit->name)
                : FSDPC_OK;

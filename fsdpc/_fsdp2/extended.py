@@ -1,5 +1,4 @@
-"""A unit that is gathered in Python: some parameters bring their own gather (``extension.py``), or
-travel in 8 bits (``quantized.py``).
+"""A unit that is gathered in Python: some parameters bring their own gather (``extension.py``).
 
 The engine holds, releases and sums the unit as any other. What the parameters send goes end to end
 into one buffer of bytes, one collective gathers the buffers, and the gathered tensors are made of
@@ -26,7 +25,6 @@ from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.extension import Extension, extends
 from fsdpc._fsdp2.gathered import Gathered
-from fsdpc._fsdp2.quantized import Quantized, codecs_of
 from fsdpc._fsdp2.unit import RowUnit
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import without_transforms
@@ -94,14 +92,7 @@ class ExtendedUnit(RowUnit):
         padded = torch.Size(rows_shape(self.shapes[i], self.groups.shard.world, 0))
         options = padded, self._compute_dtype(i), self.device
         if not self.extended[i]:
-            codec, *_ = codecs_of(self.policy, self.shapes[i], self.dtypes[i])
-            if codec not in ("", "int8"):
-                raise NotImplementedError(
-                    f"parameter {self.infos[i].name!r} of unit {self.name!r}: QuantizedPolicy has "
-                    f"only codec='int8' on {self.device.type} and beside parameters with "
-                    f"fsdp_pre_all_gather, not {codec!r}"
-                )
-            return Quantized(*options) if codec else Gathered(*options)
+            return Gathered(*options)
         size, module = self.shapes[i], self.infos[i].sites[0][0]
         stride = torch.empty(size, device="meta").stride()
         return Extension((self.shard_mesh, size, stride, module, self.policy), *options)

@@ -1,8 +1,5 @@
-"""Weights and gradients that travel in fewer bits (qwZ and qgZ of ZeRO++): their policy, and the
-gathered value where Python gathers. Elsewhere the engine codes, by ``csrc/codec``.
-
-A block is a part of a row, so codes depend on the whole parameter alone, and gathered values are
-the same on any number of ranks.
+"""Weights and gradients that travel in fewer bits (qwZ and qgZ of ZeRO++): their policy. The engine
+codes, by ``csrc/codec``.
 """
 
 from __future__ import annotations
@@ -11,20 +8,13 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdpc import _C
-from fsdpc._engine.device import engine_device
 from fsdpc._engine.interop import computes
-from fsdpc._fsdp2.gathered import Gathered
-from fsdpc._torch import preserved_versions
 
-_BLOCK = 256  # elements with one scale (csrc/activation)
 CODECS = ("int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4")  # csrc/codec
 REDUCE_CODECS = ("int8", "int4", "int4_stochastic", "float8_e4m3", "float8_e5m2", "mxfp8")
 _FEWEST = 64  # rows, and elements of a row, of a parameter that is coded
-_PACKED = (torch.float32, torch.bfloat16, torch.float16)
 _SCALED = (
     "error_feedback adds to a gradient what an earlier one lost, and float16's loss scale may "
     "differ between both: choose bfloat16 or float32, or leave error_feedback away"
@@ -70,9 +60,8 @@ class QuantizedPolicy(MixedPrecisionPolicy):
 
     A block with a value that is not finite becomes NaN. Other parameters (norms, biases, adapters
     of low rank) travel as without. Shards, optimizer states and checkpoints are as without. On a
-    GPU there is no ``reduce_codec``; there, and in a unit with parameters that bring their own
-    gather, ``codec`` is "int8" or None, and all ranks gather such units alike: in Python, without
-    prefetching.
+    GPU there is no ``reduce_codec``. Units with parameters that bring their own gather
+    (``fsdp_pre_all_gather``) gather all others as they are.
     """
 
     codec: str | None = "int8"
@@ -108,58 +97,3 @@ def codecs_of(
     if policy.error_feedback and (policy.param_dtype or dtype) == torch.float16:
         raise ValueError(_SCALED)
     return policy.codec or "", policy.reduce_codec or "", policy.error_feedback
-
-
-class Quantized(Gathered):
-    """A parameter that travels in 8 bits."""
-
-    def __init__(self, padded: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(padded, dtype, device)
-        self._row = math.prod(padded[1:])
-        self._blocks = -(-self._row // _BLOCK)
-        self._ragged = self._row % _BLOCK > 0
-        ordinal = engine_device(device)
-        self._ordinal = -1 if ordinal is None else ordinal
-
-    def send(self, local: Tensor) -> list[Tensor]:
-        """As ``Gathered.send``: codes and scales of whole rows."""
-        rows = local.reshape(-1, self._row)
-        whole_rows = rows.shape[0] == self.padded[0] and not self._ragged
-        if not whole_rows or rows.device != self.device or not _packs(rows):
-            dtype = rows.dtype if rows.dtype in _PACKED else torch.float32
-            whole = torch.zeros(self._size(self.padded[0]), dtype=dtype, device=self.device)
-            whole[: rows.shape[0], : self._row].copy_(rows)
-            rows = whole
-        packed = torch.empty(rows.shape, dtype=torch.int8, device=self.device)
-        scales = torch.empty(rows.numel() // _BLOCK, device=self.device)
-        _C.activation_pack(rows, packed, scales, self._ordinal)
-        return [packed[:, : self._row], scales]
-
-    def finish(self, local: Tensor, out: Tensor) -> Tensor | None:
-        """As ``Gathered.finish``; what was sent is dropped."""
-        packed, scales = self.shaped()
-        if not self.made:
-            shape = (packed.shape[0], *self.padded[1:])
-            self.inner = (torch.empty(shape, dtype=self.dtype, device=self.device),)
-        value = self.inner[0].view(-1, self._row)
-        if not self._ragged and _packs(value):
-            _C.activation_unpack(value, packed, scales, self._ordinal)
-        else:
-            codes = packed.new_zeros(self._size(packed.shape[0]))
-            codes[:, : self._row] = packed
-            dtype = self.dtype if self.dtype in _PACKED else torch.float32
-            rows = torch.empty(codes.shape, dtype=dtype, device=self.device)
-            _C.activation_unpack(rows, codes, scales, self._ordinal)
-            with preserved_versions(self.inner):
-                value.copy_(rows[:, : self._row])
-        for output in self.outputs:
-            output.untyped_storage().resize_(0)
-        return None if self.made else self.inner[0]
-
-    def _size(self, rows: int) -> tuple[int, int]:
-        """Of so many rows, each in whole blocks."""
-        return rows, self._blocks * _BLOCK
-
-
-def _packs(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() and tensor.dtype in _PACKED

@@ -29,7 +29,6 @@ from fsdpc._fsdp2.args import DataMesh
 from fsdpc._fsdp2.collect import state_of
 from fsdpc._fsdp2.extended import ExtendedUnit
 from fsdpc._fsdp2.extension import extends
-from fsdpc._fsdp2.quantized import codecs_of
 from fsdpc._fsdp2.unit import RowUnit, check_materialized
 from fsdpc._torch import global_backward_hooks, tree_leaves
 
@@ -118,11 +117,7 @@ class State:
     ) -> RowUnit:
         make: Any = RowUnit
         params = list(adopted) or [info.param for info in infos]
-        in_python = self.compute_device.type != "cpu"
-        if any(
-            extends(p) or (in_python and codecs_of(self.precision, p.shape, p.dtype)[0])
-            for p in params
-        ):
+        if any(map(extends, params)):
             make = ExtendedUnit
         unit: RowUnit = make(
             self._name,

@@ -70,7 +70,7 @@ class RowUnit(Unit):
             if dim > 0:
                 _put_first(info, dim)
         codecs = [codecs_of(policy, info.param.shape, info.param.dtype) for info in infos]
-        if self.foreign or data_mesh.device.type != "cpu":  # gathered, or coded, in Python
+        if self.foreign:  # gathered in Python
             codecs = [("", *sent) for _, *sent in codecs]
         super().__init__(
             name,

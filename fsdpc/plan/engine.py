@@ -129,13 +129,7 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         for i, slot in zip(members, found, strict=True):
             slot_of[i] = slot + len(slot_bytes) if slot >= 0 else -1
         slot_bytes += sizes
-        coded_bytes += sum(
-            max(
-                (prints[i]["coded_bytes"] for i, own in enumerate(slot_of) if own == slot),
-                default=0,
-            )
-            for slot in range(len(slot_bytes) - len(sizes), len(slot_bytes))
-        )
+        coded_bytes += _coded_bytes([(found[k], prints[i]) for k, i in enumerate(members)], setup)
         largest = max(prints[i]["reduce_bytes"] for i in members)
         count = _C.plan_reduce_slots(
             setup.shards,
@@ -161,6 +155,19 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
         "reduce_slots": reduce_slots,
     }
     return EngineMemory(stats, prints, tuple(slot_of))
+
+
+def _coded_bytes(placed: list[tuple[int, dict[str, Any]]], setup: Setup) -> int:
+    """Memory for coded pieces of units with these slots: of a GPU for one unit at a time, on a wire
+    for one per slot; ranks that share memory have none.
+    """
+    if setup.transport == "stream":
+        return max((p["coded_bytes"] for _, p in placed), default=0)
+    largest: dict[int, int] = {}
+    for slot, print_ in placed:
+        if slot >= 0 and setup.transport == "wire" and setup.shards > 1:
+            largest[slot] = max(largest.get(slot, 0), print_["coded_bytes"])
+    return sum(largest.values())
 
 
 def _grad_bytes(prints: list[dict[str, Any]], reduce_slots: int | None) -> int:

@@ -54,6 +54,26 @@ engine_set_masters(fsdpc_unit *unit, int number, int version)
     }
 }
 
+/* What a segment that travels coded is gathered as; to be freed. NULL: it travels as it is. */
+static char *
+engine_decoded(const fsdpc_unit *unit, int number, int segment, int version)
+{
+    const fsdpc_segment *seg = &unit->layout->segments[segment];
+    const int64_t n = seg->piece_numel * unit->world;
+    if (seg->coded_bytes == 0) {
+        return NULL;
+    }
+    char *values = malloc((size_t)n * 8), *decoded = malloc((size_t)n * 8);
+    REQUIRE(values && decoded);
+    for (int64_t i = 0; i < n; i++) {
+        item_put(values, seg->storage, i, engine_value(number, segment, i, version));
+    }
+    REQUIRE_OK(fsdpc_codec_round(seg->codec, values, seg->storage, seg->row_numel, 0, n, decoded,
+                                 seg->compute));
+    free(values);
+    return decoded;
+}
+
 /* Number of elements of the gathered unit that differ from the version's. */
 __attribute__((unused)) static int64_t
 engine_count_wrong(fsdpc_unit *unit, int number, int version)
@@ -62,9 +82,13 @@ engine_count_wrong(fsdpc_unit *unit, int number, int version)
     for (int s = 0; s < unit->layout->segment_count; s++) {
         const fsdpc_segment *seg = &unit->layout->segments[s];
         const char *full = (const char *)fsdpc_unit_full(unit) + seg->full_offset;
+        char *decoded = engine_decoded(unit, number, s, version);
         for (int64_t i = 0; i < seg->piece_numel * unit->world; i++) {
-            wrong += item_get(full, seg->compute, i) != engine_value(number, s, i, version);
+            wrong +=
+                item_get(full, seg->compute, i) != (decoded ? item_get(decoded, seg->compute, i)
+                                                            : engine_value(number, s, i, version));
         }
+        free(decoded);
     }
     return wrong;
 }

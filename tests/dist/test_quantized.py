@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import env
 import pytest
 import torch
 from harness import ranks
@@ -55,6 +56,23 @@ def test_gathered_values_depend_on_the_whole_weight_alone(rank, world, dtype, co
     """Over shared memory and, on two or three ranks, over a wire."""
     if world > 1 and dtype == torch.float32:
         os.environ["FSDPC_COLLECTIVES"] = "wire"
+    check_values(dtype, codec)
+
+
+@pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+@ranks(1, 2, env=env.environment())
+def test_on_a_gpu(rank, world):
+    for dtype, codec in zip([torch.bfloat16, torch.float32] * 3, CODECS, strict=False):
+        check_values(dtype, codec)
+    model, losses = train(QuantizedPolicy(codec="mxfp8"), steps=3)
+    assert losses.isfinite().all()
+    report = fsdpc.memory_report(model)
+    assert report.equal, report
+    with pytest.raises(NotImplementedError, match="leave reduce_codec away"):
+        fully_shard(nn.Linear(300, 64), mp_policy=QuantizedPolicy(reduce_codec="int8"))
+
+
+def check_values(dtype, codec):
     model = fully_shard(Parts(), mp_policy=QuantizedPolicy(param_dtype=dtype, codec=codec))
     with torch.no_grad():
         model.norm.weight.uniform_(-1, 1)

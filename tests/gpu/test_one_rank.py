@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fsdpc
+from fsdpc import _probe
 
 
 @pytest.fixture
@@ -225,3 +226,17 @@ def test_moves_a_cpu_module_to_the_gpu(place):
     model = runs.wrap(runs.model(torch.device("cpu")), place)
     assert {parameter.device for parameter in model.parameters()} == {place}
     runs.train(model, place, steps=[0])
+
+
+@pytest.mark.parametrize("codec", ["int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4"])
+def test_gathered_codes_are_the_processors(place, codec):
+    """To the bit, in rows that end inside of a block."""
+    torch.manual_seed(0)
+    layer = nn.Linear(333, 65, bias=False)
+    weight = layer.weight.detach().clone().numpy()
+    expected = torch.empty(65, 333)
+    _probe.codec_round(codec, weight, "float32", 333, expected.numpy(), "float32")
+    fsdpc.fully_shard(layer.to(place), mp_policy=fsdpc.QuantizedPolicy(codec=codec))
+    layer.unshard()
+    assert torch.equal(layer.weight.detach().cpu(), expected)
+    layer.reshard()

@@ -224,6 +224,33 @@ streams_must_lead_back(model *m)
              m->world > 1 ? CUDA_ERROR_STREAM_CAPTURE_UNJOINED : CUDA_SUCCESS);
 }
 
+/* --- units that travel coded ---------------------------------------------------------------------- */
+
+static void
+set_codecs(bool on)
+{
+    static const struct {
+        int kind, row;
+        fsdpc_codec codec;
+    } coded[] = {{0, 250, FSDPC_INT8}, {1, 601, FSDPC_INT4_STOCHASTIC}};
+    for (int i = 0; i < 2; i++) {
+        fsdpc_param_spec *spec = &engine_specs[coded[i].kind][0];
+        static int64_t rows[2];
+        rows[i] = on ? spec->row_numel : rows[i];
+        spec->row_numel = on ? coded[i].row : rows[i];
+        spec->codec = on ? coded[i].codec : FSDPC_UNCODED;
+    }
+}
+
+static void
+open_coded(model *m, int rank, const ranks_run *run)
+{
+    set_codecs(true);
+    open_model(m, rank, run);
+    set_codecs(false);
+    CHECK(m->units[0]->layout->coded_bytes > 0);
+}
+
 /* --- planted faults --------------------------------------------------------------------------------- */
 
 /* Two ranks; one of them leaves out a wait of its second step. */
@@ -241,13 +268,13 @@ with_a_fault(model *m)
 }
 
 static void
-missing_waits_are_found(void)
+missing_waits_are_found(model_opener open, const char *what)
 {
-    wait_counts w = leave_waits_out(2, open_model, with_a_fault, "a step");
+    wait_counts w = leave_waits_out(2, open, with_a_fault, what);
     CHECK(w.calls > 12);
-    printf("%d waits in a step of 2 ranks, each left out once: %d found by clocks, %d of them by "
+    printf("%d waits in %s of 2 ranks, each left out once: %d found by clocks, %d of them by "
            "values too\n",
-           w.calls, w.found, w.wrong);
+           w.calls, what, w.found, w.wrong);
 }
 
 int
@@ -259,6 +286,8 @@ main(void)
         for (int option = 0; option < 8; option++) {
             with_models(world, option, open_model, steps_are_right);
         }
+        with_models(world, LAZY, open_coded, steps_are_right);
+        with_models(world, 6, open_coded, steps_are_right);
         with_models(world, 8, open_model, a_step_costs_no_more_than_this);
     }
     for (int option = 0; option < 8; option++) {
@@ -267,8 +296,10 @@ main(void)
     for (int i = 0; i < 6; i++) {
         with_models(1 + i / 3, 0, open_model, captures[i % 3]);
     }
+    with_models(2, 0, open_coded, two_users_of_a_slot);
     with_models(2, 0, open_model, a_wait_for_used_bits_is_interrupted);
     with_ranks(2, 1, slots_outlive_readers_of_other_streams);
-    missing_waits_are_found();
+    missing_waits_are_found(open_model, "a step");
+    missing_waits_are_found(open_coded, "a step with codes");
     return test_result();
 }

@@ -1,4 +1,4 @@
-/* Optimizer steps and packed activations on the simulated GPU, against those of the processor bit for bit
+/* Optimizer steps, packed activations and codes on the simulated GPU, against those of the processor bit for bit
  * (where a NaN came out, only that one did): every rule, types, ends of tensors, empty ones, addresses
  * off a boundary, indices beyond 2^32, values that are not finite, what the device alone knows.
  */
@@ -6,6 +6,7 @@
 #include <stdlib.h>
 
 #include "activation/activation.h"
+#include "cuda_params.h"
 #include "device/device.h"
 #include "engine.h"
 #include "gpu.h"
@@ -448,6 +449,90 @@ activations(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
+/* Rows of several pieces; what pads codes stays as it was. Codes in blocks that are not finite are not compared. */
+static void
+codes(void)
+{
+    static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
+    static const int64_t lengths[] = {1, 5, 31, 33, 256, 300, 1101};
+    for (int round = 0; round < 9 * ROUNDS; round++) {
+        const fsdpc_codec codec = (fsdpc_codec)(1 + round % (FSDPC_CODECS - 1));
+        const int64_t rows = 1 + below(3), row = lengths[below(7)];
+        const int pieces = 1 + (int)below(3);
+        const size_t bytes = fsdpc_codec_bytes(codec, rows, row);
+        struct block values = block_of(types[below(4)], pieces * rows * row);
+        struct block coded = block_of(FSDPC_BYTES, pieces * (int64_t)bytes);
+        struct block out = block_of(types[below(4)], values.n);
+        struct block *const all[] = {&values, &coded, &out};
+        fsdpc_coding list[3];
+        coded.offset = 0;
+        size = round % 4 == 1 && values.type == FSDPC_F32 ? 1e-38 : 1;
+        fill(&values, round % 3 == 2, false);
+        size = 1;
+        for (int i = 0; i < 3; i++) {
+            to_device(all[i]);
+        }
+        const size_t stride = (size_t)(rows * row) * fsdpc_dtype_bytes(values.type);
+        for (int i = 0; i < pieces; i++) {
+            char *own = (char *)HOST(values) + stride * (size_t)i,
+                 *to = coded.host + bytes * (size_t)i;
+            list[i] = (fsdpc_coding){codec,
+                                     1,
+                                     rows,
+                                     row,
+                                     (char *)DEVICE(values) + stride * (size_t)i,
+                                     values.type,
+                                     coded.device + bytes * (size_t)i,
+                                     bytes};
+            REQUIRE_OK(fsdpc_codec_encode(codec, own, values.type, rows, row, NULL, to));
+            REQUIRE_OK(fsdpc_codec_decode(codec, to, rows, row, 0, rows * row,
+                                          (char *)HOST(out) + (size_t)(i * rows * row) *
+                                                                  fsdpc_dtype_bytes(out.type),
+                                          out.type));
+        }
+        REQUIRE_OK(fsdpc_device_encode(gpu, list, pieces));
+        list[0] =
+            (fsdpc_coding){codec, pieces, rows, row, DEVICE(out), out.type, coded.device, bytes};
+        REQUIRE_OK(fsdpc_device_decode(gpu, list, 1));
+        REQUIRE(simgpu_drain());
+        CHECK(same(&out) && (round % 3 == 2 || same(&coded)));
+        for (int i = 0; i < 3; i++) {
+            REQUIRE_CU(cuMemFree((CUdeviceptr)(uintptr_t)all[i]->device));
+            free(all[i]->host);
+        }
+    }
+    CHECK_INT(simgpu_reports(), 0);
+}
+
+/* As many as fit the parameters of a launch. */
+static void
+many_codings_take_few_launches(void)
+{
+    enum { MANY = FSDPC_CUDA_CODINGS + 2 };
+    fsdpc_coding list[MANY];
+    struct block values = block_of(FSDPC_F32, MANY * 4), coded = block_of(FSDPC_BYTES, MANY * 32);
+    fill(&values, false, false);
+    to_device(&values);
+    for (int i = 0; i < MANY; i++) {
+        list[i] = (fsdpc_coding){
+            FSDPC_INT8, 1, 1, 4, (float *)DEVICE(values) + 4 * i, FSDPC_F32, coded.device + 32 * i,
+            32};
+    }
+    const int64_t before = simgpu_count().launches;
+    REQUIRE_OK(fsdpc_device_encode(gpu, list, MANY));
+    memset(DEVICE(values), 0, MANY * 4 * sizeof(float));
+    REQUIRE_OK(fsdpc_device_decode(gpu, list, MANY));
+    REQUIRE(simgpu_drain());
+    CHECK_INT(simgpu_count().launches - before, 4);
+    for (int i = 0; i < MANY * 4; i++) {
+        CHECK(fabsf(((float *)DEVICE(values))[i] - ((float *)HOST(values))[i]) < 0.01f);
+    }
+    list[1].coded = coded.device + 8;
+    CHECK_ERROR(fsdpc_device_encode(gpu, list, 2), FSDPC_E_INVAL, "codes: rows 1 of 1 times 4");
+    free(values.host);
+    free(coded.host);
+}
+
 static void
 what_cannot_be_done_is_refused(void)
 {
@@ -483,6 +568,8 @@ main(void)
     the_device_knows_scale_and_factor();
     ranges_of_one_parameter_share_a_counter();
     activations();
+    codes();
+    many_codings_take_few_launches();
     what_cannot_be_done_is_refused();
     return test_result();
 }

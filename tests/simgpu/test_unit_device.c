@@ -665,7 +665,7 @@ codes_are_refused(int rank, ranks_run *run)
     spec.row_numel = 8;
     spec.reduce_codec = FSDPC_INT4;
     CHECK_ERROR(fsdpc_unit_new(&options, &spec, 1, &s.unit), FSDPC_E_UNAVAILABLE,
-                "unit u: values and gradients travel coded on the CPU only");
+                "unit u: gradients travel coded on the CPU only");
     leave(&s);
 }
 

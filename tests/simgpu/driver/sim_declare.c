@@ -1,6 +1,7 @@
 /* What each kernel of kernels/ reads and writes, from its parameters. */
 #include <string.h>
 
+#include "codec_bits.h"
 #include "cuda_params.h"
 #include "sim.h"
 
@@ -275,6 +276,49 @@ declare_unpack8(simgpu_task *task, const void *params, const simgpu_launch *laun
     return declare_activation(task, params, false);
 }
 
+/* Row by row, as the padding between pieces is nobody's. */
+static bool
+declare_coding(simgpu_task *task, const fsdpc_cuda_coding *c, bool encode)
+{
+    const struct fsdpc_codec_form form = fsdpc_codec_forms[c->codec];
+    const int64_t per_row = (c->row + form.block - 1) / form.block;
+    const int64_t pieces = c->blocks / (per_row * c->rows);
+    const size_t codes = (size_t)c->rows * (size_t)((c->row * form.code_bits + 7) / 8);
+    const size_t scales = (size_t)(c->rows * per_row * form.scale_bytes);
+    bool known =
+        declare_range(task, c->values, bytes_of(pieces * c->rows * c->row, c->type), !encode);
+    for (int64_t i = 0; known && i < pieces; i++) {
+        uint8_t *coded = c->coded + i * c->stride;
+        known = declare_range(task, coded, codes, encode) &&
+                declare_range(task, coded + c->scales, scales, encode);
+    }
+    return known;
+}
+
+static bool
+declare_codings(simgpu_task *task, const fsdpc_cuda_coding_params *p, bool encode)
+{
+    bool known = p->count <= FSDPC_CUDA_CODINGS;
+    for (int64_t i = 0; known && i < p->count; i++) {
+        known = declare_coding(task, &p->coding[i], encode);
+    }
+    return known;
+}
+
+static bool
+declare_encode(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    (void)launch;
+    return declare_codings(task, params, true);
+}
+
+static bool
+declare_decode(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    (void)launch;
+    return declare_codings(task, params, false);
+}
+
 static const sim_declared declared[] = {
     {"fsdpc_cuda_cast", sizeof(fsdpc_cuda_cast_params), declare_cast},
     {"fsdpc_cuda_scale", sizeof(fsdpc_cuda_scale_params), declare_scale},
@@ -291,6 +335,8 @@ static const sim_declared declared[] = {
     {"fsdpc_cuda_step8", sizeof(fsdpc_cuda_step_params), declare_step},
     {"fsdpc_cuda_pack8", sizeof(fsdpc_cuda_activation_params), declare_pack8},
     {"fsdpc_cuda_unpack8", sizeof(fsdpc_cuda_activation_params), declare_unpack8},
+    {"fsdpc_cuda_encode", sizeof(fsdpc_cuda_coding_params), declare_encode},
+    {"fsdpc_cuda_decode", sizeof(fsdpc_cuda_coding_params), declare_decode},
     {NULL, 0, NULL},
 };
 

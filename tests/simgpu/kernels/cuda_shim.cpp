@@ -176,23 +176,36 @@ __syncthreads(void)
     swapcontext(&self->context, &here.scheduler);
 }
 
-int
-__reduce_max_sync(unsigned lanes, int value)
+template <typename T, typename F>
+static T
+reduce_warp(unsigned lanes, T value, F both)
 {
     enum { WARP = 32 };
-    static thread_local int held[MAX_THREADS];
+    static thread_local T held[MAX_THREADS];
     const unsigned first = threadIdx.x / WARP * WARP;
     if (lanes != 0xffffffffu) {
         shim_stop("a reduction of a part of a warp");
     }
     held[threadIdx.x] = value;
     __syncthreads();
-    int most = held[first];
-    for (unsigned i = first; i < first + WARP && i < here.threads; i++) {
-        most = held[i] > most ? held[i] : most;
+    T result = held[first];
+    for (unsigned i = first + 1; i < first + WARP && i < here.threads; i++) {
+        result = both(result, held[i]);
     }
     __syncthreads();
-    return most;
+    return result;
+}
+
+int
+__reduce_max_sync(unsigned lanes, int value)
+{
+    return reduce_warp(lanes, value, [](int a, int b) { return a > b ? a : b; });
+}
+
+unsigned
+__reduce_add_sync(unsigned lanes, unsigned value)
+{
+    return reduce_warp(lanes, value, [](unsigned a, unsigned b) { return a + b; });
 }
 
 void

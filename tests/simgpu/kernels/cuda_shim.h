@@ -40,6 +40,8 @@ void __syncthreads(void);
 
 /* The largest of a warp's values; here all threads of the block come as often, so that a barrier serves. */
 int __reduce_max_sync(unsigned lanes, int value);
+/* Their sum, in the same way. */
+unsigned __reduce_add_sync(unsigned lanes, unsigned value);
 
 /* The bytes of all __shared__ variables, as this thread sees them. */
 struct shim_bytes {

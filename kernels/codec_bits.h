@@ -1,13 +1,43 @@
-/* Single values in few bits: the definition of each format, without branches, so that loops over them become vectors. */
+/* Single values in few bits: the definition of each format, for C and for CUDA, without branches, so that loops over them
+ * become vectors. csrc/codec/codec.h has what blocks of them are. */
 #ifndef FSDPC_CODEC_BITS_H
 #define FSDPC_CODEC_BITS_H
 
 #include <stdint.h>
 
+#ifndef __CUDA_ARCH__
 #include "convert.h"
+#endif
 #include "random.h"
 
-#define FSDPC_CODEC_INLINE static inline __attribute__((always_inline))
+#ifdef __CUDACC__
+#define FSDPC_CODEC_INLINE static __device__ __forceinline__
+#define FSDPC_CODEC_TABLE static __constant__ const
+#else
+#define FSDPC_CODEC_INLINE static inline __attribute__((always_inline, unused))
+#define FSDPC_CODEC_TABLE __attribute__((unused)) static const
+#endif
+
+typedef enum fsdpc_codec {
+    FSDPC_UNCODED, /* values travel as they are */
+    FSDPC_INT8,
+    FSDPC_E4M3,
+    FSDPC_E5M2,
+    FSDPC_MXFP8,
+    FSDPC_NF4,
+    FSDPC_INT4,
+    FSDPC_INT4_STOCHASTIC,
+    FSDPC_CODECS
+} fsdpc_codec;
+
+/* Elements of a block, bits of a code, bytes of a scale. */
+struct fsdpc_codec_form {
+    int block, code_bits, scale_bytes;
+};
+__attribute__((unused)) static const struct fsdpc_codec_form fsdpc_codec_forms[FSDPC_CODECS] = {
+    {1, 0, 0},  {256, 8, 4}, {256, 8, 4}, {256, 8, 4},
+    {32, 8, 1}, {64, 4, 4},  {128, 4, 4}, {128, 4, 4},
+};
 
 /* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
 #define FSDPC_ROUNDS 12582912.0f
@@ -19,8 +49,20 @@ struct fsdpc_float8 {
     int32_t nan;      /* without sign */
     float least_unit; /* of the last bit of subnormals */
 };
-#define FSDPC_FLOAT8_E4M3 ((struct fsdpc_float8){3, 7, 0x7f, 0x7f, 0x1p-9f})
-#define FSDPC_FLOAT8_E5M2 ((struct fsdpc_float8){2, 15, 0x7c, 0x7e, 0x1p-16f})
+
+FSDPC_CODEC_INLINE struct fsdpc_float8
+fsdpc_float8_e4m3(void)
+{
+    const struct fsdpc_float8 format = {3, 7, 0x7f, 0x7f, 0x1p-9f};
+    return format;
+}
+
+FSDPC_CODEC_INLINE struct fsdpc_float8
+fsdpc_float8_e5m2(void)
+{
+    const struct fsdpc_float8 format = {2, 15, 0x7c, 0x7e, 0x1p-16f};
+    return format;
+}
 
 FSDPC_CODEC_INLINE uint8_t
 fsdpc_float8_of(float value, struct fsdpc_float8 f)
@@ -62,7 +104,7 @@ fsdpc_e8m0_value(uint8_t code)
                                      : (uint32_t)code << 23);
 }
 
-static const float fsdpc_nf4_levels[16] = {
+FSDPC_CODEC_TABLE float fsdpc_nf4_levels[16] = {
     -1.0f,
     -0.6961928009986877f,
     -0.5250730514526367f,
@@ -82,7 +124,7 @@ static const float fsdpc_nf4_levels[16] = {
 };
 
 /* Half way between neighbouring levels, their sums rounded to float32 as bitsandbytes' are. */
-static const float fsdpc_nf4_bounds[15] = {
+FSDPC_CODEC_TABLE float fsdpc_nf4_bounds[15] = {
     -0.8480963706970215f,  -0.6106328964233398f,  -0.4599952697753906f,   -0.33967941999435425f,
     -0.23460739850997925f, -0.13791173696517944f, -0.045525018125772476f, 0.03979014977812767f,
     0.120255246758461f,    0.2035212516784668f,   0.2920137643814087f,    0.3893125355243683f,

@@ -1,0 +1,381 @@
+/* Rows of values to codes and back: as csrc/codec/codec.c. A warp codes a block of values at a time; each thread has
+ * neighbours of it, in whole bytes of codes.
+ */
+#include "cuda_span.cuh"
+
+#include "codec_bits.h"
+
+enum { CODEC_WARP = 32 };
+
+template <int CODEC> struct codec_form {
+    enum {
+        BITS = CODEC == FSDPC_NF4 || CODEC >= FSDPC_INT4 ? 4 : 8,
+        BLOCK = CODEC == FSDPC_MXFP8 ? 32
+                : CODEC == FSDPC_NF4 ? 64
+                : CODEC >= FSDPC_INT4 ? 128
+                                      : 256,
+        SCALE = CODEC == FSDPC_MXFP8 ? 1 : 4,
+        SHARE = BLOCK / CODEC_WARP,
+        BYTES = SHARE * BITS / 8,
+    };
+};
+
+/* What the calling thread has of a block: `count` elements from `at` on, at most SHARE of them; its codes; the scale. */
+struct codec_share {
+    int64_t at;
+    int count, place; /* the first one's place in the block */
+    uint8_t *codes, *scale;
+};
+
+/* Block `number` of all. Behind the last one there is nothing. */
+template <int CODEC>
+static __device__ __forceinline__ codec_share
+share_of(const fsdpc_cuda_coding &c, int64_t number)
+{
+    typedef codec_form<CODEC> form;
+    const int64_t blocks = (c.row + form::BLOCK - 1) / form::BLOCK;
+    const int64_t row = number / blocks, block = number % blocks;
+    const int64_t piece = row / c.rows, inside = row % c.rows;
+    const int place = (int)threadIdx.x % CODEC_WARP * form::SHARE;
+    const int64_t column = block * form::BLOCK + place;
+    const int64_t left = number < c.blocks ? c.row - column : 0;
+    uint8_t *coded = c.coded + piece * c.stride;
+    codec_share share;
+    share.at = row * c.row + column;
+    share.count = left < 0 ? 0 : left < form::SHARE ? (int)left : form::SHARE;
+    share.place = place;
+    share.codes = coded + inside * ((c.row * form::BITS + 7) / 8) + column * form::BITS / 8;
+    share.scale = coded + c.scales + (inside * blocks + block) * form::SCALE;
+    return share;
+}
+
+/* --- values ------------------------------------------------------------------------------------- */
+
+template <int T, int SHARE>
+static __device__ __forceinline__ void
+load_share(const void *values, const codec_share &share, float *out)
+{
+    typedef typename item<T>::raw raw;
+    const raw *from = (const raw *)values + share.at;
+    if constexpr (SHARE * sizeof(raw) % 16 == 0) {
+        if (share.count == SHARE && on_boundary(from)) {
+            group<raw, SHARE> in;
+            in.template load<true>(from);
+#pragma unroll
+            for (int i = 0; i < SHARE; i++) {
+                out[i] = (float)item<T>::get(in.item[i]);
+            }
+            return;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        out[i] = i < share.count ? (float)item<T>::get(from[i]) : 0;
+    }
+}
+
+template <int SHARE>
+static __device__ __forceinline__ void
+load_any(const fsdpc_cuda_coding &c, const codec_share &share, float *out)
+{
+    switch (c.type) {
+    case FSDPC_F32: load_share<FSDPC_F32, SHARE>(c.values, share, out); break;
+    case FSDPC_BF16: load_share<FSDPC_BF16, SHARE>(c.values, share, out); break;
+    case FSDPC_F16: load_share<FSDPC_F16, SHARE>(c.values, share, out); break;
+    default: load_share<FSDPC_F64, SHARE>(c.values, share, out); break;
+    }
+}
+
+template <int T, int SHARE>
+static __device__ __forceinline__ void
+store_share(void *values, const codec_share &share, const float *in)
+{
+    typedef typename item<T>::raw raw;
+    raw *to = (raw *)values + share.at;
+    if constexpr (SHARE * sizeof(raw) % 16 == 0) {
+        if (share.count == SHARE && on_boundary(to)) {
+            group<raw, SHARE> out;
+#pragma unroll
+            for (int i = 0; i < SHARE; i++) {
+                out.item[i] = item<T>::put(in[i]);
+            }
+            out.store(to);
+            return;
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        if (i < share.count) {
+            to[i] = item<T>::put(in[i]);
+        }
+    }
+}
+
+template <int SHARE>
+static __device__ __forceinline__ void
+store_any(const fsdpc_cuda_coding &c, const codec_share &share, const float *in)
+{
+    switch (c.type) {
+    case FSDPC_F32: store_share<FSDPC_F32, SHARE>(c.values, share, in); break;
+    case FSDPC_BF16: store_share<FSDPC_BF16, SHARE>(c.values, share, in); break;
+    case FSDPC_F16: store_share<FSDPC_F16, SHARE>(c.values, share, in); break;
+    default: store_share<FSDPC_F64, SHARE>(c.values, share, in); break;
+    }
+}
+
+/* --- codes -------------------------------------------------------------------------------------- */
+
+template <int BYTES> union codec_bytes {
+    uint2 word[BYTES / 8 + 1];
+    uint8_t item[BYTES];
+};
+
+template <int BITS, int BYTES>
+static __device__ __forceinline__ void
+load_codes(const codec_share &share, codec_bytes<BYTES> *out)
+{
+    const int bytes = (share.count * BITS + 7) / 8;
+    if (BYTES == 8 && bytes == 8 && (uintptr_t)share.codes % 8 == 0) {
+        out->word[0] = __ldcs((const uint2 *)share.codes);
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < BYTES; i++) {
+        out->item[i] = i < bytes ? share.codes[i] : 0;
+    }
+}
+
+template <int BITS, int BYTES>
+static __device__ __forceinline__ void
+store_codes(const codec_share &share, const codec_bytes<BYTES> &in)
+{
+    const int bytes = (share.count * BITS + 7) / 8;
+    if (BYTES == 8 && bytes == 8 && (uintptr_t)share.codes % 8 == 0) {
+        *(uint2 *)share.codes = in.word[0];
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < BYTES; i++) {
+        if (i < bytes) {
+            share.codes[i] = in.item[i];
+        }
+    }
+}
+
+static __device__ __forceinline__ float
+load_scale(const uint8_t *scale)
+{
+    return *(const float *)scale;
+}
+
+/* --- blocks ------------------------------------------------------------------------------------- */
+
+/* What the largest value of a block becomes. */
+template <int CODEC>
+static __device__ __forceinline__ float
+codec_top(void)
+{
+    return CODEC == FSDPC_INT8   ? 126.0f /* as in csrc/activation/activation.h */
+           : CODEC == FSDPC_E4M3 ? 448.0f
+           : CODEC == FSDPC_E5M2 ? 57344.0f
+           : CODEC == FSDPC_NF4  ? 1.0f
+                                 : 7.0f;
+}
+
+static __device__ __forceinline__ int32_t
+nearest(float value)
+{
+    return (int32_t)f32_bits(sum(value, FSDPC_ROUNDS)) - (int32_t)f32_bits(FSDPC_ROUNDS);
+}
+
+/* The code of a value that is scaled already. */
+template <int CODEC>
+static __device__ __forceinline__ int32_t
+codec_code(float value, float scaled, bool finite)
+{
+    if (CODEC == FSDPC_INT8) {
+        return finite ? nearest(scaled) + (value > 0) - (value < 0) : 0;
+    }
+    if (CODEC == FSDPC_E4M3 || CODEC == FSDPC_MXFP8) {
+        return fsdpc_float8_of(scaled, fsdpc_float8_e4m3());
+    }
+    if (CODEC == FSDPC_E5M2) {
+        return fsdpc_float8_of(scaled, fsdpc_float8_e5m2());
+    }
+    return CODEC == FSDPC_NF4 ? fsdpc_nf4_of(scaled) : fsdpc_int4_of(scaled);
+}
+
+/* The value of a code, times the block's scale. */
+template <int CODEC>
+static __device__ __forceinline__ float
+codec_value(int32_t code, float scale)
+{
+    if (CODEC == FSDPC_INT8) {
+        const int32_t steps = (int8_t)code;
+        const int32_t one = steps > 1 ? 1 : steps < -1 ? -1 : steps;
+        const int32_t two = steps > 2 ? 2 : steps < -2 ? -2 : steps;
+        return product(product((float)(4 * steps - 2 * one - two), 0.25f / 126.0f), scale);
+    }
+    if (CODEC == FSDPC_MXFP8) {
+        return product(fsdpc_float8_value((uint8_t)code, fsdpc_float8_e4m3()), scale);
+    }
+    if (CODEC == FSDPC_E4M3) {
+        const float value = fsdpc_float8_value((uint8_t)code, fsdpc_float8_e4m3());
+        return product(product(value, 1.0f / 448.0f), scale);
+    }
+    if (CODEC == FSDPC_E5M2) {
+        const float value = fsdpc_float8_value((uint8_t)code, fsdpc_float8_e5m2());
+        return product(product(value, 1.0f / 57344.0f), scale);
+    }
+    if (CODEC == FSDPC_NF4) {
+        return product(fsdpc_nf4_levels[code], scale);
+    }
+    return product(product((float)(code - 8), 1.0f / 7), scale);
+}
+
+/* What values are multiplied by, in two steps (csrc/codec/codec.c). */
+struct codec_factor {
+    float lift, inverse;
+};
+
+/* The factors of a block whose largest magnitude has these bits, and its scale as it is kept. */
+template <int CODEC>
+static __device__ __forceinline__ codec_factor
+codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
+{
+    codec_factor factors = {1, 0};
+    if (CODEC == FSDPC_MXFP8) {
+        const int32_t exponent = (most >> 23) - 8, code = exponent > 0 ? exponent : 0;
+        if (first) {
+            *scale = finite ? (uint8_t)code : 255;
+        }
+        factors.inverse = f32_from_bits((uint32_t)(254 - code) << 23);
+        return factors;
+    }
+    const float largest = f32_from_bits((uint32_t)most);
+    factors.lift = largest < 0x1p-90f ? 0x1p64f : 1;
+    if (finite && largest > 0) {
+        factors.inverse = __fdiv_rn(codec_top<CODEC>(), product(largest, factors.lift));
+    }
+    if (first) {
+        *(float *)scale = finite ? largest : f32_from_bits(0x7FC00000u);
+    }
+    return factors;
+}
+
+template <int CODEC>
+static __device__ __forceinline__ void
+encode_block(const fsdpc_cuda_coding &c, int64_t number)
+{
+    typedef codec_form<CODEC> form;
+    float values[form::SHARE];
+    codec_bytes<form::BYTES> codes;
+    int32_t most = 0;
+    uint32_t seed = 0;
+    const codec_share share = share_of<CODEC>(c, number);
+    load_any<form::SHARE>(c, share, values);
+#pragma unroll
+    for (int i = 0; i < form::SHARE; i++) {
+        const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
+        most = bits > most ? bits : most;
+        seed += f32_bits(values[i]);
+    }
+    most = __reduce_max_sync(0xffffffffu, most);
+    if (CODEC == FSDPC_INT4_STOCHASTIC) {
+        seed = fsdpc_random_end(__reduce_add_sync(0xffffffffu, seed), 0);
+    }
+    const bool finite = most < 0x7F800000, first = share.place == 0 && share.count > 0;
+    const codec_factor factors = codec_factors<CODEC>(most, finite, share.scale, first);
+#pragma unroll
+    for (int i = 0; i < form::SHARE; i++) {
+        float scaled = product(product(values[i], factors.lift), factors.inverse);
+        if (CODEC == FSDPC_MXFP8) {
+            scaled = scaled < 448 ? scaled : 448;
+            scaled = scaled > -448 ? scaled : -448;
+        }
+        if (CODEC == FSDPC_INT4_STOCHASTIC) {
+            scaled = sum(scaled, fsdpc_dither(seed + (uint32_t)(share.place + i)));
+        }
+        const int32_t code = codec_code<CODEC>(values[i], scaled, finite);
+        if (form::BITS == 8) {
+            codes.item[i] = (uint8_t)code;
+        } else if (i % 2 == 0) {
+            codes.item[i / 2] = (uint8_t)(code << 4);
+        } else if (i < share.count) { /* the last byte of a row may have one code */
+            codes.item[i / 2] |= (uint8_t)code;
+        }
+    }
+    store_codes<form::BITS, form::BYTES>(share, codes);
+}
+
+template <int CODEC>
+static __device__ __forceinline__ void
+decode_block(const fsdpc_cuda_coding &c, int64_t number)
+{
+    typedef codec_form<CODEC> form;
+    float values[form::SHARE];
+    codec_bytes<form::BYTES> codes;
+    const codec_share share = share_of<CODEC>(c, number);
+    if (share.count == 0) {
+        return;
+    }
+    const float scale = CODEC == FSDPC_MXFP8 ? fsdpc_e8m0_value(*share.scale)
+                                             : load_scale(share.scale);
+    load_codes<form::BITS, form::BYTES>(share, &codes);
+#pragma unroll
+    for (int i = 0; i < form::SHARE; i++) {
+        const int32_t code = form::BITS == 8 ? codes.item[i]
+                                             : codes.item[i / 2] >> (i % 2 ? 0 : 4) & 15;
+        values[i] = codec_value<CODEC>(code, scale);
+    }
+    store_any<form::SHARE>(c, share, values);
+}
+
+/* --- lists of rows ------------------------------------------------------------------------------ */
+
+/* Calls `what` for each block of the calling warp: as often on every warp, whatever the number of blocks is. */
+#define FOR_CODEC_BLOCKS(what, CODEC)                                            \
+    for (int b = (int)threadIdx.x / CODEC_WARP; b < FSDPC_CUDA_CODING_BLOCKS;    \
+         b += FSDPC_CUDA_THREADS / CODEC_WARP) {                                 \
+        what<CODEC>(c, first + b);                                               \
+    }
+
+#define FOR_CODECS(what)                                                         \
+    switch (c.codec) {                                                           \
+    case FSDPC_INT8: FOR_CODEC_BLOCKS(what, FSDPC_INT8); break;                  \
+    case FSDPC_E4M3: FOR_CODEC_BLOCKS(what, FSDPC_E4M3); break;                  \
+    case FSDPC_E5M2: FOR_CODEC_BLOCKS(what, FSDPC_E5M2); break;                  \
+    case FSDPC_MXFP8: FOR_CODEC_BLOCKS(what, FSDPC_MXFP8); break;                \
+    case FSDPC_NF4: FOR_CODEC_BLOCKS(what, FSDPC_NF4); break;                    \
+    case FSDPC_INT4: FOR_CODEC_BLOCKS(what, FSDPC_INT4); break;                  \
+    default: FOR_CODEC_BLOCKS(what, FSDPC_INT4_STOCHASTIC); break;               \
+    }
+
+static __device__ __forceinline__ const fsdpc_cuda_coding &
+own_coding(const fsdpc_cuda_coding_params &p, int64_t *first)
+{
+    int i = 0;
+    while (i + 1 < p.count && p.coding[i + 1].first_block <= (int)blockIdx.x) {
+        i++;
+    }
+    *first = (int64_t)((int)blockIdx.x - p.coding[i].first_block) * FSDPC_CUDA_CODING_BLOCKS;
+    return p.coding[i];
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+    fsdpc_cuda_encode(const __grid_constant__ fsdpc_cuda_coding_params p)
+{
+    int64_t first;
+    const fsdpc_cuda_coding &c = own_coding(p, &first);
+    FOR_CODECS(encode_block)
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+    fsdpc_cuda_decode(const __grid_constant__ fsdpc_cuda_coding_params p)
+{
+    int64_t first;
+    const fsdpc_cuda_coding &c = own_coding(p, &first);
+    FOR_CODECS(decode_block)
+}
