@@ -86,6 +86,20 @@ fsdpc_footprint_lost(const fsdpc_layout *layout, size_t *offsets)
 }
 
 static size_t
+gathered_bytes(const fsdpc_layout *layout)
+{
+    size_t bytes = layout->full_bytes;
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        const size_t plain = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->compute);
+        if (seg->coded_bytes > 0) {
+            bytes -= (plain - seg->coded_bytes) * (size_t)layout->world;
+        }
+    }
+    return bytes;
+}
+
+static size_t
 landing_bytes(const fsdpc_layout *layout, int senders)
 {
     return fsdpc_round_up(layout->reduce_bytes, layout->align_bytes) - layout->reduce_bytes +
@@ -117,6 +131,10 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
                                                      : 0),
                                        options->page_bytes),
         .coded_bytes = layout->coded_bytes,
+        .gathered_bytes = gathered_bytes(layout),
+        .reduced_bytes = options->senders > 0
+                             ? fsdpc_footprint_landing(layout, NULL) * (size_t)layout->world
+                             : layout->reduce_bytes,
         .lost_bytes = options->senders > 0 ? fsdpc_footprint_lost(layout, NULL) : 0,
     };
 }

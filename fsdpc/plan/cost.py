@@ -143,8 +143,8 @@ def cost(plan: Plan, card: Card) -> Cost:
         wire += times * collective_seconds(event.bytes, n, setup, card) if event.bytes else 0.0
         sent += times * event.bytes * (n - 1) / n
     for size in prints:
-        one = collective_seconds(size["full_bytes"], n, setup, card)
-        first = max(first, one + collective_seconds(size["wire_bytes"], n, setup, card))
+        one = collective_seconds(size["gathered_bytes"], n, setup, card)
+        first = max(first, one + collective_seconds(size["reduced_bytes"], n, setup, card))
         if setup.replicas > 1:
             one = collective_seconds(size["grad_bytes"], setup.replicas, setup, card, n)
             wire += sums * 2 * one

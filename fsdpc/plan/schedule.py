@@ -41,7 +41,7 @@ class _Step:
         self.in_slot: dict[int, int] = {}  # the unit whose values a slot has
 
     def _gather(self, phase: str, i: int) -> Event:
-        slot, size = self.engine.slot_of[i], self.engine.by_unit[i]["full_bytes"]
+        slot, size = self.engine.slot_of[i], self.engine.by_unit[i]["gathered_bytes"]
         here = slot >= 0 and self.in_slot.get(slot) == i
         self.in_slot[slot] = i
         moved = 0 if here or self.setup.shards == 1 else size
@@ -80,5 +80,5 @@ class _Step:
             yield from self._back_through(each, inner)
         yield Event("backward", "release", unit.name)
         if any(param.trainable for param in unit.params):
-            summed = size["wire_bytes"] if self.setup.shards > 1 else 0
+            summed = size["reduced_bytes"] if self.setup.shards > 1 else 0
             yield Event("backward", "reduce", unit.name, summed)

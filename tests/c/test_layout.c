@@ -206,6 +206,10 @@ coded_gradients_have_room(void)
     CHECK_INT((int64_t)fsdpc_footprint_of(layout, &alone).reduce_bytes, 2432);
     CHECK_INT((int64_t)fsdpc_footprint_of(layout, &wire).reduce_bytes,
               (int64_t)(2432 + 3 * coded + 16));
+    CHECK_INT((int64_t)fsdpc_footprint_of(layout, &wire).gathered_bytes,
+              (int64_t)(2 * weights + 32));
+    CHECK_INT((int64_t)fsdpc_footprint_of(layout, &wire).reduced_bytes, (int64_t)(2 * coded + 32));
+    CHECK_INT((int64_t)fsdpc_footprint_of(layout, &alone).reduced_bytes, 2432);
     CHECK_INT((int64_t)fsdpc_footprint_of(layout, &wire).lost_bytes, 300 * 4);
     fsdpc_layout_set_trainable(layout, (const uint8_t[]){0, 1});
     CHECK_INT((int64_t)fsdpc_footprint_codes(layout, NULL), 0);

@@ -10,7 +10,7 @@ static PyObject *
 footprint_dict(const fsdpc_layout *layout, const fsdpc_footprint *print)
 {
     return Py_BuildValue(
-        "{s:O,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:L}", "direct",
+        "{s:O,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:L}", "direct",
         print->direct ? Py_True : Py_False, "master_bytes", (Py_ssize_t)print->master_bytes,
         "grad_bytes", (Py_ssize_t)print->grad_bytes, "grad_out_bytes",
         (Py_ssize_t)print->grad_out_bytes, "grads_bytes", (Py_ssize_t)print->grads_bytes,
@@ -18,8 +18,9 @@ footprint_dict(const fsdpc_layout *layout, const fsdpc_footprint *print)
         (Py_ssize_t)print->local_bytes, "range_bytes", (Py_ssize_t)print->range_bytes,
         "reduce_bytes", (Py_ssize_t)print->reduce_bytes, "coded_bytes",
         (Py_ssize_t)print->coded_bytes, "lost_bytes", (Py_ssize_t)print->lost_bytes, "full_bytes",
-        (Py_ssize_t)layout->full_bytes, "wire_bytes", (Py_ssize_t)layout->reduce_bytes,
-        "padding_bytes", (long long)layout->padding_bytes);
+        (Py_ssize_t)layout->full_bytes, "gathered_bytes", (Py_ssize_t)print->gathered_bytes,
+        "reduced_bytes", (Py_ssize_t)print->reduced_bytes, "padding_bytes",
+        (long long)layout->padding_bytes);
 }
 
 static PyObject *
