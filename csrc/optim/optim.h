@@ -81,12 +81,11 @@ typedef struct fsdpc_optim_tensor {
     fsdpc_dtype param_type, grad_type, state_type;
     fsdpc_dtype copy_type; /* bfloat16 or float16 */
     int64_t numel, first;
-    int64_t block; /* Mini: elements of the whole parameter that share a denominator */
-    uint64_t key;  /* the parameter's number, for the stochastic rounding */
-    double step;   /* t, counted from 1 */
-    float *edges;  /* 8-bit: what other ranks hold of the first and the last block, or NULL */
-    double *
-        measures; /* FSDPC_OPTIM_MEASURES values that a step of fsdpc_optim_step adds to, or NULL */
+    int64_t block;    /* Mini: elements of the whole parameter that share a denominator */
+    uint64_t key;     /* the parameter's number, for the stochastic rounding */
+    double step;      /* t, counted from 1 */
+    float *edges;     /* 8-bit: what other ranks hold of the first and the last block, or NULL */
+    double *measures; /* FSDPC_OPTIM_MEASURES values that a step in host memory adds to, or NULL */
 } fsdpc_optim_tensor;
 
 /* One step of every tensor. float64 goes with float64 only; else every float type goes with every

@@ -216,6 +216,7 @@ struct pass {
     const fsdpc_optim_loops *loops;
     const fsdpc_optim_rule *rule;
     const fsdpc_optim_tensor *tensors;
+    fsdpc_optim_meter meter;
 };
 
 struct block {
@@ -254,23 +255,37 @@ compute_block(const struct pass *pass, const fsdpc_optim_tensor *tensor,
 }
 
 static void
+step_block(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k,
+           int64_t begin, int64_t n)
+{
+    const int64_t place = tensor->first + begin, scale = place / BLOCK - tensor->first / BLOCK;
+    const float *edge = edge_of(tensor->edges, tensor->first, tensor->numel, place);
+    struct block block;
+    float *p = compute_block(pass, tensor, k, begin, n, true, &block);
+    fsdpc_optim_store(pass->loops, tensor->param, tensor->param_type, begin, n, p);
+    quantise_block(pass->loops, 0, block.m, n, edge, (uint8_t *)tensor->states[0] + begin,
+                   &tensor->scales[0][scale]);
+    quantise_block(pass->loops, 1, block.v, n, edge, (uint8_t *)tensor->states[1] + begin,
+                   &tensor->scales[1][scale]);
+}
+
+static void
 step_part(void *context, int index, int64_t begin, int64_t end)
 {
+    _Alignas(64) double old[FSDPC_OPTIM_MEASURED_TILE];
     const struct pass *pass = context;
     const fsdpc_optim_tensor *tensor = &pass->tensors[index];
     const fsdpc_optim_numbers k = numbers_of(pass->rule, tensor);
-    struct block block;
+    const bool measured = pass->meter.values != NULL && tensor->measures != NULL;
     for (int64_t done = begin, count; done < end; done += count) {
-        const int64_t place = tensor->first + done;
-        const int64_t scale = place / BLOCK - tensor->first / BLOCK;
-        const float *edge = edge_of(tensor->edges, tensor->first, tensor->numel, place);
-        count = block_length(place, end - done);
-        float *p = compute_block(pass, tensor, &k, done, count, true, &block);
-        fsdpc_optim_store(pass->loops, tensor->param, tensor->param_type, done, count, p);
-        quantise_block(pass->loops, 0, block.m, count, edge, (uint8_t *)tensor->states[0] + done,
-                       &tensor->scales[0][scale]);
-        quantise_block(pass->loops, 1, block.v, count, edge, (uint8_t *)tensor->states[1] + done,
-                       &tensor->scales[1][scale]);
+        count = block_length(tensor->first + done, end - done);
+        if (measured) {
+            fsdpc_optim_before_tile(&pass->meter, tensor, index, done, count, old);
+        }
+        step_block(pass, tensor, &k, done, count);
+        if (measured) {
+            fsdpc_optim_behind_tile(&pass->meter, tensor, index, done, count, old);
+        }
     }
 }
 
@@ -303,7 +318,10 @@ fsdpc_optim_step8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor
     struct pass pass = {.rule = rule, .tensors = tensors};
     FSDPC_TRY(check(tensors, count));
     FSDPC_TRY(fsdpc_optim_select(&pass.loops));
-    return fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+    FSDPC_TRY(fsdpc_optim_meter_open(&pass.meter, tensors, count));
+    const int status = fsdpc_optim_for_parts(tensors, count, threads, step_part, &pass);
+    fsdpc_optim_meter_close(&pass.meter, tensors, count);
+    return status;
 }
 
 int

@@ -128,7 +128,6 @@ class FusedOptimizer(Optimizer):
     _store: Store | None = None  # of states that are offloaded
     _where: int | None = None  # the GPU of slices, which belong to no unit
     _meter: Meter | None = None
-    _can_measure = True
 
     def _open(self, params: Any, offload: Disk | Host | None, **options: Any) -> None:
         """Construct, with these options for groups. ``ValueError`` in torch's words for numbers
@@ -245,16 +244,15 @@ class FusedOptimizer(Optimizer):
         the ranks that share parameters, and every rank must call ``step`` as often as the others.
 
         In host memory the numbers come from the pass of the step, and results of steps stay the
-        same bits. ``NotImplementedError``: optimizers with states of 8 bits or elsewhere, steps in
+        same bits. ``NotImplementedError``: optimizers whose states are elsewhere, steps in
         backward, and, at the step, parameters on a GPU.
         """
         if every < 0:
             raise ValueError(f"measure: every={every} must not be negative")
-        if not self._can_measure or self._store is not None or self._inside is not None:
+        if self._store is not None or self._inside is not None:
             raise NotImplementedError(
-                f"{type(self).__name__}.measure(): steps with states of 8 bits, with offload= and "
-                "in backward have no statistics. Use AdamW with its states in memory, and step "
-                "after backward"
+                f"{type(self).__name__}.measure(): steps with offload= and in backward have no "
+                "statistics. Keep the states in memory, and step after backward"
             )
         self._meter = Meter(self, every) if every else None
 
@@ -590,7 +588,7 @@ class FusedOptimizer(Optimizer):
             if where is not None:
                 step_on(where, kind, tuple(rule), control, *arguments, part)
             else:
-                meter = self._measured
+                meter = self._measured if kind != "edges8" else None  # which steps nothing
                 measures = None if meter is None else np.zeros((len(own), MEASURES))
                 threads = torch.get_num_threads()
                 _C.optim_step(

@@ -44,7 +44,6 @@ class AdamW8bit(BlockOptimizer, AdamW):
     """
 
     _kind = None
-    _can_measure = False
     _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
     _cut: tuple[list[int], SharedBlocks] | None = None  # by the groups' min_8bit_size
 

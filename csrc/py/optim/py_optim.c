@@ -281,9 +281,9 @@ read_measures(struct request *request)
     if (request->measures == Py_None) {
         return 0;
     }
-    if (request->device || request->how != FSDPC_OPTIM_WHOLE) {
+    if (request->device || request->how == FSDPC_OPTIM_EDGES8) {
         PyErr_SetString(PyExc_NotImplementedError,
-                        "optim_step: statistics of a step on a GPU or with states of 8 bits");
+                        "optim_step: statistics are those of a step in host memory");
         return -1;
     }
     if (!PyArray_Check(request->measures) || PyArray_TYPE(array) != NPY_FLOAT64 ||
