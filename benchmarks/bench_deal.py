@@ -86,7 +86,7 @@ def dealt(units: list[Shapes], world: int, by_rows: bool, name: str) -> Dealt:
     kind = KINDS[name]
     members = members_of(units, world, by_rows, kind)
     work = [kind[0]._work(None, member) for member in members]
-    owners = owners_of(members, work, world, kind[0].keeps_whole_states)
+    owners = owners_of(members, work, world, kind[0]._owners_hold)
     loads = np.bincount(owners, weights=np.array(work, dtype=float), minlength=world)
     kept = sum(m.piece(owner)[1] for m, owner in zip(members, owners, strict=True))
     mean = sum(work) / world

@@ -424,6 +424,8 @@ class _Maker:
         counted = counts(member.param)
         device = self.optimizer.states_device(member.param)
         owned = self.optimizer.span_owned(member.param)
+        # Steps of a DTensor are counted on all ranks, of which any may be a matrix's owner.
+        whole = isinstance(member.param, DTensor) and self.optimizer.keeps_whole_states
         every = zip(member.covers, wanted, counted, owned, strict=True)
         for (entry, spans), forms, has_step, here in every:
             kind = self.kinds.get(entry.name, {})
@@ -432,7 +434,7 @@ class _Maker:
                 forms = {**forms, AVERAGE: (wide(member.param.dtype), 1)}
             if kind:
                 _check_forms(self.optimizer, entry, kind, forms, has_step, self.stored)
-            if not kind or not len(spans):
+            if not kind or not (len(spans) or here or whole):
                 continue
             for key, (dtype, length) in forms.items():
                 if isinstance(length, tuple):
@@ -442,12 +444,14 @@ class _Maker:
                         self.made.entries.append(made)
                         states[-1][key] = memory
                     continue
+                if not len(spans):
+                    continue
                 count = len(touched(Span(*spans[0].tolist()), length))
                 memory = states[-1][key] = torch.zeros(count, dtype=dtype, device=device)
                 made = _block_entry((entry, spans), key, dtype, length, memory)
                 made.shape = self.stored[made.name][1]
                 self.made.entries.append(made)
-            if has_step:
+            if has_step and (len(spans) or whole):
                 states[-1]["step"] = self._whole(member, entry.name, "step", True)
         if any(states):
             self.made.by_span.append((member.param, states))

@@ -7,7 +7,7 @@ first from the second, so a step sends each element once to its owner and once b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -93,6 +93,12 @@ class Route:
         if owners is None:
             owners = owners_of(members, work, world, holders, kept)
         self.owners = owners
+        # Ranks without elements of an original parameter have no gradient of it, whoever has one.
+        self.away = [
+            member
+            for member, owner in zip(members, owners, strict=True)
+            if group.comm is not None and not member.piece(owner)[1]
+        ]
         rounds = rounds_of(work, [m.matrix.numel for m in members], owners, world, ROUND)
         self.rounds: list[Round] = []
         for number in range(max(rounds, default=-1) + 1):
@@ -101,6 +107,14 @@ class Route:
                 if its == number and (given or member.param.requires_grad):
                     of[owner].append(member)
             self.rounds.append(_round(of, group.rank))
+
+    def learn(self, steps: Mapping[int, int], what: str) -> dict[int, int]:
+        """What other ranks have in ``steps``, by the span's id, of the matrices of which the owner
+        has nothing. Collective if there are any.
+        """
+        numbers = np.array([steps.get(id(m.span), 0) for m in self.away], dtype=np.float64)
+        self.group.all_reduce(numbers, "max", what)
+        return {id(m.span): int(n) for m, n in zip(self.away, numbers, strict=True) if n}
 
     def run(
         self,

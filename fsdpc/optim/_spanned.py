@@ -116,6 +116,8 @@ class BlockOptimizer(SpannedOptimizer):
     - ``take_span_states(param, states)``: the reverse, with tensors in place of ``Blocks``. Local.
     """
 
+    keeps_whole_states = False  # at one rank each; FSDP's state dicts ask for it
+
     def state_dict(self) -> dict[str, Any]:
         packed = super().state_dict()
         params = [p for group in self.param_groups for p in group["params"]]

@@ -33,7 +33,8 @@ class WholeOptimizer(BlockOptimizer):
     """
 
     _lanes = 1  # values of an element that go to the owner
-    keeps_whole_states = True  # at owners; FSDP's state dicts ask for it
+    keeps_whole_states = True  # at owners
+    _owners_hold = True  # an owner has elements of its matrix: less travels, work is less even
     _routes: list[Route] | None = None
     _owners: dict[tuple[Tensor, int], int] | None = None  # of states, by parameter and matrix
     _local: dict[Tensor, list[Piece]] | None = None  # of parameters that this rank has alone
@@ -152,7 +153,7 @@ class WholeOptimizer(BlockOptimizer):
                 members,
                 [self._work(m) for m in members],
                 self._lanes,
-                self.keeps_whole_states,
+                self._owners_hold,
                 kept=[owners.get((m.param, m.number)) for m in members],
             )
             for of, members in shared.values()
@@ -209,6 +210,7 @@ class WholeOptimizer(BlockOptimizer):
                 if self._matrices_of(each.param, each.span):
                     self._check_trained(each)
                     stretches[id(each.span)] = each
+        due = self._due(members) if self.keeps_whole_states else {}
 
         def give(piece: Piece, lanes: Tensor) -> None:
             stretch = stretches.get(id(piece.member.span))
@@ -218,9 +220,10 @@ class WholeOptimizer(BlockOptimizer):
                 self._give(stretch, piece, scaling, lanes)
 
         def apply(member: Member, lanes: Tensor) -> Tensor:
-            if self.keeps_whole_states and id(member.span) not in stretches:
+            step = due.get(id(member.span), 0)
+            if self.keeps_whole_states and not step:
                 return lanes[0]
-            return self._apply(member, lanes)
+            return self._apply(member, lanes, step)
 
         def take(piece: Piece, new: Tensor) -> None:
             stretch = stretches.get(id(piece.member.span))
@@ -249,9 +252,23 @@ class WholeOptimizer(BlockOptimizer):
                 for param in found.params:
                     self._counts[param] = self._counts.get(param, 0) + 1
 
-    def _apply(self, member: Member, lanes: Tensor) -> Tensor:
+    def _due(self, members: list[Members]) -> dict[int, int]:
+        """The number of this step for each whole parameter that has a gradient, by the span's id.
+        Collective if owners have nothing of their matrices.
+        """
+        due = {
+            id(span): self._steps_before(param) + 1
+            for found in members
+            for param in found.params
+            for span in self._place(param).every
+        }
+        for route in self._routes or ():
+            due |= route.learn(due, f"gradients in a step of {type(self).__name__}")
+        return due
+
+    def _apply(self, member: Member, lanes: Tensor, step: int) -> Tensor:
         """The rule for each of the matrices that stand side by side."""
-        widths, step = member.matrix.widths, self._steps_before(member.param) + 1
+        widths = member.matrix.widths
         if len(widths) == 1:
             shape = self._shape(member, 0)
             return self._step_one(member, 0, step, [lane.view(shape) for lane in lanes])
@@ -325,6 +342,8 @@ class WholeOptimizer(BlockOptimizer):
         share matrices, if owners keep states.
         """
         self._shown = self._gather_held() if self.keeps_whole_states else {}
+        for param in self._shown:
+            self.state.setdefault(param, {})
         try:
             return super().state_dict()
         finally:
@@ -473,7 +492,7 @@ class WholeOptimizer(BlockOptimizer):
         state = self.state.get(param, {})
         here = {member.number for member in self._owned(param)}
         for member in self._all_of(param) if state else ():
-            if not member.span.count:
+            if not member.span.count and member.number not in here:
                 continue
             for key, own, (dtype, shape) in self._span_keys(member):
                 value = state.get(own) if member.number in here else None

@@ -66,7 +66,7 @@ class Muon(MatrixOptimizer):
     _flag = "use_muon"
     _of_matrix = (MOMENTUM,)
     _state_names = (MOMENTUM, *MOMENTS)
-    keeps_whole_states = False
+    keeps_whole_states = _owners_hold = False
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Muon(MatrixOptimizer):
             buffer.copy_(torch.where(found == 0, buffer.lerp(grad, 1 - factor), buffer))
         lanes[0].copy_(grad.lerp(buffer, factor) if options["nesterov"] else buffer)
 
-    def _apply(self, member: Member, lanes: Tensor) -> Tensor:
+    def _apply(self, member: Member, lanes: Tensor, step: int) -> Tensor:
         """Overwrites ``lanes``."""
         options, widths = member.options, member.matrix.widths
         iteration = options["ns_coefficients"], options["ns_steps"], options["eps"]

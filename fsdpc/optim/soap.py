@@ -23,6 +23,7 @@ class Preconditioned(MatrixOptimizer):
     """
 
     _state_names = MOMENTS
+    _owners_hold = False
     _kept = ""  # the states that are made of the averages every so many steps: left_..., right_...
 
     def _check_options(self, options: Mapping[str, Any]) -> None:

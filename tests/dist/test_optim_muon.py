@@ -17,6 +17,7 @@ from toys import full_parameters, wrap
 import fsdpc
 from fsdpc import optim
 from fsdpc.optim import _owned
+from fsdpc.optim._places import local_of
 
 # Matrices that ranks cut in rows and inside of them, flat and tall, one that is smaller than a
 # group of ranks, a fused one, experts, an embedding, a vector.
@@ -75,6 +76,15 @@ def alone(clip: bool = False, dtype: torch.dtype = torch.float32, **more: Any) -
     model = Model(dtype)
     train(model, make(model, **more), range(STEPS), clip)
     return model
+
+
+def states_of(optimizer: Any) -> dict[Any, torch.Tensor]:
+    """Copies of all that is on this rank."""
+    return {
+        (number, name): local_of(value).clone()
+        for number, state in enumerate(optimizer.state.values())
+        for name, value in state.items()
+    }
 
 
 def check(model: nn.Module, expected: nn.Module) -> None:
@@ -157,8 +167,12 @@ def test_steps_with_and_without(rank, world):
         for step, factor in ((4, 1.0), (5, float("inf")), (6, 1.0)):
             optimizer.zero_grad()
             (scaler.scale(model(step)) * (factor if rank == 1 or not sharded else 1.0)).backward()
+            before = states_of(optimizer)
             scaler.step(optimizer)
             scaler.update()
+            kept = states_of(optimizer)
+            stays = all(torch.equal(value, kept[key]) for key, value in before.items())
+            assert stays == (factor != 1.0), step
         assert scaler.get_scale() == 2.0
         return optimizer
 

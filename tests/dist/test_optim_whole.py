@@ -5,20 +5,25 @@ ranks; their states, which stay at owners, in every form of saving.
 from __future__ import annotations
 
 import copy
+import sys
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
-from test_optim_muon import OPTIONS, STEPS, Model, check, train, wanted
+from test_optim_muon import OPTIONS, STEPS, Model, check, states_of, train, wanted
 from toys import full_parameters, wrap
 
 import fsdpc
 from fsdpc import checkpoint, optim
 from fsdpc.optim import _owned
 from fsdpc.optim._places import local_of
+
+sys.path.append(str(Path(__file__).parents[1] / "fuzz"))
+import optim_bits  # noqa: E402
 
 SPLIT, MATRICES = OPTIONS["split"], OPTIONS["matrices"]
 EVERY: dict[str, dict[str, Any]] = {
@@ -68,7 +73,9 @@ def test_shards_step_as_one_process(rank, world, kind):
         optimizer = make(kind, model)
         train(model, optimizer, range(STEPS))
         equal(model, expected)
-        assert len(optimizer._routes[0].rounds) > 1
+        [route] = optimizer._routes
+        assert len(route.rounds) > 1
+        assert bool(route.away) == (kind != "Adafactor" and door != "fully_shard"), "owners"
     total = torch.tensor(float(held_elements(optimizer)))
     dist.all_reduce(total)
     assert float(total) == held_elements(alone(kind)[1]), "each state is at one rank"
@@ -179,8 +186,12 @@ def test_what_a_step_leaves_out(rank, world, kind):
         for step, factor in ((4, 1.0), (5, float("inf")), (6, 1.0)):
             optimizer.zero_grad()
             (scaler.scale(model(step)) * (factor if rank == 1 or not sharded else 1.0)).backward()
+            before = states_of(optimizer)
             scaler.step(optimizer)
             scaler.update()
+            kept = states_of(optimizer)
+            stays = all(torch.equal(value, kept[key]) for key, value in before.items())
+            assert (stays and before.keys() == kept.keys()) == (factor != 1.0), step
         assert scaler.get_scale() == 2.0
         return optimizer
 
@@ -196,6 +207,44 @@ def test_what_a_step_leaves_out(rank, world, kind):
     torch.testing.assert_close(norms, wanted, rtol=1e-12, atol=0)
     for key, value in full_parameters(model).items():
         torch.testing.assert_close(value, dict(other.named_parameters())[key].detach())
+
+
+@pytest.mark.long
+@ranks(3)
+@pytest.mark.parametrize("model", optim_bits.MODELS)
+def test_real_models(rank, world, model):
+    """A part of fuzz/optim_bits.py: parameters, averages and losses, beside our classes and torch's
+    in one process.
+    """
+    for number, name in enumerate(optim_bits.OPTIMIZERS):
+        door = optim_bits.DOORS[(number + len(model)) % 3]
+        ours, torchs = optim_bits.one_process(model, name, world, 2)
+        found = optim_bits.on_ranks(model, name, door, rank, 2)
+        assert found[0] == ours[0] or rank > 0
+        for expected in (ours, *([] if torchs is None else [torchs])):
+            own = expected[0] if rank == 0 else found[0]  # losses are rank 0's
+            assert not optim_bits.differing(found, (own, *expected[1:])), (name, door)
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("kind", ["Muon", *EVERY])
+def test_in_backward(rank, world, kind):
+    """On one rank; of several, ranks would wait for each other in different units."""
+    options = EVERY.get(kind, OPTIONS)
+    for door in DOORS:
+        model = shard(door)
+
+        def new(params: Any) -> Any:
+            return getattr(optim, kind)(params, **options)
+
+        if world > 1:
+            with pytest.raises(NotImplementedError, match=f"{kind} communicates .* after backward"):
+                optim.in_backward(model, new)
+            continue
+        expected = Model()
+        train(expected, new(expected.named_parameters()), range(STEPS))
+        train(model, optim.in_backward(model, new), range(STEPS))
+        equal(model, expected)
 
 
 @ranks(2, 3)

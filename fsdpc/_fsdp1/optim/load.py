@@ -163,7 +163,8 @@ def sharded_states(
         for sharded in entry.params:
             if id(sharded.param) in keys:
                 state = loader.state(sharded)  # collective: values may come from other ranks
-                if state is not None and not entry.unit.holds_nothing(sharded.param):
+                here = whole or not entry.unit.holds_nothing(sharded.param)  # or its owner's
+                if state is not None and here:
                     result[keys[id(sharded.param)]] = state
     for name, param in book.plain.items():
         state = _find(saved, book.aliases[name])
