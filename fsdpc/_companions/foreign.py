@@ -20,6 +20,7 @@ KNOWN = frozenset(
 )
 _OURS = ("Muon", "Adafactor", "SOAP", "Shampoo", "AdamMini")
 _RIGHT_ON_DTENSORS = ("AdamMini",)
+_SUMS = ("A2Grad", "DAdapt", "Prodigy")  # classes that read sums over parameters: of a rank's rows
 _FOR_SHARDS = ("fsdpc", "dion")  # packages whose classes are made for shards
 _named: set[type] = set()
 
@@ -36,9 +37,9 @@ def instead(kind: type) -> str | None:
 
 
 def name_on_dtensors(optimizer: Any) -> None:
-    """Warn, once by class, before steps of a rule for whole matrices on DTensors. Local."""
+    """Warn, once by class, before steps of a rule for more than rows on DTensors. Local."""
     kind = type(optimizer)
-    ours = instead(kind)
+    ours = "AdamW" if kind.__name__.startswith(_SUMS) else instead(kind)
     if ours is None or ours in _RIGHT_ON_DTENSORS or kind in _named:
         return
     if kind.__module__.split(".")[0] in _FOR_SHARDS:
@@ -52,9 +53,15 @@ def name_on_dtensors(optimizer: Any) -> None:
             "multiplies matrices that are sharded: results depend on the number of ranks, which "
             "sum the products in another order than one process, and each product gathers"
         )
+    elif ours == "AdamW":
+        what = (
+            "finds step sizes by sums over whole parameters, and reads those of a rank's rows: "
+            "results depend on the number of ranks"
+        )
     else:
         what = "needs whole matrices and sees DTensors: torch's operators raise on some of them"
     rule = "rule and the states of torch's class" if ours in ("Muon", "Adafactor") else "rule"
+    rule = "rule with a learning rate that is given" if ours == "AdamW" else rule
     warnings.warn(
         f"{kind.__name__} {what}. fsdpc.optim.{ours} has the {rule} and the unsharded run's "
         "results on any number of ranks",

@@ -44,12 +44,17 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     kind = type(optimizer)
     if kind in _said or kind in _ELEMENTWISE or kind.__module__.startswith("fsdpc."):
         return
-    found = ((p, g) for g in optimizer.param_groups for p in g["params"] if _is_flat(p))
-    param, group = next(found, (None, None))
-    if param is None:
+    flat = {  # groups with other options may have another rule
+        frozenset(group): (param, {**optimizer.defaults, **group})
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if _is_flat(param)
+    }
+    if not flat:
         return
-    options = {**optimizer.defaults, **group}
-    if registered("known")(kind) or not _is_elementwise(kind, options, param.device):
+    if registered("known")(kind) or not all(
+        _is_elementwise(kind, options, param.device) for param, options in flat.values()
+    ):
         _said.add(kind)
         ours = registered("instead")(kind)
         instead = "an elementwise optimizer" if ours is None else f"{ours} of fsdpc.optim"
@@ -78,17 +83,23 @@ def _is_elementwise(kind: type, options: dict[str, Any], device: torch.device) -
         return True
     names = inspect.signature(kind).parameters
     known = {name: options[name] for name in names if name in options and name != "params"}
-    if isinstance(known.get("lr"), (float, Tensor)):
-        known["lr"] = 0.1
+    group = {name: options[name] for name in options if name not in ("params", "param_names")}
+    for given in (known, group):
+        if isinstance(given.get("lr"), (float, Tensor)):
+            given["lr"] = 0.1
     values, grads = _matrix()
+
+    def make(param: Tensor) -> Any:
+        return kind([{**group, "params": [param]}], **known)
+
     try:
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parts = [
-                _moved(kind, known, values.view(-1)[cut], [g.view(-1)[cut] for g in grads], device)
+                _moved(make, values.view(-1)[cut], [g.view(-1)[cut] for g in grads], device)
                 for cut in (slice(0, _CUT), slice(_CUT, None))
             ]
-            whole, again = (_moved(kind, known, values, grads, device) for _ in range(2))
+            whole, again = (_moved(make, values, grads, device) for _ in range(2))
     except Exception:
         return True
     size = whole.norm()
@@ -111,12 +122,10 @@ def _matrix() -> tuple[Tensor, list[Tensor]]:
     return values, grads
 
 
-def _moved(
-    kind: Any, options: dict[str, Any], values: Tensor, grads: list[Tensor], device: torch.device
-) -> Tensor:
+def _moved(make: Any, values: Tensor, grads: list[Tensor], device: torch.device) -> Tensor:
     """By how much steps with these gradients move a parameter."""
     param = nn.Parameter(values.to(device, copy=True))
-    optimizer = kind([param], **options)
+    optimizer = make(param)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     for grad in grads:
 

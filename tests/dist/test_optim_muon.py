@@ -234,6 +234,9 @@ def test_what_others_do_on_shards_is_said(rank, world):
         said.append([str(each.message) for each in found])
     assert not said[0] and "fsdpc.optim.Muon has the rule" in said[1][0]
     assert not said[2], "said once"
+    prodigy = type("Prodigy", (torch.optim.SGD,), {})
+    with pytest.warns(UserWarning, match="sums over whole parameters.*fsdpc.optim.AdamW has"):
+        prodigy(model.parameters(), lr=0.1).step()
     with pytest.warns(UserWarning, match="fsdpc.optim.Adafactor has"), pytest.raises(RuntimeError):
         torch.optim.Adafactor(model.parameters()).step()
 

@@ -243,6 +243,24 @@ class Signs(Lamb):
                     p.sub_(p.grad.sign(), alpha=group["lr"])
 
 
+class Grouped(Lamb):
+    """Elementwise but in groups that say so."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        if isinstance(params[0], torch.Tensor):
+            params = [{"params": params[:1]}, {"params": params[1:], "whole": True}]
+        super().__init__(params)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    scale = p.norm() / p.grad.norm().clamp(1e-12) if "whole" in group else 1.0
+                    p.sub_(p.grad * (group["lr"] * scale))
+
+
 class Rows(torch.optim.AdamW):
     """Gradients of matrices without their means."""
 
@@ -269,7 +287,7 @@ class Adam_mini(SOAP):  # noqa: N801  the package's name
     """As its package's: wants the model's names."""
 
 
-MISLED = [Lamb, Rows, Prodigy, Adam_mini, torch.optim.Adafactor, torch.optim.LBFGS]
+MISLED = [Lamb, Grouped, Rows, Prodigy, Adam_mini, torch.optim.Adafactor, torch.optim.LBFGS]
 NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, optim.Lion]
 
 
