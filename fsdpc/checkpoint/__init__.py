@@ -179,7 +179,7 @@ def save(
             only=only,
             form=HubForm(tokenizer) if hf else None,
         )
-        plan.published = way.published
+        plan.published, plan.links = way.published, way.links
         advance = bar(plan, ranks, progress)
         if async_:
             return start(plan, ranks, advance=advance, after=way, target=target)

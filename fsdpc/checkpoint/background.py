@@ -21,6 +21,7 @@ from fsdpc.checkpoint.ranks import Ranks, ranks_of
 from fsdpc.checkpoint.saving import Advance, Plan, write_plan
 from fsdpc.checkpoint.staging import Landing, snapshot
 from fsdpc.checkpoint.storage import AnyPath
+from fsdpc.checkpoint.unchanged import Unchanged
 
 WhenBusy = Literal["wait", "raise"]
 
@@ -111,6 +112,8 @@ def start(
     it, and so does the stream of the next optimizer step.
     """
     landing = Landing(plan.params)
+    unchanged = Unchanged(plan.target, ranks)
+    unchanged.look(plan, f"saving checkpoint {plan.target}")
     try:
         with ranks.step(f"copying checkpoint {plan.target}"):
             tables = [table for each in plan.sets for table in each.tables]
@@ -136,7 +139,7 @@ def start(
     def write() -> None:
         priority.lower()
         try:
-            write_plan(plan, ranks, advance=advance, failpoint=reach)
+            write_plan(plan, ranks, advance=advance, failpoint=reach, unchanged=unchanged)
             if after is not None:
                 after()
         except BaseException as error:  # noqa: BLE001  it is raised at the next call

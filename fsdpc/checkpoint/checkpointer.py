@@ -153,7 +153,7 @@ class Checkpointer:
                 only=self._only,
                 file_bytes=way.file_bytes,
             )
-            plan.metric, plan.published = metric, way.published
+            plan.metric, plan.published, plan.links = metric, way.published, way.links
             advance = bar(plan, ranks, self._progress)
             if self.async_:
                 return _background.start(plan, ranks, advance=advance, after=after, target=target)

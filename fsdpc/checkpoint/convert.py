@@ -33,11 +33,10 @@ from fsdpc.checkpoint.saving import (
     OPTIMIZER_JSON,
     STATE_JSON,
     finish,
-    joined,
 )
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.values import dump, to_json
-from fsdpc.checkpoint.write import Job, rows_of, write_job
+from fsdpc.checkpoint.write import Job, joined, rows_of, write_job
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 Fetch = Callable[[str], torch.Tensor]

@@ -46,6 +46,7 @@ class Entry:
     ranks: int = 0
     unit: Any = None  # of a flat parameter, in which the tensor has this number
     number: int = 0
+    frozen: bool = False  # no gradient asked for: it lies in files of such tensors alone
     exact: bool = False  # codes, or their scales: never converted
 
     @property

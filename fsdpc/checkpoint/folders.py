@@ -19,9 +19,11 @@ from pathlib import Path
 
 from fsdpc import _C
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.held import Held
 
 NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
+_COPY_BYTES = 8 << 20
 _SYNCS_AT_ONCE = 8
 _LONGEST_NAME = 200  # of a folder's; a temporary name has more
 _HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # bytes of a character that was cut
@@ -61,12 +63,26 @@ class Draft:
         which no reader takes for a length while they are zero. A full disk waits until what was
         removed is gone. ``OSError`` (ENOSPC): too little space.
         """
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = self._new(name)
         try:
-            _allocate(fd, nbytes, path)
+            _allocate(fd, nbytes, self.path / name)
             _write(fd, header[_LENGTH_BYTES:], _LENGTH_BYTES)
+        finally:
+            os.close(fd)
+
+    def link(self, name: str, source: Path) -> None:
+        """Another name of a file that is there and will not change. ``OSError``."""
+        (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+        os.link(source, self.path / name, follow_symlinks=False)
+
+    def copy(self, name: str, held: Held) -> None:
+        """A copy of a file, not durable yet. ``OSError``."""
+        fd = self._new(name)
+        try:
+            _allocate(fd, held.size, self.path / name)
+            for at in range(0, held.size, _COPY_BYTES):
+                part = held.read(min(_COPY_BYTES, held.size - at), at, self.path / name)
+                _write(fd, part, at)
         finally:
             os.close(fd)
 
@@ -80,13 +96,16 @@ class Draft:
 
     def write_file(self, name: str, content: bytes) -> None:
         """A small file, not durable yet."""
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        fd = self._new(name)
         try:
             _write(fd, content, 0)
         finally:
             os.close(fd)
+
+    def _new(self, name: str) -> int:
+        path = self.path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def publish(self, written: Sequence[Path] = ()) -> None:
         """Make files and the folder durable, then give the folder its name, durably. What had the

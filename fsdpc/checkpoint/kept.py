@@ -54,6 +54,7 @@ class _Kept:
     tables: list[Table]
 
 
+FROZEN_BYTES = 1 << 20  # of frozen parameters for which a file of their own is worth while
 _NONE = torch.empty(0, device="cpu")
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
@@ -84,6 +85,12 @@ class Reading:
 
     def _read(self) -> None:
         self._old, self._found = None, read_model(self._model, self._everyone)
+        still = [entry for each in self._found.params if not each.param.requires_grad
+                 for entry, _ in each.covers]  # fmt: skip
+        if sum(entry.numel * entry.dtype.itemsize for entry in still) >= FROZEN_BYTES:
+            for entry in still:
+                entry.frozen = True
+            self._found.entries.sort(key=lambda entry: entry.frozen)
         self._now = stamp_of(self._model, self._options) if self._whole else None
         self.parts = parts_of_some(self._found.entries, self._everyone[1])
 
@@ -174,6 +181,7 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     tensors = [t for t in unlike if t is not None and type(t) is not ReleasedParameter]
     specs = [t._spec for t in tensors if isinstance(t, DTensor)]
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
+    frozen = [tensor.requires_grad for tensor in tensors]
     forms = _forms_of(local)
     if forms is None:
         return None
@@ -182,7 +190,7 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
         for name, m in modules
     ]
     references = [weakref.ref(unit) for unit in bound]
-    values = [list(options), references, names, same, specs, *forms]
+    values = [list(options), references, names, same, specs, frozen, *forms]
     return Stamp(values, tensors, local, bound)
 
 

@@ -48,6 +48,7 @@ class File:
     header: bytes
     nbytes: int
     places: list[Place] = field(default_factory=list)
+    frozen: bool = False  # see ``Entry``
 
 
 @dataclass
@@ -64,7 +65,8 @@ class Layout:
         """A digest of all names, dtypes, shapes and places."""
         crc = 0
         for file in self.files:
-            crc = _C.ckpt_crc32c(file.name.encode() + file.header, crc)
+            form = f"{file.name} {file.frozen}".encode() + file.header
+            crc = _C.ckpt_crc32c(form, crc)
         return crc
 
     @property
@@ -108,26 +110,29 @@ def lay_out(
     """Lay entries out in files of at most ``file_bytes`` (a larger tensor has a file of its own),
     named ``name-00001-of-0000N.safetensors``. ``TypeError``: a dtype without a name.
     """
-    tensors = tuple((entry.name, file_dtype(entry, cast), tuple(entry.shape)) for entry in entries)
+    tensors = tuple(
+        (entry.name, file_dtype(entry, cast), tuple(entry.shape), entry.frozen) for entry in entries
+    )
     return _laid_out(tensors, name, folder, file_bytes, tuple((aliases or {}).items()))
 
 
 @functools.lru_cache(maxsize=16)  # a training saves few models and optimizers, again and again
 def _laid_out(
-    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...],
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], bool], ...],
     name: str,
     folder: str,
     file_bytes: int,
     renamed: tuple[tuple[str, str], ...],
 ) -> Layout:
     groups: list[list[Place]] = [[]]
-    used = 0
-    for index, (tensor, dtype, shape) in enumerate(tensors):
+    used, kind = 0, False
+    for index, (tensor, dtype, shape, frozen) in enumerate(tensors):
         name_of(dtype, tensor)
         nbytes = math.prod(shape) * dtype.itemsize
-        if groups[-1] and used + nbytes > file_bytes:
+        if groups[-1] and (used + nbytes > file_bytes or frozen != kind):
             groups.append([])
             used = 0
+        kind = frozen
         groups[-1].append(Place(tensor, dtype, shape, used, nbytes, index))
         used += nbytes
     aliases = dict(renamed)
@@ -136,6 +141,8 @@ def _laid_out(
         _file(f"{name}-{number:05d}-of-{len(groups):05d}.safetensors", places, aliases)
         for number, places in enumerate(groups, 1)
     ]
+    for file in files:
+        file.frozen = tensors[file.places[0].index][3]
     return Layout(folder, f"{name}.safetensors.index.json", files, aliases)
 
 
@@ -179,6 +186,11 @@ class Table:
     rows: np.ndarray
     gpu: np.ndarray
     steady: np.ndarray
+
+    @property
+    def none(self) -> Table:
+        """Of no ranges."""
+        return Table(self.rows[:0], self.gpu[:0], self.steady[:0])
 
 
 @dataclass

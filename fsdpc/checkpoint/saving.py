@@ -7,7 +7,7 @@ itself. Only descriptions and digests travel. Each step ends well on all ranks o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,14 +22,15 @@ from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
 from fsdpc.checkpoint.kept import Reading, StateReading
-from fsdpc.checkpoint.layout import FILE_BYTES, Layout, PlannedSet, fingerprint, lay_out
+from fsdpc.checkpoint.layout import FILE_BYTES, NBYTES, Layout, PlannedSet, fingerprint, lay_out
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.names import Only, chooser, cut_model, cut_state
 from fsdpc.checkpoint.optimizer import State, check_objects
 from fsdpc.checkpoint.ranks import Ranks, check_equal
 from fsdpc.checkpoint.steps import next_number
+from fsdpc.checkpoint.unchanged import Unchanged
 from fsdpc.checkpoint.values import dump, to_json
-from fsdpc.checkpoint.write import jobs, write_edges, write_job
+from fsdpc.checkpoint.write import jobs, joined, write_edges, write_job
 
 OPTIMIZER = "optimizer"
 OPTIMIZER_JSON = "optimizer/optimizer.json"
@@ -52,6 +53,7 @@ class Plan:
     parts: list[str] = field(default_factory=list)  # folders with manifests of their own
     metric: float | None = None
     published: int | None = None  # see ``steps``; None: by the folders beside ``target``
+    links: bool = True  # files that have not changed, see ``Unchanged``
 
     @property
     def layouts(self) -> list[Layout]:
@@ -167,8 +169,10 @@ def write_plan(
     *,
     advance: Advance | None = None,
     failpoint: Callable[[str], object] | None = None,
+    unchanged: Unchanged | None = None,
 ) -> None:
-    """Write and publish what was planned. Collective over ``ranks``.
+    """Write and publish what was planned. Collective over ``ranks``. ``unchanged``: if the plan was
+    looked at before.
 
     ``advance`` gets the bytes of each part that this rank has written. ``failpoint`` is called
     before each step with its name, for tests. ``CheckpointError``: a rank failed; the target is
@@ -178,23 +182,28 @@ def write_plan(
     reach = failpoint or (lambda name: None)
     draft: Draft | None = None
     try:
+        unchanged = Unchanged(plan.target, ranks) if unchanged is None else unchanged
+        unchanged.look(plan, what, lambda: reach("create"))
         with ranks.step(what) as created:
             reach("create")
             if ranks.rank == 0:
                 draft = Draft(plan.target, plan.overwrite)
                 for layout in plan.layouts:
                     for file in layout.files:
-                        draft.create(layout.path(file), file.nbytes, file.header)
+                        if not unchanged.link(draft, layout.path(file)):
+                            draft.create(layout.path(file), file.nbytes, file.header)
                 created.value = str(draft.path)
         folder = Path(created.values[0])
-        parts = _write_ranges(plan, ranks, folder, what, advance, reach)
+        parts = _write_ranges(plan, ranks, folder, what, advance, reach, unchanged)
         with ranks.step(what):
             reach("finish")
             if draft is not None:
                 made = _manifest.Manifest(
                     plan.step, ranks.world, published=plan.published, metric=plan.metric
                 )
-                finish(draft, _digested(plan, parts), plan.files, made, reach, plan.parts)
+                sets = _digested(plan, parts)
+                finish(draft, sets, plan.files, made, reach, plan.parts, unchanged.parts)
+        unchanged.keep(folder.name)
     except BaseException:
         if draft is not None:
             draft.discard()
@@ -208,18 +217,23 @@ def _write_ranges(
     what: str,
     advance: Advance | None,
     reach: Callable[[str], object],
+    unchanged: Unchanged,
 ) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     """Per set and rank, the fragments that were written and their digests."""
     several = len(ranks.hosts) > 1
     with ranks.step(what) as written:
         own = []
         for planned in plan.sets:
-            found = []
+            paths = [planned.layout.path(file) for file in planned.layout.files]
+            found = [unchanged.parts[path] for path in paths if path in unchanged.parts]
+            if advance is not None:
+                advance(sum(int(part[:, NBYTES].sum()) for part, _ in found))
             for job in jobs(folder, planned):
                 reach("write")
                 found.append(write_job(job, skip_edges=several))
+                unchanged.add(str(job.path.relative_to(folder)), found[-1])
                 if advance is not None:
-                    advance(int(job.rows[:, 2].sum()))
+                    advance(int(job.rows[:, NBYTES].sum()))
             own.append(joined(found))
         reach("sync")
         sync(_tensor_files(plan, folder))
@@ -242,17 +256,6 @@ def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> 
                 sync(_tensor_files(plan, folder))
 
 
-def joined(
-    found: Iterable[tuple[np.ndarray, np.ndarray]],
-) -> tuple[np.ndarray, np.ndarray]:
-    """Fragments and digests of several parts, one behind the other."""
-    rows, crcs = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint32)]
-    for part, digests in found:
-        rows.append(part)
-        crcs.append(digests)
-    return np.concatenate(rows), np.concatenate(crcs)
-
-
 def _digested(
     plan: Plan, parts: list[list[tuple[np.ndarray, np.ndarray]]]
 ) -> list[tuple[Layout, list[Digest]]]:
@@ -273,6 +276,7 @@ def finish(
     made: _manifest.Manifest,
     reach: Callable[[str], object] = lambda name: None,
     parts: Sequence[str] = (),
+    linked: Container[str] = (),
 ) -> None:
     """Lengths of headers, indexes, small files and the manifest; then the folder gets its name.
     Local: on the one rank that has the draft, when the tensors' bytes are durable.
@@ -284,7 +288,8 @@ def finish(
         files[layout.path(layout.index_name)] = layout.index
         for file in layout.files:
             reach("header")
-            draft.write_length(layout.path(file), file.header)
+            if layout.path(file) not in linked:
+                draft.write_length(layout.path(file), file.header)
             written.append(draft.path / layout.path(file))
     for path, content in files.items():
         draft.write_file(path, content)

@@ -326,11 +326,12 @@ def _host_snapshot(moves: np.ndarray, total: int) -> Tensor:
         if nbytes < _FOR_THREADS:
             ctypes.memmove(target, source, nbytes)
         else:
-            _bytes_at(target, nbytes).copy_(_bytes_at(source, nbytes))
+            bytes_at(target, nbytes).copy_(bytes_at(source, nbytes))
     return _kept[0]
 
 
-def _bytes_at(address: int, nbytes: int) -> Tensor:
+def bytes_at(address: int, nbytes: int) -> Tensor:
+    """Memory as a tensor that does not keep it. Local."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 

@@ -29,14 +29,15 @@ _NAME = "fsdpc-upload"
 
 @dataclass
 class Direct:
-    """One save, at its place. ``local``: the folder to write; ``published``: see ``steps``;
-    ``file_bytes``: of a file, unless the save says another number. Calling it does what is to be
-    done when that folder is there.
+    """One save, at its place. ``local``: the folder to write; ``published``, ``links``: of its
+    plan; ``file_bytes``: of a file, unless the save says another number. Calling it does what is to
+    be done when that folder is there.
     """
 
     local: LocalPath
     published: int | None = None
     file_bytes: int = FILE_BYTES
+    links: bool = True
 
     def __call__(self) -> None:
         pass
@@ -64,7 +65,7 @@ class Upload:
     the old one goes before the new one comes.
     """
 
-    file_bytes = _UPLOADED_BYTES
+    file_bytes, links = _UPLOADED_BYTES, False
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,6 +127,17 @@ def write_job(job: Job, *, skip_edges: bool = False) -> tuple[np.ndarray, np.nda
     table = np.ascontiguousarray(job.rows[:, : _COLUMNS - 1])
     _C.ckpt_write(str(job.path), table, BLOCK_BYTES, digests, skip_edges=skip_edges, no_sync=True)
     return parts, digests
+
+
+def joined(
+    found: Iterable[tuple[np.ndarray, np.ndarray]],
+) -> tuple[np.ndarray, np.ndarray]:
+    """Fragments and digests of several parts, one behind the other."""
+    rows, crcs = [np.empty((0, 3), np.int64)], [np.empty(0, np.uint32)]
+    for part, digests in found:
+        rows.append(part)
+        crcs.append(digests)
+    return np.concatenate(rows), np.concatenate(crcs)
 
 
 def write_edges(job: Job) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,7 @@ def change(model: Net, what: str) -> None:
 
 CHANGES = ("", "values", "note", "data", "data outside", "replaced", "transposed", "shape",
            "buffer", "persistent", "module", "tied", "frozen", "double")  # fmt: skip
-SAME = ("", "values", "note", "frozen")
+SAME = ("", "values", "note")
 
 
 def change_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, Any]:
@@ -196,6 +197,64 @@ def test_only_of_an_optimizer_whose_states_have_not_changed(tmp_path: Path, kind
         for file in ("optimizer-00001-of-00001.safetensors", "optimizer.json"):
             file = f"optimizer/{file}"
             assert (now / file).read_bytes() == (anew / file).read_bytes(), what
+
+
+def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
+    """The inodes of the files of each save, those of frozen parameters last."""
+    kept.FROZEN_BYTES = 1
+    model = build("fully_shard")
+    sharded = list(model.first.parameters())
+    for param in sharded:
+        param.requires_grad_(False)
+
+    def save(name: str, **options: Any) -> None:
+        with torch.no_grad():
+            for param in model.second.parameters():
+                param.add_(1)
+        saving = checkpoint.save(f"{path}/{name}", model, async_=name == "b", **options)
+        if saving is not None:
+            saving.wait()
+        files = sorted(Path(path, name).glob("*.safetensors"))
+        found[name] = [file.stat().st_ino for file in files]
+        anew = build("fully_shard")
+        assert checkpoint.load(f"{path}/{name}", anew).verified
+        for one, other in zip(anew.parameters(), model.parameters(), strict=True):
+            assert torch.equal(*(getattr(p, "_local_tensor", p) for p in (one, other))), name
+
+    found: dict[str, list[int]] = {}
+    save("a")
+    save("b")
+    if rank == 1:  # on one rank alone
+        with torch.no_grad():
+            sharded[0].add_(1)
+    save("changed")
+    save("d")
+    save("d", overwrite=True)
+    dist.barrier()
+    if rank == 0:
+        file = sorted(Path(path, "d").glob("*.safetensors"))[-1]
+        file.write_bytes(file.read_bytes())
+    dist.barrier()
+    save("touched")
+    real, os.link = os.link, refuse
+    save("refused")
+    os.link = real
+    sharded[0].requires_grad_(True)
+    save("thawed")
+    return found
+
+
+def refuse(*given: Any, **options: Any) -> None:
+    raise PermissionError
+
+
+def test_files_of_frozen_parameters_are_linked_while_they_do_not_change(tmp_path: Path):
+    found = run_ranks(freeze_and_save, 2, path=str(tmp_path))[0]
+    frozen = {name: inodes[-1] for name, inodes in found.items()}
+    assert all(len(inodes) == 2 for inodes in found.values())
+    assert frozen["a"] == frozen["b"] != frozen["changed"] == frozen["d"]
+    assert len({frozen[name] for name in ("d", "touched", "refused", "thawed")}) == 4
+    assert len({inodes[0] for inodes in found.values()}) == len(found)
 
 
 def groups(rank: int, world: int, path: str) -> None:

@@ -1,0 +1,162 @@
+"""Files of frozen parameters that a save before has written with the same bytes: they are linked,
+neither copied in memory nor written again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fsdpc import _C
+from fsdpc.checkpoint.folders import Draft
+from fsdpc.checkpoint.held import Held
+from fsdpc.checkpoint.layout import FILE_TYPE, MEMORY, MEMORY_TYPE, NBYTES, PlannedSet, Table
+from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.staging import SIZES, bytes_at
+from fsdpc.checkpoint.write import joined
+
+if TYPE_CHECKING:
+    from fsdpc.checkpoint.saving import Plan
+
+Part = tuple[np.ndarray, np.ndarray]  # fragments and their digests
+_MOST_KNOWN = 256
+
+
+@dataclass
+class _Written:
+    """A file as this process last wrote or linked it. ``crcs``: of this rank's part of it."""
+
+    path: Path
+    form: int
+    crcs: list[int]
+    part: Part
+    save: str  # another word for each save
+    stamp: tuple[int, int, int] | None  # on rank 0
+
+
+# By the folder that holds checkpoints, and the file's path in a checkpoint.
+_written: OrderedDict[tuple[Path, str], _Written] = OrderedDict()
+
+
+class Unchanged:
+    """The files of a save that are linked. ``parts``: by their paths, what this rank would write of
+    each. Local.
+    """
+
+    def __init__(self, target: Path, ranks: Ranks) -> None:
+        self._target, self._ranks = target, ranks
+        self._now: dict[str, tuple[int, list[int]]] = {}
+        self._own: dict[str, list[Part]] = {}
+        self._held: dict[str, Held] = {}
+        self._is_done = False
+        self.parts: dict[str, Part] = {}
+
+    def look(self, plan: Plan, what: str, begin: Callable[[], object] = lambda: None) -> None:
+        """Take the files that have not changed out of the plan. ``begin`` is called before its
+        memory is read. Collective where the plan has frozen files of which a rank's part has not
+        been looked at, since it is on a GPU.
+        """
+        named = [(each.layout.path(file), file, table) for each in plan.sets
+                 for file, table in zip(each.layout.files, each.tables, strict=True)
+                 if file.frozen and plan.links]  # fmt: skip
+        if self._is_done or not named:
+            return
+        with self._ranks.step(what) as seen:
+            begin()
+            away = False
+            for path, file, table in named:
+                if (table.gpu >= 0).any():
+                    away = True
+                elif path not in self._now:
+                    self._now[path] = _C.ckpt_crc32c(file.header), _crcs(table)
+            known = [path for path in self._now if self._is_known(path)]
+            seen.value = away, [(path, self._before(path).save) for path in known]
+        self._is_done = not any(away for away, _ in seen.values)
+        for pair in seen.values[self._ranks.rank][1]:
+            if all(pair in pairs for _, pairs in seen.values):
+                self.parts[pair[0]] = self._before(pair[0]).part
+        plan.sets = [self._rest(each) for each in plan.sets]
+
+    def _rest(self, planned: PlannedSet) -> PlannedSet:
+        paths = [planned.layout.path(file) for file in planned.layout.files]
+        pairs = zip(paths, planned.tables, strict=True)
+        tables = [table.none if path in self.parts else table for path, table in pairs]
+        return dataclasses.replace(planned, tables=tables)
+
+    def _key(self, path: str) -> tuple[Path, str]:
+        return self._target.parent, path
+
+    def _before(self, path: str) -> _Written:
+        return _written[self._key(path)]
+
+    def _is_known(self, path: str) -> bool:
+        before = _written.get(self._key(path))
+        if before is None or (before.form, before.crcs) != self._now[path]:
+            return False
+        if self._ranks.rank == 0:
+            held = _open(before.path)
+            if held is None or held.stamp != before.stamp:
+                return False
+            self._held[path] = held
+        return True
+
+    def link(self, draft: Draft, path: str) -> bool:
+        """Whether the file is among them, and is in the draft now: on the rank that has it. Where
+        it cannot be linked any more, it is copied. ``OSError``.
+        """
+        if path not in self.parts:
+            return False
+        held = self._held.pop(path)
+        with suppress(OSError):
+            draft.link(path, self._before(path).path)
+            linked = _open(draft.path / path)
+            if linked is not None and linked.stamp == held.stamp:
+                return True
+            (draft.path / path).unlink()
+        draft.copy(path, held)
+        return True
+
+    def add(self, path: str, part: Part) -> None:
+        """A part of a file that this rank has written. Local."""
+        if path in self._now:
+            self._own.setdefault(path, []).append(part)
+
+    def keep(self, save: str) -> None:
+        """The checkpoint is there. ``save``: the same word on all ranks, another for each save.
+        Local.
+        """
+        for path, (form, crcs) in self._now.items():
+            file, key = self._target / path, self._key(path)
+            held = _open(file) if self._ranks.rank == 0 else None
+            part = self.parts.get(path) or joined(self._own.get(path, []))
+            _written.pop(key, None)
+            stamp = None if held is None else held.stamp
+            _written[key] = _Written(file, form, crcs, part, save, stamp)
+        while len(_written) > _MOST_KNOWN:
+            _written.popitem(last=False)
+
+
+def _open(path: Path) -> Held | None:
+    try:
+        return Held(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+    except OSError:
+        return None
+
+
+def _crcs(table: Table) -> list[int]:
+    """Of where the ranges lie, and of the bytes in memory of each."""
+    rows, sizes = table.rows, np.array(SIZES)
+    lengths = rows[:, NBYTES] // sizes[rows[:, FILE_TYPE]] * sizes[rows[:, MEMORY_TYPE]]
+    places = np.ascontiguousarray(np.delete(rows, MEMORY, axis=1))
+    crcs = [_C.ckpt_crc32c(places.view(np.uint8).reshape(-1))]
+    for address, nbytes in zip(rows[:, MEMORY].tolist(), lengths.tolist(), strict=True):
+        crcs.append(_C.ckpt_crc32c(bytes_at(address, nbytes).numpy()) if nbytes else 0)
+    return crcs
