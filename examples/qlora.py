@@ -42,14 +42,19 @@ def named(name: str) -> str:
     return f"base_model.model.{layer}{inner}.weight"
 
 
+def shard(model: nn.Module) -> nn.Module:
+    llama = model.base_model.model
+    for module in (*llama.model.layers, llama.model.embed_tokens, llama.lm_head):
+        fully_shard(module)
+    return fully_shard(model)
+
+
 def model_of(folder: Path) -> nn.Module:
     """Nobody holds the model whole, or a weight of it."""
     with torch.device("meta"):
         base = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model = get_peft_model(lowbit.quantize(base), ADAPTERS)
-    for layer in model.base_model.model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    shard(model)
     checkpoint.load_pretrained(model, folder, rename=named, only=lambda name: "lora_" not in name)
     torch.manual_seed(1)
     for module in model.modules():
@@ -99,8 +104,9 @@ def llama_70b() -> dict:
     config = LlamaConfig(vocab_size=128256, **sizes, **heads, dtype=torch.bfloat16)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = get_peft_model(lowbit.quantize(model, skip=(), embeddings=True), ADAPTERS)
-    tokens = torch.zeros(1, 512, dtype=torch.long)
-    return {"model": model, "inputs": {"input_ids": tokens, "labels": tokens}}
+    tokens = torch.zeros(1, 256, dtype=torch.long)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    return {"model": model, "inputs": inputs, "shard": shard}
 
 
 if __name__ == "__main__":
