@@ -1,7 +1,8 @@
 """What the runs of `make simcluster-coverage` have reached in the core, and what not.
 
-Prints, for each folder, the basic blocks and the lines that make an error which were reached, and
-the functions that were never called. --lines lists the lines that were never reached.
+Prints, for each folder, how many basic blocks, lines that access an atomic (where ranks take turns)
+and lines that make an error were reached, and the functions that were never called. --lines
+lists the lines that were never reached.
 """
 
 from __future__ import annotations
@@ -62,24 +63,27 @@ def main() -> None:
         hits[file, line].append(hit)
         functions[file][function_of[address]] |= hit
     never = []
-    print(f"{'folder':10} {'blocks':>14} {'errors':>12}")
+    print(f"{'folder':10} {'blocks':>14} {'points':>12} {'errors':>12}")
     for folder in FOLDERS:
         files = sorted(file for file in functions if file.startswith(folder + "/"))
         # Files whose other kinds (a wire, a GPU) no run uses.
         unused = [file for file in files if not any(functions[file].values())]
         used = set(files) - set(unused)
         places = {place: each for place, each in hits.items() if place[0] in used}
-        errors = []
+        errors, points = [], []
         for (file, line), each in places.items():
             source = (ROOT / "csrc" / file).read_text().splitlines()[line - 1]
             if "fsdpc_error" in source:
                 errors.append(any(each))
+            if "atomic_" in source:
+                points.append(any(each))
             if not any(each):
                 never.append((file, line, source.strip()))
         all_blocks = [hit for each in places.values() for hit in each]
         print(
             f"{folder:10} {sum(all_blocks):>6} of {len(all_blocks):<5} "
-            f"{sum(errors):>4} of {len(errors):<4} without {len(unused)} files that no run uses"
+            f"{sum(points):>4} of {len(points):<4} {sum(errors):>4} of {len(errors):<4} "
+            f"without {len(unused)} files that no run uses"
         )
         for file in sorted(used):
             names = [name for name, hit in functions[file].items() if not hit]

@@ -1096,17 +1096,18 @@ def within(seeds: list[int]) -> str:
 
 def write(results: Results, count: int) -> None:
     """The seeds into the decision, and those of faults that were mended into their list."""
-    of = {fault: results.before(fault).found for fault in FAULTS}
-    seeds = [seed for seed in of.values() if seed]
+    of = {fault: results.before(fault) for fault in FAULTS}
+    seeds = [outcome.found for outcome in of.values() if outcome.found]
     lines = [f"{len(seeds)} of {len(of)} within {count} seeds: {within(seeds)}.", ""]
     lines += ["| planted fault | file | seeds |", "| --- | --- | --- |"]
-    for fault in sorted(FAULTS, key=lambda fault: (fault.file, of[fault], fault.name)):
-        lines.append(f"| {fault.name} | `{Path(fault.file).name}` | {of[fault] or 'not found'} |")
+    for fault in sorted(FAULTS, key=lambda fault: (fault.file, of[fault].found, fault.name)):
+        shown = of[fault].found or f"> {of[fault].tried}"
+        lines.append(f"| {fault.name} | `{Path(fault.file).name}` | {shown} |")
     begin, rest = DECISION.read_text().split(BEGIN, 1)
     text = "\n".join(lines)
     DECISION.write_text(f"{begin}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
-    kept = [f"{of[fault]} {fault.name}\n" for fault in FAULTS if fault.mended and of[fault]]
-    MENDED.write_text(MENDED_HEAD + "".join(kept))
+    kept = [fault for fault in FAULTS if fault.mended and of[fault].found]
+    MENDED.write_text(MENDED_HEAD + "".join(f"{of[f].found} {f.name}\n" for f in kept))
 
 
 def replay(build: Path, fault: Fault, seed: str) -> bool:

@@ -173,6 +173,7 @@ draw_fault(sim_case *c, uint64_t *state)
                    : !passes                     ? 600
                    : sim_random(state) % 64 == 0 ? 20
                                                  : 2;
+    c->timeout_s *= c->world > 16 ? c->world / 4.0 : 1; /* they all share one processor */
     c->place = sim_random(state) % 4 ? 1 + (int)(sim_random(state) % SIM_PLACES) : 0;
     c->at = c->fault == SIM_NO_FAULT ? 0 : c->at;
     /* Else a rank may know nothing of what has changed. */
@@ -433,7 +434,8 @@ judge_stop(const sim_case *c, const sim_run *run)
         if (out->finished && out->status != 0 && out->joined && run->out[c->victim].joined) {
             raised++;
             knows += names(out->text, c->victim) || may_be_any(run, out->text) ||
-                     (apart && strstr(out->text, ") waits in ")) ||
+                     (apart && (strstr(out->text, ") waits in ") ||
+                                strstr(out->text, ") was last seen in "))) ||
                      (c->fault == SIM_STRAYS && (strstr(out->text, "different collectives") ||
                                                  strstr(out->text, "has changed its parameters")));
         }

@@ -756,7 +756,8 @@ static uint64_t
 most_points(const sim_case *c)
 {
     const uint64_t world = (uint64_t)c->world;
-    return 60000000 + 5000 * world * world + (uint64_t)(s.run->napped_ns / POINT_NS);
+    return 60000000 + (world > 16 ? 100000 : 5000) * world * world +
+           (uint64_t)(s.run->napped_ns / POINT_NS);
 }
 
 bool
