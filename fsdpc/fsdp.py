@@ -232,7 +232,8 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         """Make the engine's unit from full parameters and use its hooks. Collective."""
         options = self._options.for_unit(self.sharding_strategy)
         _elementwise.install()
-        unit = HandledUnit(self._name, infos, self._groups, **options)
+        former = () if self._unit is None else self._unit.flat_params
+        unit = HandledUnit(self._name, infos, self._groups, former=former, **options)
         claim(infos, unit)
         start_at_first_use(unit, self)
         this = weakref.ref(self)

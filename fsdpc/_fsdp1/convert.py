@@ -2,8 +2,8 @@
 
 A conversion that keeps dtype and device skips the unit's parameters: the engine owns their memory.
 A change of dtype or device reshards the unit from the converted full values; Parameter objects keep
-their identity with ``use_orig_params=True``, and with False the unit gets a new flat Parameter
-(make the optimizer afterwards).
+their identity, also flat ones, because an optimizer may hold them. Flat parameters of several
+dtypes that become one cannot: a warning says so.
 """
 
 from __future__ import annotations
@@ -178,5 +178,18 @@ def _rebuild(member: Any, rest: Callable[[], Any], fn: Fn, device: torch.device)
     if device != member.compute_device:
         _move_groups(member, device)
     member._shard(unit.infos)
+    if member._unit.former:
+        _warn_of_new_flats(member._unit)
     if any(grad is not None for grad in grads):
         member._unit.scatter_full_grads(grads)
+
+
+def _warn_of_new_flats(unit: Any) -> None:
+    lost = ["/".join(names) for names in unit.former]
+    unit.former.clear()
+    warnings.warn(
+        f"the conversion gave unit {unit.name!r} other flat parameters than "
+        f"{', '.join(lost)}: an optimizer that holds those changes nothing any more. Make the "
+        "optimizer after the conversion",
+        stacklevel=5,
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -55,13 +55,26 @@ class HandledUnit(Unit):
 
     on_storage_dtype: Callable[[torch.dtype], None] | None = None
 
+    def __init__(self, *args: Any, former: Sequence[nn.Parameter] = (), **options: Any) -> None:
+        """``former``: flat parameters of the unit that this one replaces: optimizers hold them."""
+        self.former: dict[Any, nn.Parameter] = {vars(flat)["_fqns"]: flat for flat in former}
+        super().__init__(*args, **options)
+
     def make_flat_param(self, index: int, segment: dict[str, Any]) -> nn.Parameter:
-        """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``."""
+        """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``; the
+        object of the same parameters in ``former``, if there is one.
+        """
         layout = self.flat.layout()
         members = [i for i, p in enumerate(layout["params"]) if p["segment"] == index]
         dtype = torch.uint8 if self.carried[members[0]] else self.dtypes[members[0]]
         shard = over(self.flat.shard_segment(index), dtype)
-        param = nn.Parameter(shard, requires_grad=bool(segment["trainable"]))
+        param = self.former.pop(tuple(self.infos[i].name for i in members), None)
+        if param is None:
+            param = nn.Parameter(shard, requires_grad=bool(segment["trainable"]))
+        else:
+            param.grad = None
+            param.data = shard
+            param.requires_grad_(bool(segment["trainable"]))
         param._is_flat_param = True  # isinstance(p, torch.distributed.fsdp.FlatParameter)
         param._fsdp_flattened = True  # torch's mark of managed parameters, read by frameworks
         for name, value in self._metadata(layout, index, members).items():

@@ -218,14 +218,26 @@ def test_conversion_of_a_sharded_model(rank, world, use_orig_params):
             model.zero_grad()
         assert model.double() is model
         check_equal(values_of(model), values(toy().double()), "as double")
-        if use_orig_params:
-            assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
+        optimizer = torch.optim.SGD(params, 0.5)  # as one that was made before the conversion
         loss_of(model, tokens(0, 0)).backward()
         reference = toy().double()
         loss_of(reference, tokens(0, 0)).backward()
         with summon(model, with_grads=True):
             grads = {n: p.grad for n, p in model.named_parameters()}
             check_equal(grads, {n: p.grad for n, p in reference.named_parameters()}, "gradients")
+        optimizer.step()
+        torch.optim.SGD(reference.parameters(), 0.5).step()
+        check_equal(values_of(model), values(reference), "after a step")
+
+
+@ranks(2)
+def test_flat_parameters_that_a_conversion_joins(rank, world):
+    module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2).double())
+    model = wrap("fsdpc", module, use_orig_params=False)
+    with pytest.warns(UserWarning, match="(?s)0.weight/0.bias.*after the conversion"):
+        model.double()
+    assert len(list(model.parameters())) == 1
 
 
 @ranks(2)
