@@ -1,5 +1,6 @@
-"""Optimizers whose step of an element depends on other elements of its parameter, at their first
-step on flat shards: results are not the unsharded run's, and nothing else would say so.
+"""Optimizers whose step of an element depends on other elements of its parameter, and groups that
+took parts of parameters for vectors, at their first step on flat shards: results are not the
+unsharded run's, and nothing else would say so.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     if optimizer in _seen or torch.compiler.is_compiling():
         return
     _seen.add(optimizer)
+    _look_at_groups(optimizer.param_groups)
     kind = type(optimizer)
     if kind in _said or kind in _ELEMENTWISE or kind.__module__.startswith("fsdpc."):
         return
@@ -66,6 +68,29 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
             "are DTensors: the optimizer sees all of them there, or raises",
             stacklevel=2,
         )
+
+
+def _look_at_groups(groups: list[dict[str, Any]]) -> None:
+    """Warn of groups that were chosen by ``p.dim()``: none is a matrix any more, so all weights lie
+    in the group of the vectors, and the other one is empty.
+    """
+    empty = [group.get("weight_decay", 0) for group in groups if not group["params"]]
+    held = [(g.get("weight_decay", 0), p) for g in groups if empty for p in g["params"]]
+    decays = [decay for decay, param in held if _was_matrix(param)]
+    if decays and max(empty) > max(decays):
+        warnings.warn(
+            f"a parameter group with weight_decay={max(empty)} is empty, and weights of "
+            f"FullyShardedDataParallel have {max(decays)}: parts of parameters have one dimension, "
+            "so groups chosen by p.dim() put all of them with the biases. Choose groups by name, "
+            "or use fully_shard, whose parameters keep their shapes",
+            stacklevel=3,
+        )
+
+
+def _was_matrix(param: Any) -> bool:
+    unit = owner_of(param) if _is_flat(param) else None
+    covered = () if unit is None else (c for p, _, c in unit.optim_params if p is param)
+    return any(len(unit.shapes[i]) > 1 for each in covered for i in each)
 
 
 def _is_flat(param: Any) -> bool:

@@ -335,6 +335,26 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
 
 
 @ranks(2)
+def test_groups_by_dimensions_that_found_no_matrix_are_named(rank, world):
+    """Weights would go without decay. Not where no matrix trains, nor where groups are by name."""
+    model = wrap("fsdpc", nn.Linear(8, 16), use_orig_params=True)
+    weight, bias = model.parameters()
+
+    def said(*groups: list[nn.Parameter]) -> list[str]:
+        of = zip(groups, (0.1, 0.0), strict=True)
+        made = torch.optim.AdamW([{"params": list(p), "weight_decay": decay} for p, decay in of])
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            made.step()
+        return [str(w.message) for w in found]
+
+    both = [p for p in (weight, bias) if p.dim() < 2]
+    (text,) = said([p for p in (weight, bias) if p.dim() >= 2], both)
+    assert "weight_decay=0.1 is empty" in text and "Choose groups by name" in text
+    assert not said([weight], [bias]) and not said([], [bias]) and not said([weight], [])
+
+
+@ranks(2)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_statistics(rank, world, kind):
     """Of whole parameters, as of the unsharded tensors; the steps stay the same bits."""
