@@ -83,6 +83,11 @@ class Url:
         return fs, str(path)
 
     @property
+    def is_own_memory(self) -> bool:
+        """Whether no other process sees what is written here."""
+        return self._text.startswith("memory:")
+
+    @property
     def fs(self) -> Any:
         """The driver's file system."""
         return self._found[0]

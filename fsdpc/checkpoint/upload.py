@@ -54,6 +54,11 @@ def way_to(
     """For a save. Collective; see ``Upload``."""
     if isinstance(place, LocalPath):
         return Direct(place)
+    if place.is_own_memory and ranks.world > 1:
+        raise CheckpointError(
+            f"{place} is memory of each process alone, and {ranks.world} ranks save there together: "
+            "save to a folder, or to storage that all of them see"
+        )
     return Upload(ranks, place, staging, overwrite=overwrite, is_step=is_step)
 
 

@@ -241,7 +241,9 @@ def test_one_process_damage_and_the_command(tmp_path: Path, capsys):
 
 
 @ranks(2)
-def test_a_driver_that_is_missing_is_named(rank, world):
+def test_storage_that_does_not_serve_is_named(rank, world):
+    with pytest.raises(CheckpointError, match="memory of each process alone, and 2 ranks save"):
+        checkpoint.save("memory://bucket/a", build("fsdpc"))
     try:
         import s3fs  # noqa: F401
     except ImportError:
