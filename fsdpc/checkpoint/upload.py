@@ -56,7 +56,7 @@ def way_to(
         return Direct(place)
     if place.is_own_memory and ranks.world > 1:
         raise CheckpointError(
-            f"{place} is memory of each process alone, and {ranks.world} ranks save there together: "
+            f"{place} is memory of each process alone, and {ranks.world} ranks save there: "
             "save to a folder, or to storage that all of them see"
         )
     return Upload(ranks, place, staging, overwrite=overwrite, is_step=is_step)
