@@ -242,7 +242,9 @@ def test_one_process_damage_and_the_command(tmp_path: Path, capsys):
 
 @ranks(2)
 def test_storage_that_does_not_serve_is_named(rank, world):
-    with pytest.raises(CheckpointError, match="memory of each process alone, and 2 ranks save there"):
+    with pytest.raises(
+        CheckpointError, match="memory of each process alone, and 2 ranks save there"
+    ):
         checkpoint.save("memory://bucket/a", build("fsdpc"))
     try:
         import s3fs  # noqa: F401
