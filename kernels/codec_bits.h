@@ -123,7 +123,7 @@ FSDPC_CODEC_TABLE float fsdpc_nf4_levels[16] = {
     1.0f,
 };
 
-/* Half way between neighbouring levels, their sums rounded to float32 as bitsandbytes' are. */
+/* Half way between neighbouring levels, their sums rounded to float32 as bitsandbytes' are on processors. */
 FSDPC_CODEC_TABLE float fsdpc_nf4_bounds[15] = {
     -0.8480963706970215f,  -0.6106328964233398f,  -0.4599952697753906f,   -0.33967941999435425f,
     -0.23460739850997925f, -0.13791173696517944f, -0.045525018125772476f, 0.03979014977812767f,

@@ -350,13 +350,24 @@ decode_wide(fsdpc_codec codec, const fsdpc_kernels *kernels, const uint8_t *code
     return FSDPC_OK;
 }
 
+static bool
+is_zero(const float *values, int64_t n)
+{
+    int64_t i = 0;
+    while (i < n && values[i] == 0) {
+        i++;
+    }
+    return i == n;
+}
+
+/* Zeros stay zeros: they may be those of a parameter that got no gradient, whose sum nobody reads. */
 static int
 encode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const void *values,
                fsdpc_dtype type, int64_t n, float *lost, uint8_t *codes, uint8_t *scales)
 {
     float wide[STRETCH], back[STRETCH];
     kernels->cast(wide, FSDPC_F32, values, type, n, 1.0);
-    if (!lost) {
+    if (!lost || is_zero(wide, n)) {
         return encode_wide(codec, kernels, wide, n, codes, scales);
     }
     for (int64_t i = 0; i < n; i++) {

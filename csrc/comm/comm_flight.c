@@ -37,10 +37,14 @@ fsdpc_comm_swaps(const fsdpc_comm *comm)
     return comm->world == 2 && fsdpc_comm_flies(comm);
 }
 
-uint32_t
-fsdpc_comm_next_swap(fsdpc_comm *comm)
+int
+fsdpc_comm_next_swap(fsdpc_comm *comm, uint32_t *key)
 {
-    return comm->swaps + 2 < FSDPC_SWAP_KEYS ? comm->swaps += 2 : 0;
+    if (comm->swaps + 3 >= FSDPC_SWAP_KEYS) {
+        return fsdpc_error(FSDPC_E_INTERNAL, "a process group has no keys for another unit");
+    }
+    *key = comm->swaps += 2;
+    return FSDPC_OK;
 }
 
 int

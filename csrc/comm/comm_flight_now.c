@@ -20,9 +20,10 @@ fsdpc_flight_all_gather_now(fsdpc_comm *comm, void *buffer, size_t piece_bytes, 
     return fsdpc_flight_now(comm, &part, NULL, &mark, what);
 }
 
-int
-fsdpc_flight_sum(const fsdpc_comm *comm, void *dst, const void *const *sources, int64_t n,
-                 fsdpc_dtype dtype, const char *what)
+/* dst = the sum of the ranks' n elements in F32 (F64 for F64), rounded once; dst may be a source. */
+static int
+sum(const fsdpc_comm *comm, void *dst, const void *const *sources, int64_t n, fsdpc_dtype dtype,
+    const char *what)
 {
     int status = FSDPC_OK;
     const fsdpc_dtype wide = dtype == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
@@ -60,7 +61,7 @@ scatter(fsdpc_comm *comm, char *buffer, int64_t piece_numel, fsdpc_dtype dtype, 
     for (int r = 0, at = 0; r < comm->world; r++) {
         sources[r] = r == comm->rank ? own : room + bytes * (size_t)at++;
     }
-    FSDPC_GOTO(fsdpc_flight_sum(comm, own, sources, piece_numel, dtype, what), done);
+    FSDPC_GOTO(sum(comm, own, sources, piece_numel, dtype, what), done);
 done:
     fsdpc_mem_free(sources);
     fsdpc_mem_free(room);
@@ -92,7 +93,7 @@ sum_whole(fsdpc_comm *comm, char *buffer, int64_t numel, fsdpc_dtype dtype, cons
     for (size_t r = 0; r < world; r++) {
         sources[r] = all + bytes * r;
     }
-    FSDPC_GOTO(fsdpc_flight_sum(comm, buffer, sources, numel, dtype, what), done);
+    FSDPC_GOTO(sum(comm, buffer, sources, numel, dtype, what), done);
 done:
     fsdpc_mem_free(sources);
     fsdpc_mem_free(all);

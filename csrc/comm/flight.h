@@ -68,16 +68,11 @@ uint64_t fsdpc_flight_sent_bytes(const fsdpc_flight *flight);
  * still send to its memory, which must stay as long as the process. Local. */
 bool fsdpc_flight_free(fsdpc_flight *flight);
 
-/* dst = the sum of the ranks' n elements, sources[r] rank r's, in the order of ranks and in F32 (F64 for F64),
- * rounded once; dst may be a source. */
-int fsdpc_flight_sum(const fsdpc_comm *comm, void *dst, const void *const *sources, int64_t n,
-                     fsdpc_dtype dtype, const char *what);
-
 /* True if flights go on in the background. */
 bool fsdpc_comm_flies(const fsdpc_comm *comm);
 /* True for two ranks whose sums are cheapest by a swap of all that they have. */
 bool fsdpc_comm_swaps(const fsdpc_comm *comm);
-/* The first of two keys that no earlier call gave. All ranks must call this in one order. 0: all are given. */
-uint32_t fsdpc_comm_next_swap(fsdpc_comm *comm);
+/* *key: the first of two that no earlier call gave. All ranks must call this in one order. */
+int fsdpc_comm_next_swap(fsdpc_comm *comm, uint32_t *key);
 
 #endif

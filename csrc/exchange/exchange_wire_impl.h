@@ -32,9 +32,9 @@ struct fsdpc_wire {
     struct fsdpc_wire_coded *coded; /* per slot, and one for gathers beside a slot in use */
     int coded_count;
     struct fsdpc_wire_coded *kept; /* per unit: what coding lost; memory NULL: it is not kept */
-    size_t *
-        landing_offsets; /* of its parts, of its segments, of their codes, and of what those lost */
-    void *sum_room;      /* for chunks of coded pieces, decoded; NULL: there are none */
+    /* Of its parts, of its segments, of their codes, and of what those lost. */
+    size_t *landing_offsets;
+    void *sum_room;               /* for chunks of coded pieces, decoded; NULL: there are none */
     uint8_t *used, *bits;         /* of the unit being packed; of all ranks and units at the end */
     size_t bit_count;             /* per rank */
     bool lost;                    /* a flight has not landed: its memory is other ranks' for ever */

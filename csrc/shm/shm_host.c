@@ -276,7 +276,9 @@ send_to_peer(host *self, int rank, const fsdpc_shm_message *text, const int *fds
 {
     const int socket = self->shm->peers[rank].socket;
     int ready = 0, status = FSDPC_OK;
-    const int sent = fsdpc_shm_message_send(socket, "a rank", text, fds, count, self->deadline_ns);
+    char name[32];
+    snprintf(name, sizeof name, "rank %d", rank);
+    const int sent = fsdpc_shm_message_send(socket, name, text, fds, count, self->deadline_ns);
     for (int k = 0; sent == FSDPC_E_PEER && status == FSDPC_OK && k < 2; k++) {
         status = receive_peer(self, rank, &ready);
     }

@@ -104,7 +104,10 @@ make_nodes(fsdpc_tree *tree, fsdpc_unit *const *units, const int *depths, int co
     tree->count = count;
     tree->opened = -1;
     for (int i = 0; i < count; i++) {
-        tree->nodes[i] = (struct fsdpc_node){.unit = units[i], .depth = depths[i], .order = -1};
+        tree->nodes[i] = (struct fsdpc_node){.unit = units[i],
+                                             .depth = depths[i],
+                                             .order = -1,
+                                             .swapped = fsdpc_unit_swapped_bytes(units[i])};
         tree->replicates = tree->replicates || fsdpc_unit_replicate(units[i]);
     }
     return FSDPC_OK;
@@ -506,12 +509,9 @@ fsdpc_tree_trace(const fsdpc_tree *tree)
 uint64_t
 fsdpc_tree_sent_bytes(const fsdpc_tree *tree)
 {
-    uint64_t bytes = 0;
+    uint64_t bytes = tree->swapped_bytes;
     for (int i = 0; i < tree->exchange_count; i++) {
         bytes += fsdpc_exchange_sent_bytes(tree->exchanges[i]);
-    }
-    for (int i = 0; i < tree->count; i++) {
-        bytes += fsdpc_unit_swapped_bytes(tree->nodes[i].unit);
     }
     return bytes;
 }

@@ -196,13 +196,14 @@ fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer)
 /* --- reducing -------------------------------------------------------------------------------- */
 
 static void
-note_swap(struct fsdpc_node *node)
+note_swap(fsdpc_tree *tree, struct fsdpc_node *node)
 {
-    const uint64_t sent = fsdpc_unit_swapped_bytes(node->unit);
-    if (sent > node->swapped) {
-        fsdpc_exchange_note(node->exchange, FSDPC_TRACE_SEND, node->unit, sent - node->swapped);
+    const uint64_t sent = fsdpc_unit_swapped_bytes(node->unit) - node->swapped;
+    if (sent > 0) {
+        fsdpc_exchange_note(node->exchange, FSDPC_TRACE_SEND, node->unit, sent);
     }
-    node->swapped = sent;
+    node->swapped += sent;
+    tree->swapped_bytes += sent;
 }
 
 static int
@@ -213,7 +214,7 @@ begin_swaps(fsdpc_tree *tree)
         if (node->reduced && fsdpc_unit_may_swap(node->unit) &&
             fsdpc_exchange_is_summed(node->exchange, node->unit)) {
             FSDPC_TRY(fsdpc_unit_begin_swap(node->unit));
-            note_swap(node);
+            note_swap(tree, node);
         }
     }
     return FSDPC_OK;
@@ -390,7 +391,7 @@ sum_replicas(fsdpc_tree *tree)
     }
     const int status = fsdpc_unit_reduce_replicas(units, tree->count);
     for (int i = 0; i < tree->count; i++) {
-        note_swap(&tree->nodes[i]);
+        note_swap(tree, &tree->nodes[i]);
     }
     fsdpc_mem_free(units);
     return status;

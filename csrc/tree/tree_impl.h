@@ -37,8 +37,9 @@ struct fsdpc_tree {
     bool forward_prefetch;
     int gather_slots, reduce_slots;
     bool poison, trust_order;
-    bool replicates; /* some unit's gradients are also summed over replicas */
-    int *order;      /* units in order of their first forward since the last backward ended */
+    uint64_t swapped_bytes; /* sent to other replicas in the background */
+    bool replicates;        /* some unit's gradients are also summed over replicas */
+    int *order; /* units in order of their first forward since the last backward ended */
     int order_count;
     int *last_order; /* of the pass before: what forward prefetch follows */
     int last_order_count;

@@ -28,9 +28,9 @@ typedef struct fsdpc_footprint {
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
     size_t reduce_bytes; /* one rank's packed gradients (and codes, and what lands), whole pages */
-    size_t coded_bytes;  /* all ranks' pieces as they travel, where they land coded */
-    size_t
-        gathered_bytes; /* all ranks' pieces, of coded segments their codes: what a gather brings */
+    size_t coded_bytes;  /* all ranks' pieces of coded segments as they travel; 0: none is coded */
+    /* What a gather brings: all ranks' pieces, of coded segments their codes. */
+    size_t gathered_bytes;
     size_t reduced_bytes; /* the same of gradients, as they are sent */
     size_t lost_bytes; /* what coding lost of the gradients of one owner to whom this rank sends */
 } fsdpc_footprint;

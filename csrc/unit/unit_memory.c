@@ -1,8 +1,8 @@
 /* Where things lie in a unit's memory, and the memory of its gradients. */
-#include "comm/flight.h"
 #include "unit/unit_impl.h"
 
 #include "base/status.h"
+#include "comm/flight.h"
 #include "unit/grad_slots.h"
 
 char *

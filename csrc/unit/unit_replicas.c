@@ -7,6 +7,8 @@
  * are swapped once more, so that the values do not depend on what began when.
  * Everywhere else each unit's sum is a blocking collective at the end.
  */
+#include <stdio.h>
+
 #include "base/mem.h"
 #include "base/status.h"
 #include "comm/flight.h"
@@ -86,11 +88,20 @@ swaps(const fsdpc_unit *unit)
     return takes_part(unit) && fsdpc_comm_swaps(unit->replicate);
 }
 
+enum { WHAT_BYTES = 160 };
+
+static void
+name_swap(const fsdpc_unit *unit, char what[WHAT_BYTES])
+{
+    snprintf(what, WHAT_BYTES, "sum over replicas of unit %s", unit->name);
+}
+
 /* The other replica's sum lies behind this one's, in the same order. */
 static int
 begin_swap(fsdpc_unit *unit, uint32_t key)
 {
     int status = FSDPC_OK;
+    char what[WHAT_BYTES];
     const size_t most = (size_t)unit->layout->segment_count;
     fsdpc_comm_part *parts = fsdpc_mem_calloc(most, sizeof *parts);
     size_t *offsets = fsdpc_mem_calloc(most, sizeof *offsets);
@@ -104,9 +115,10 @@ begin_swap(fsdpc_unit *unit, uint32_t key)
         offsets[count] = run.offset;
     }
     const fsdpc_landing landing = {(char *)unit->partial + unit->layout->grad_bytes, 0, offsets};
-    FSDPC_GOTO(fsdpc_flight_swap(unit->replicate, parts, count, &landing, key, unit->name,
-                                 &unit->swap.flight),
-               done);
+    name_swap(unit, what);
+    FSDPC_GOTO(
+        fsdpc_flight_swap(unit->replicate, parts, count, &landing, key, what, &unit->swap.flight),
+        done);
     unit->swap.sums = unit->grads.sums;
     unit->swap.sent_bytes += fsdpc_flight_sent_bytes(unit->swap.flight);
 done:
@@ -118,26 +130,25 @@ done:
 static int
 land_swap(fsdpc_unit *unit)
 {
+    char what[WHAT_BYTES];
     fsdpc_flight *flight = unit->swap.flight;
     unit->swap.flight = NULL;
-    const int status = fsdpc_flight_land(flight, unit->name, NULL);
+    name_swap(unit, what);
+    const int status = fsdpc_flight_land(flight, what, NULL);
     unit->swap.lost = !fsdpc_flight_free(flight) || unit->swap.lost;
     return status;
 }
 
-/* In the order of replicas, as the blocking collective does. */
+/* Of two summands the order is all one. */
 static int
 add_up(fsdpc_unit *unit)
 {
     fsdpc_grad_run run;
-    const int rank = fsdpc_comm_rank(unit->replicate);
     for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run);) {
-        const void *sources[2];
         char *own = (char *)unit->partial + run.offset;
-        sources[rank] = own;
-        sources[1 - rank] = own + unit->layout->grad_bytes;
-        FSDPC_TRY(
-            fsdpc_flight_sum(unit->replicate, own, sources, run.numel, run.dtype, unit->name));
+        const void *other = own + unit->layout->grad_bytes;
+        FSDPC_TRY(fsdpc_device_reduce(unit->device, own, run.dtype, &other, 1, run.dtype, run.numel,
+                                      1.0, true));
     }
     return fsdpc_grad_take_partial(unit);
 }
@@ -229,7 +240,7 @@ compare(const struct swapping *s)
     }
     for (int i = 0; i < s->count; i++) {
         if (s->units[i]->swap.key == 0) {
-            s->units[i]->swap.key = fsdpc_comm_next_swap(s->comm);
+            FSDPC_GOTO(fsdpc_comm_next_swap(s->comm, &s->units[i]->swap.key), done);
         }
     }
 done:
@@ -249,7 +260,7 @@ moves_again(const struct swapping *s, int i)
     return s->used[i] && (s->flags[i] & CHANGED);
 }
 
-/* The last swap of a unit brings its sum. */
+/* All swaps begin before one is waited for; those of changed sums go once more. */
 static int
 land_all(const struct swapping *s)
 {
@@ -273,7 +284,6 @@ land_all(const struct swapping *s)
             FSDPC_TRY(land_swap(s->units[i]));
             FSDPC_TRY(add_up(s->units[i]));
         }
-        s->units[i]->grads.partial_any = false;
     }
     return FSDPC_OK;
 }
@@ -297,10 +307,13 @@ swap_all(fsdpc_unit **units, int count)
     FSDPC_GOTO(compare(&s), done);
     FSDPC_GOTO(land_all(&s), done);
 done:
+    for (int i = 0; i < s.count; i++) {
+        s.units[i]->grads.partial_any = false;
+    }
     fsdpc_mem_free(s.units);
     fsdpc_mem_free(s.flags);
     fsdpc_mem_free(s.used);
-    return status == FSDPC_OK ? FSDPC_OK : fsdpc_error_prepend(status, "sums over replicas");
+    return status;
 }
 
 static bool

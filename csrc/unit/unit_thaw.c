@@ -176,11 +176,13 @@ check_thaw(const fsdpc_unit *unit, const uint8_t *segments)
                            "reallocated: detach the tree first",
                            unit->name);
     }
-    if (unit->swap.flight) {
-        return fsdpc_error(FSDPC_E_STATE,
-                           "unit %s: gradients of a backward that failed are still on their way to "
-                           "the other replica: run another backward before parameters are unfrozen",
-                           unit->name);
+    if (unit->swap.flight || unit->swap.lost) {
+        return fsdpc_error(
+            FSDPC_E_STATE,
+            "unit %s: a sum over replicas has failed, and the other replica may "
+            "still send into the gradients' memory, so no parameter can be unfrozen: "
+            "start the ranks anew",
+            unit->name);
     }
     for (int s = 0; s < unit->layout->segment_count; s++) {
         if (segments[s] && unit->layout->segments[s].storage == FSDPC_BYTES) {

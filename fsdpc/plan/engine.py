@@ -79,9 +79,11 @@ def _footprint(
 
 def _sums(setup: Setup) -> int:
     """Buffers of the sum over a shard group; two replicas swap theirs over a wire."""
-    if setup.replicas == 1:
-        return 0
-    return 2 if setup.swaps or (setup.transport, setup.replicas) == ("wire", 2) else 1
+    swaps = setup.swaps
+    if swaps is None:
+        apart = setup.transport == "shared" and setup.world > setup.ranks_per_host
+        swaps = setup.replicas == 2 and (apart or setup.transport == "wire")
+    return 0 if setup.replicas == 1 else 1 + swaps
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:

@@ -80,10 +80,11 @@ def sum_of(grads, codec, hosts, lost):
         parts = [s.chunk(len(hosts))[owner : owner + 1] for s in sums.values()]
         for host, part in zip(sums, parts, strict=True):
             if host != hosts[owner] and codec and part:
-                value = part[0] if lost is None else part[0] + lost.get((host, owner), 0)
+                before = 0 if lost is None else lost.get((host, owner), torch.zeros(()))
+                value = part[0] + before * part[0].any(1, keepdim=True)
                 decoded = through_codes(value, codec)
                 if lost is not None:
-                    lost[host, owner] = value - decoded
+                    lost[host, owner] = torch.where(part[0].any(1, True), value - decoded, before)
                 parts[list(sums).index(host)] = (decoded,)
         total = sum(part[0] for part in parts) if parts[0] else None
         pieces += [] if total is None else [total * (1 / len(hosts))]
