@@ -67,9 +67,9 @@ class Manifest:
         }
         most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
         # Python's encoder has indents in Python alone, which takes long for many tensors.
-        parts = [_object(path, map(_digest_text, tensors.items()))
+        parts = [_record(path, map(_digest_text, tensors.items()))
                  for path, tensors in sorted(self.tensors.items())]  # fmt: skip
-        return _signed(f"{most},\n {_object('tensors', parts)}\n}}")
+        return _signed(f"{most},\n {_record('tensors', parts)}\n}}")
 
 
 def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object]) -> None:
@@ -111,7 +111,7 @@ def _hex(crc: int) -> str:
     return f"{crc:08x}"
 
 
-def _object(key: str, members: Iterable[str]) -> str:
+def _record(key: str, members: Iterable[str]) -> str:
     return f"{_text(key)}: {{{_BETWEEN.join(members)}}}"
 
 

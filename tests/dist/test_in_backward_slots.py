@@ -98,7 +98,7 @@ def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: s
     report = fsdpc.memory_report(model)
     assert report.equal, str(report)
     anyhow = tuple(replace(unit, inside=None) for unit in units_of_tree(units[0].tree))
-    setup = replace(setup_of(units[0].groups.shard, 1, False), in_backward=True)
+    setup = replace(setup_of(units[0].groups.shard, None, False), in_backward=True)
     planned = plan(Model("even", anyhow), setup)
     assert planned.row("gradient shards") == slots * own
     assert ("take in turn" in str(planned.rows)) and simgpu.take_reports() == []
