@@ -1,5 +1,6 @@
 /* Training steps through a tree: which unit is gathered, kept, reduced and let go when. */
 #include "engine.h"
+#include "comm/flight.h"
 #include "tree/tree_impl.h"
 
 enum { UNITS = 5, ROOT = 0 };
@@ -469,7 +470,8 @@ units_outlive_their_tree(int world)
 
 /* --- replicas -------------------------------------------------------------------------------- */
 
-/* Two shard groups of two ranks; the sums over all four arrive everywhere. */
+/* Two shard groups of two ranks; the sums over all four arrive everywhere. With the run's option replicas swap
+ * their sums, and in the last step a second gradient comes after the first one's sum has left. */
 static void
 run_replicas(int rank, ranks_run *run)
 {
@@ -479,12 +481,17 @@ run_replicas(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_comm_shm(engine_device, rank % 2, 2, name, run->timeout_s, &m.comm));
     snprintf(name, sizeof name, "%s-replica-%d", run->name, rank % 2);
     REQUIRE_OK(fsdpc_comm_shm(engine_device, rank / 2, 2, name, run->timeout_s, &m.replicate));
+    if (run->option) {
+        m.replicate = carrier_over(engine_device, rank / 2, 2, m.replicate, name);
+    }
+    CHECK_INT(fsdpc_comm_swaps(m.replicate), run->option);
     fsdpc_unit_options options = {
         .name = "u", .shard = m.comm, .replicate = m.replicate, .divide = 4, .reshard = true};
     REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[0], 2, &m.units[0]));
     int depth = 0;
     REQUIRE_OK(fsdpc_tree_new(m.units, &depth, 1, &setup.options, &m.tree));
-    for (int step = 0; step < 3; step++) {
+    for (int step = 0; step < 4; step++) {
+        const int times = step == 3 ? 2 : 1;
         m.units[0]->grads.add = false;
         memset(m.units[0]->grads.used, 0, 2);
         REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
@@ -504,7 +511,9 @@ run_replicas(int rank, ranks_run *run)
                                   FSDPC_F32, 1, &numel[1], &one, true}};
         REQUIRE_OK(fsdpc_tree_backward_done(m.tree, 0, true));
         CHECK_INT(fsdpc_tree_next_due(m.tree, false), 0);
-        REQUIRE_OK(fsdpc_tree_reduce(m.tree, 0, grads));
+        for (int i = 0; i < times; i++) {
+            REQUIRE_OK(fsdpc_tree_reduce(m.tree, 0, grads));
+        }
         REQUIRE_OK(fsdpc_tree_end_backward(m.tree, true));
         CHECK_INT(m.units[0]->grads.used[0], 1);
         CHECK_INT(m.units[0]->grads.used[1], step != 2);
@@ -517,6 +526,8 @@ run_replicas(int rank, ranks_run *run)
                 bool has = !(step == 1 && r < 2);
                 halves[r / 2] += has ? (float)engine_grad(r, 0, 0, begin + k, step, 0) : 0;
             }
+            halves[0] *= (float)times;
+            halves[1] *= (float)times;
             CHECK(own[k] == halves[0] * 0.25f + halves[1] * 0.25f);
         }
     }
@@ -532,6 +543,7 @@ replicas_are_summed(void)
 {
     setup = (struct setup){0};
     ranks_do(run_replicas, .world = 4, .timeout_s = 20);
+    ranks_do(run_replicas, .world = 4, .timeout_s = 20, .option = true);
 }
 
 /* --- failures -------------------------------------------------------------------------------- */
