@@ -28,6 +28,7 @@ _COLLECTIVES = frozenset(
     "reduce_scatter_tensor".split()
 )
 _SHAPE, _CUT, _STEPS = (16, 8), 64, 5
+_NOT_RULES = ("params", "param_names", "name", "lr", "initial_lr")  # differ by group in any case
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _said: set[type] = set()
 
@@ -47,7 +48,7 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
     if kind in _said or kind in _ELEMENTWISE or kind.__module__.startswith("fsdpc."):
         return
     flat = {  # groups with other options may have another rule
-        frozenset(group): (param, {**optimizer.defaults, **group})
+        _rule(group): (param, {**optimizer.defaults, **group})
         for group in optimizer.param_groups
         for param in group["params"]
         if _is_flat(param)
@@ -68,6 +69,10 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
             "are DTensors: the optimizer sees all of them there, or raises",
             stacklevel=2,
         )
+
+
+def _rule(group: dict[str, Any]) -> str:
+    return repr([(name, group[name]) for name in sorted(group) if name not in _NOT_RULES])
 
 
 def _look_at_groups(groups: list[dict[str, Any]]) -> None:

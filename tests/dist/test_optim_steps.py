@@ -246,10 +246,13 @@ class Signs(Lamb):
 class Grouped(Lamb):
     """Elementwise but in groups that say so."""
 
+    options: tuple[dict[str, Any], ...] = ({}, {"whole": True})
+
     def __init__(self, params: Any) -> None:
         params = list(params)
         if isinstance(params[0], torch.Tensor):
-            params = [{"params": params[:1]}, {"params": params[1:], "whole": True}]
+            parts = zip((params[:1], params[1:]), self.options, strict=True)
+            params = [{"params": part, **more} for part, more in parts]
         super().__init__(params)
 
     @torch.no_grad()
@@ -257,8 +260,21 @@ class Grouped(Lamb):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    scale = p.norm() / p.grad.norm().clamp(1e-12) if "whole" in group else 1.0
+                    whole = group.get("whole") or group.get("weight_decay")
+                    scale = p.norm() / p.grad.norm().clamp(1e-12) if whole else 1.0
                     p.sub_(p.grad * (group["lr"] * scale))
+
+
+class Valued(Grouped):
+    """Groups with the same options, of other values."""
+
+    options = ({"whole": True}, {"whole": False})
+
+
+class Decayed(Grouped):
+    """As timm's Lamb, which has no norms where nothing decays."""
+
+    options = ({"weight_decay": 0.1}, {"weight_decay": 0.0})
 
 
 class Rows(torch.optim.AdamW):
@@ -287,7 +303,10 @@ class Adam_mini(SOAP):  # noqa: N801  the package's name
     """As its package's: wants the model's names."""
 
 
-MISLED = [Lamb, Grouped, Rows, Prodigy, Adam_mini, torch.optim.Adafactor, torch.optim.LBFGS]
+MISLED = [
+    *(Lamb, Grouped, Valued, Decayed, Rows, Prodigy, Adam_mini),
+    *(torch.optim.Adafactor, torch.optim.LBFGS),
+]
 NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, optim.Lion]
 
 
