@@ -5,6 +5,7 @@ unsharded run's, and nothing else would say so.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -117,21 +118,25 @@ def _is_elementwise(kind: type, options: dict[str, Any], device: torch.device) -
     for given in (known, group):
         if isinstance(given.get("lr"), (float, Tensor)):
             given["lr"] = 0.1
+    makers = (  # some constructors take no groups
+        lambda param: kind([{**group, "params": [param]}], **known),
+        lambda param: kind([param], **known),
+    )
+    for make in makers:
+        with contextlib.suppress(Exception):
+            return _moves_alike(make, device)
+    return True
+
+
+def _moves_alike(make: Any, device: torch.device) -> bool:
     values, grads = _matrix()
-
-    def make(param: Tensor) -> Any:
-        return kind([{**group, "params": [param]}], **known)
-
-    try:
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            parts = [
-                _moved(make, values.view(-1)[cut], [g.view(-1)[cut] for g in grads], device)
-                for cut in (slice(0, _CUT), slice(_CUT, None))
-            ]
-            whole, again = (_moved(make, values, grads, device) for _ in range(2))
-    except Exception:
-        return True
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parts = [
+            _moved(make, values.view(-1)[cut], [g.view(-1)[cut] for g in grads], device)
+            for cut in (slice(0, _CUT), slice(_CUT, None))
+        ]
+        whole, again = (_moved(make, values, grads, device) for _ in range(2))
     size = whole.norm()
     if not ((again - whole).norm() <= 1e-6 * size and size > 0):
         return True

@@ -277,6 +277,15 @@ class Decayed(Grouped):
     options = ({"weight_decay": 0.1}, {"weight_decay": 0.0})
 
 
+class Listed(Lamb):
+    """Takes no groups."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        assert all(param.ndim > 0 for param in params)
+        super().__init__(params)
+
+
 class Rows(torch.optim.AdamW):
     """Gradients of matrices without their means."""
 
@@ -304,7 +313,7 @@ class Adam_mini(SOAP):  # noqa: N801  the package's name
 
 
 MISLED = [
-    *(Lamb, Grouped, Valued, Decayed, Rows, Prodigy, Adam_mini),
+    *(Lamb, Grouped, Valued, Decayed, Listed, Rows, Prodigy, Adam_mini),
     *(torch.optim.Adafactor, torch.optim.LBFGS),
 ]
 NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, optim.Lion]
