@@ -20,7 +20,7 @@ KNOWN = frozenset(
 )
 _OURS = ("Muon", "Adafactor", "SOAP", "Shampoo", "AdamMini")
 _RIGHT_ON_DTENSORS = ("AdamMini",)
-_SUMS = ("A2Grad", "DAdapt", "Prodigy")  # classes that read sums over parameters: of a rank's rows
+_SUMS = ("A2Grad", "DAdapt", "Prodigy")  # read sums of a rank's rows, unless fsdp_in_use
 _FOR_SHARDS = ("fsdpc", "dion")  # packages whose classes are made for shards
 _named: set[type] = set()
 
@@ -44,7 +44,8 @@ def name_on_dtensors(optimizer: Any) -> None:
         return
     if kind.__module__.split(".")[0] in _FOR_SHARDS:
         return
-    params = (param for group in optimizer.param_groups for param in group["params"])
+    groups = [group for group in optimizer.param_groups if not group.get("fsdp_in_use")]
+    params = (param for group in groups for param in group["params"])
     if not any(type(param) is DTensor and owner_of(param) is not None for param in params):
         return
     _named.add(kind)

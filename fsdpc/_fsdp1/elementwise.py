@@ -52,7 +52,7 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
         _rule(group): (param, {**optimizer.defaults, **group})
         for group in optimizer.param_groups
         for param in group["params"]
-        if _is_flat(param)
+        if _is_flat(param) and not group.get("fsdp_in_use")  # sums its parts over ranks itself
     }
     if not flat:
         return

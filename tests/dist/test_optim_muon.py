@@ -235,6 +235,10 @@ def test_what_others_do_on_shards_is_said(rank, world):
     assert not said[0] and "fsdpc.optim.Muon has the rule" in said[1][0]
     assert not said[2], "said once"
     prodigy = type("Prodigy", (torch.optim.SGD,), {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for each in (model, wrap("fsdpc", nn.Linear(8, 16))):
+            prodigy([{"params": each.parameters(), "fsdp_in_use": True}], lr=0.1).step()
     with pytest.warns(UserWarning, match="sums over whole parameters.*fsdpc.optim.AdamW has"):
         prodigy(model.parameters(), lr=0.1).step()
     with pytest.warns(UserWarning, match="fsdpc.optim.Adafactor has"), pytest.raises(RuntimeError):
