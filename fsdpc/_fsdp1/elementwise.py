@@ -80,13 +80,14 @@ def _look_at_groups(groups: list[dict[str, Any]]) -> None:
     """Warn of groups that were chosen by ``p.dim()``: none is a matrix any more, so all weights lie
     in the group of the vectors, and the other one is empty.
     """
-    empty = [group.get("weight_decay", 0) for group in groups if not group["params"]]
-    held = [(g.get("weight_decay", 0), p) for g in groups if empty for p in g["params"]]
-    decays = [decay for decay, param in held if _was_matrix(param)]
-    if decays and max(empty) > max(decays):
+    decays: tuple[list[float], list[float]] = ([], [])
+    for group in groups:
+        decays[bool(group["params"])].append(group.get("weight_decay") or 0)
+    empty, held = (max(each, default=0) for each in decays)
+    if empty > 0 == held and any(_was_matrix(p) for group in groups for p in group["params"]):
         warnings.warn(
-            f"a parameter group with weight_decay={max(empty)} is empty, and weights of "
-            f"FullyShardedDataParallel have {max(decays)}: parts of parameters have one dimension, "
+            f"a parameter group with weight_decay={empty} is empty, and weights of "
+            "FullyShardedDataParallel have none: parts of parameters have one dimension, "
             "so groups chosen by p.dim() put all of them with the biases. Choose groups by name, "
             "or use fully_shard, whose parameters keep their shapes",
             stacklevel=3,

@@ -368,9 +368,9 @@ def test_groups_by_dimensions_that_found_no_matrix_are_named(rank, world):
     model = wrap("fsdpc", nn.Linear(8, 16), use_orig_params=True)
     weight, bias = model.parameters()
 
-    def said(*groups: list[nn.Parameter]) -> list[str]:
-        of = zip(groups, (0.1, 0.0), strict=True)
-        made = torch.optim.AdamW([{"params": list(p), "weight_decay": decay} for p, decay in of])
+    def said(*groups: list[nn.Parameter], decays: Any = (0.1, 0.0)) -> list[str]:
+        of = zip(groups, decays, strict=True)
+        made = Signs([{"params": list(p), "weight_decay": decay} for p, decay in of])
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
             made.step()
@@ -380,6 +380,8 @@ def test_groups_by_dimensions_that_found_no_matrix_are_named(rank, world):
     (text,) = said([p for p in (weight, bias) if p.dim() >= 2], both)
     assert "weight_decay=0.1 is empty" in text and "Choose groups by name" in text
     assert not said([weight], [bias]) and not said([], [bias]) and not said([weight], [])
+    assert not said([], both, decays=(0.05, 0.01)), "frozen, and chosen by name"
+    assert not said([], both, decays=(None, None)) and said([], both, decays=(0.1, None))
 
 
 @ranks(2)
