@@ -33,7 +33,7 @@ def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
     ``CheckpointError``: parts of ranks, a value without a shape.
     """
     here = os.listdir(root.folder.fd)
-    if not root.exists(_FOLDER):
+    if not root.exists(f"{_FOLDER}/."):  # or a file has the name
         if any(map(_OF_RANKS.fullmatch, here)):
             raise CheckpointError(
                 f"{root.path} has the parts of ranks of DeepSpeed's ZeRO, which pickle its objects "
@@ -61,10 +61,21 @@ def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
             if not isinstance(own[key], torch.Tensor | int | float):
                 raise CheckpointError(f"{root.path / paths[name][key]} has no tensor")
     model = {name: own.pop(_VALUE) for name, own in states.items()}
-    model |= {n: v for n, v in beside.items() if n not in model and isinstance(v, torch.Tensor)}
+    _add(model, {n: v for n, v in beside.items() if isinstance(v, torch.Tensor)})
     states = {name: own for name, own in states.items() if own}
     optimizer = {"state": states, "param_groups": [_group(common, list(states), left)]}
     return {"model": model, **({"optimizer": optimizer} if states else {}), **left}
+
+
+def _add(model: dict[str, Any], beside: dict[str, torch.Tensor]) -> None:
+    """The model's other tensors: buffers, frozen ones, and tied ones, whose own value is fp32."""
+    first = {_memory(beside[name]): value for name, value in model.items() if name in beside}
+    for name, value in beside.items():
+        model.setdefault(name, first.get(_memory(value), value) if value.numel() else value)
+
+
+def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _entries(root: Root, folder: str) -> list[str]:

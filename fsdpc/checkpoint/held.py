@@ -8,6 +8,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -25,16 +26,12 @@ class Held:
     def __init__(self, fd: int) -> None:
         self.fd = fd
         self.size = os.fstat(fd).st_size
-        self.stamp = self._stamp()
-
-    def _stamp(self) -> tuple[int, int, int]:
-        info = os.fstat(self.fd)
-        return info.st_ino, info.st_mtime_ns, info.st_size
+        self.stamp = _stamp(os.fstat(fd))
 
     @property
     def is_written(self) -> bool:
         """True if its bytes may be others than when it was opened."""
-        return self._stamp() != self.stamp
+        return _stamp(os.fstat(self.fd)) != self.stamp
 
     @property
     def proc_path(self) -> str:
@@ -79,6 +76,7 @@ class Root:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{path} is missing") from error
         self._files: dict[str, Held] = {}
+        self._closed: dict[str, tuple[int, int, int]] = {}  # stamps
 
     def exists(self, name: str) -> bool:
         """True also for a link to nowhere."""
@@ -102,6 +100,10 @@ class Root:
             found = self._files[name] = self._open(name)
         return found
 
+    def close(self, name: str) -> None:
+        """A file that was opened, and is read or mapped: it counts as opened still."""
+        self._closed[name] = self._files.pop(name).stamp
+
     def _open(self, name: str) -> Held:
         path = self.path / name
         try:
@@ -122,7 +124,7 @@ class Root:
 
     def unopened(self) -> list[str]:
         """What is in the folder and was not opened."""
-        tops = {name.partition("/")[0] for name in self._files}
+        tops = {name.partition("/")[0] for name in (*self._files, *self._closed)}
         return sorted(set(os.listdir(self.folder.fd)) - tops)
 
     def replaced(self) -> bool:
@@ -135,13 +137,23 @@ class Root:
     @property
     def stamp(self) -> list[tuple[str, tuple[int, int, int]]]:
         """Of the opened files: equal for processes of one host that see the same bytes."""
-        return [(name, held.stamp) for name, held in sorted(self._files.items())]
+        held = {name: held.stamp for name, held in self._files.items()}
+        return sorted((self._closed | held).items())
 
     def check_unwritten(self) -> None:
         """``CheckpointError``: a file was written in place since it was opened."""
-        for name, held in self._files.items():
-            if held.is_written:
-                raise CheckpointError(f"{self.path / name} was written while it was read")
+        written = [name for name, held in self._files.items() if held.is_written]
+        for name, stamp in self._closed.items():
+            with suppress(FileNotFoundError):  # removed, and its mapped bytes as they were
+                info = os.stat(name, dir_fd=self.folder.fd)
+                if _stamp(info) != stamp and info.st_ino == stamp[0]:
+                    written.append(name)
+        if written:
+            raise CheckpointError(f"{self.path / written[0]} was written while it was read")
+
+
+def _stamp(info: os.stat_result) -> tuple[int, int, int]:
+    return info.st_ino, info.st_mtime_ns, info.st_size
 
 
 def opened_whole(path: Path, open_: Callable[[], _T]) -> _T:

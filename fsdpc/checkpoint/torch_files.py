@@ -252,7 +252,7 @@ def _open_any(path: Path, trust: bool, prefix: str, links: bool) -> Opened | Tor
         if root.exists(_BIN_INDEX) or root.exists(_BIN):
             if not any(map(root.exists, ("model.safetensors", "model.safetensors.index.json"))):
                 return TorchFiles(path, {"state_dict": _read_bins(root)}, [root], prefix)
-        universal = universal_tree(root, lambda name: _unpickled(root.path / name, root.open(name)))
+        universal = universal_tree(root, lambda name: _mapped(root, name))
         if universal is not None:
             return TorchFiles(path, universal, [root], prefix)
     if path.is_file():
@@ -315,6 +315,15 @@ def _read_file(path: Path, held: Held) -> dict[Any, Any]:
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} holds a {type(state).__name__}, not a state dict")
     return dict(state)
+
+
+def _mapped(root: Root, name: str) -> Any:
+    """What is in a file, which is not held open: there may be more files than descriptors."""
+    held = root.open(name)
+    try:
+        return _unpickled(root.path / name, held)
+    finally:
+        root.close(name)
 
 
 def _unpickled(path: Path, held: Held) -> Any:

@@ -56,6 +56,7 @@ from fsdpc.checkpoint import (
     saving,
     staging,
     state_keys,
+    torch_files,
     write,
 )
 from fsdpc.checkpoint.convert import convert
@@ -1865,6 +1866,41 @@ def test_universal_checkpoints_of_deepspeed(tmp_path: Path, stage: int, capsys: 
         assert into.param_groups[0]["lr"] == 0.5
     if stage == 1:
         assert same(values(other), values(model))
+
+
+def test_of_a_universal_checkpoint_no_file_stays_open(tmp_path: Path):
+    model, optimizer = trained()
+    universal(tmp_path / "a", model, optimizer, 3)
+    before = len(os.listdir("/proc/self/fd"))
+    found = torch_files.open_any(tmp_path / "a")
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # the folder's
+    names = [name for name, _ in found.stamp[0]]
+    assert "zero/scale/fp32.pt" in names and "mp_rank_00_model_states.pt" not in found.left
+    (tmp_path / "a" / "zero" / "scale" / "fp32.pt").unlink()
+    found.check_unwritten()
+    os.utime(tmp_path / "a" / "zero" / "scale" / "exp_avg.pt", (1, 1))
+    with pytest.raises(checkpoint.CheckpointError, match="scale/exp_avg.pt was written"):
+        found.check_unwritten()
+
+
+def test_tied_weights_of_a_universal_checkpoint_are_one_fp32_tensor(tmp_path: Path):
+    model = nn.ModuleDict({name: nn.Linear(2, 3, bias=False) for name in "ab"}).bfloat16()
+    model["b"].weight = model["a"].weight
+    universal(tmp_path / "a", model, torch.optim.SGD(model.parameters()), 1)
+    value = torch.rand(3, 2)
+    torch.save({"param": value}, tmp_path / "a" / "zero" / "a.weight" / "fp32.pt")
+    assert command("convert", tmp_path / "a", tmp_path / "b") == 0
+    for name in "ab":
+        other = nn.ModuleDict({name: nn.Linear(2, 3, bias=False) for name in "ab"})
+        other["b"].weight = other["a"].weight
+        checkpoint.load_pretrained(other, tmp_path / name)
+        assert torch.equal(other["b"].weight, value), name
+
+
+def test_a_file_called_zero_is_no_checkpoint_of_deepspeed(tmp_path: Path):
+    (tmp_path / "zero").touch()
+    with pytest.raises(checkpoint.CheckpointError, match="no checkpoint"):
+        checkpoint.load(tmp_path, Net(0))
 
 
 @pytest.mark.parametrize(
