@@ -25,7 +25,7 @@ from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.entries import Entry, OptimParam, parts_of_some, settle
 from fsdpc.checkpoint.layout import Layout, PlannedSet, Table, lay_out
 from fsdpc.checkpoint.model import Model, extra_states, read_model
-from fsdpc.checkpoint.optimizer import State, read_state
+from fsdpc.checkpoint.optimizer import State, read_state, state_name
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.write import planned_set
 
@@ -203,7 +203,9 @@ class _KeptStates:
     stamp: list[Any]
     kinds: dict[str, dict[str, Any]]
     names: list[list[str]]  # by groups
-    wholes: list[int]  # which tensors have to be equal on all ranks
+    # Tensors that have to be equal on the ranks that have them: by their place in the layout, which
+    # of this rank's they are.
+    wholes: dict[int, int]
     layout: Layout
     tables: list[Table]
 
@@ -232,9 +234,9 @@ class StateReading:
             self._now = now = _stamp_of_states(optimizer, reading.params) if may_keep else None
             if kept is not None and now is not None:
                 if kept.model is self._model and kept.stamp == now.values:
-                    seen.value = _crc_of([now.tensors[number] for number in kept.wholes])
-        first = seen.values[0]
-        if first is None or any(value != first for value in seen.values):
+                    crcs = _crcs_of([now.tensors[number] for number in kept.wholes.values()])
+                    seen.value = np.array([list(kept.wholes), crcs], dtype=np.int64)
+        if not _agree(seen.values):
             kept = None
         self._old = kept
         if kept is None:
@@ -259,8 +261,11 @@ class StateReading:
             if all(not len(e.memory) or e.memory.data_ptr() in held for e in self.state.entries):
                 kinds, names = self.state.kinds, [g["params"] for g in self.state.groups]
                 names_of = [each.names[0] for each in self._params]
-                wholes = [n for n, (number, key) in enumerate(self._now.sites)
-                          if kinds[names_of[number]][key] == "whole"]  # fmt: skip
+                places = (place for file in made.layout.files for place in file.places)
+                known = {place.name: n for n, place in enumerate(places)}
+                wholes = {known[state_name(names_of[number], key)]: n
+                          for n, (number, key) in enumerate(self._now.sites)
+                          if kinds[names_of[number]][key] == "whole"}  # fmt: skip
                 _kept_states[self._optimizer] = _KeptStates(
                     self._model, self._now.values, kinds, names, wholes, made.layout, made.tables
                 )
@@ -305,16 +310,33 @@ def _stamp_of_states(
     return _StateStamp([groups, keys, plain, *forms], tensors, sites)
 
 
-def _crc_of(tensors: Sequence[Tensor]) -> int:
-    """Of all their bytes."""
-    alike: dict[Any, list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.shape, tensor.device), []).append(tensor)
-    crc = 0
-    for group in alike.values():
-        raw = torch.stack(group).view(-1).view(torch.uint8).cpu().numpy()
-        crc = _C.ckpt_crc32c(raw, crc)
-    return crc
+def _crcs_of(tensors: Sequence[Tensor]) -> list[int]:
+    """Of the bytes of each. Of two that differ and have one CRC (never where they have four bytes,
+    as ``step``) the first rank's is saved, and that they differ is not seen.
+    """
+    alike: dict[Any, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        form = tensor.dtype, tensor.shape, tensor.device
+        alike.setdefault(form, []).append(number)
+    crcs = [0] * len(tensors)
+    for numbers in alike.values():
+        together = torch.stack([tensors[number] for number in numbers]).view(-1)
+        rows = np.split(together.view(torch.uint8).cpu().numpy(), len(numbers))
+        for number, row in zip(numbers, rows, strict=True):
+            crcs[number] = _C.ckpt_crc32c(row)
+    return crcs
+
+
+def _agree(values: Sequence[np.ndarray | None]) -> bool:
+    """Whether the tensors that several ranks have are equal there: under FSDP1 with original
+    parameters a rank has no state where it has no elements.
+    """
+    found = [value for value in values if value is not None]
+    if len(found) < len(values):
+        return False
+    together = np.concatenate(found, axis=1)
+    places, crcs = together[:, np.argsort(together[0], kind="stable")]
+    return not ((places[1:] == places[:-1]) & (crcs[1:] != crcs[:-1])).any()
 
 
 def _has_states_by_name(param: OptimParam) -> bool:
