@@ -84,6 +84,7 @@ def save(
     hf: bool = False,
     tokenizer: Any = None,
     staging: str | os.PathLike[str] | None = None,
+    link: bool = True,
     group: dist.ProcessGroup | None = None,
 ) -> SaveHandle | None:
     """Save a checkpoint folder. Collective over ``group`` (default: all ranks).
@@ -128,6 +129,8 @@ def save(
         tokenizer: with ``hf``: a tokenizer or processor, whose files are written, too (rank 0's).
         staging: for a URL: the local folder through which the checkpoint goes; default the one for
             temporary files. Ranks on several hosts need one that all of them see.
+        link: a file of frozen parameters that the last save has written alike is linked, so that
+            damage to it is damage to both checkpoints; False writes it anew.
 
     Raises:
         CheckpointError: on every rank; names the rank, the file or parameter and the cause. What
@@ -179,7 +182,7 @@ def save(
             only=only,
             form=HubForm(tokenizer) if hf else None,
         )
-        plan.published, plan.links = way.published, way.links
+        plan.published, plan.links = way.published, way.links and link
         advance = bar(plan, ranks, progress)
         if async_:
             return start(plan, ranks, advance=advance, after=way, target=target)

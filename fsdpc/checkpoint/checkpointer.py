@@ -53,6 +53,7 @@ class Checkpointer:
         when_busy, progress: see ``fsdpc.checkpoint.save``.
         only: what is saved and loaded; see ``fsdpc.checkpoint.save`` and ``load``.
         staging: for a URL; see ``fsdpc.checkpoint.save``.
+        link: False: each step has files of its own; see ``fsdpc.checkpoint.save``.
         group: the ranks that save together; default all.
 
     Local. ``ValueError``: a number below 1; ``best`` is no such word.
@@ -74,6 +75,7 @@ class Checkpointer:
         progress: bool = False,
         only: Only = None,
         staging: str | os.PathLike[str] | None = None,
+        link: bool = True,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         if best not in (None, "min", "max"):
@@ -83,7 +85,7 @@ class Checkpointer:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
         self.directory = place_of(directory)
-        self._staging = staging
+        self._staging, self._link = staging, link
         self.keep, self.every, self.async_ = keep, every, async_
         self._keep_every, self._best, self._keep_best = keep_every, best, keep_best
         self._protected = frozenset(protected)
@@ -153,7 +155,8 @@ class Checkpointer:
                 only=self._only,
                 file_bytes=way.file_bytes,
             )
-            plan.metric, plan.published, plan.links = metric, way.published, way.links
+            plan.metric, plan.published = metric, way.published
+            plan.links = way.links and self._link
             advance = bar(plan, ranks, self._progress)
             if self.async_:
                 return _background.start(plan, ranks, advance=advance, after=after, target=target)

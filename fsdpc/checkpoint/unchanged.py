@@ -5,10 +5,10 @@ neither copied in memory nor written again.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 from collections import OrderedDict
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,6 +44,7 @@ class _Written:
 
 # By the folder that holds checkpoints, and the file's path in a checkpoint.
 _written: OrderedDict[tuple[Path, str], _Written] = OrderedDict()
+_refused: set[Path] = set()  # on rank 0: such folders, on a file system without links
 
 
 class Unchanged:
@@ -66,13 +67,13 @@ class Unchanged:
         """
         named = [(each.layout.path(file), file, table) for each in plan.sets
                  for file, table in zip(each.layout.files, each.tables, strict=True)
-                 if file.frozen and plan.links]  # fmt: skip
+                 if file.frozen]  # fmt: skip
         if self._is_done or not named:
             return
         with self._ranks.step(what) as seen:
             begin()
             away = False
-            for path, file, table in named:
+            for path, file, table in named if plan.links else ():
                 if (table.gpu >= 0).any():
                     away = True
                 elif path not in self._now:
@@ -102,6 +103,8 @@ class Unchanged:
         if before is None or (before.form, before.crcs) != self._now[path]:
             return False
         if self._ranks.rank == 0:
+            if self._target.parent in _refused:
+                return False
             held = _open(before.path)
             if held is None or held.stamp != before.stamp:
                 return False
@@ -110,17 +113,21 @@ class Unchanged:
 
     def link(self, draft: Draft, path: str) -> bool:
         """Whether the file is among them, and is in the draft now: on the rank that has it. Where
-        it cannot be linked any more, it is copied. ``OSError``.
+        it cannot be linked any more, it is copied; where links are refused, it is the last such
+        copy, since one rank makes it while the others wait. ``OSError``.
         """
         if path not in self.parts:
             return False
         held = self._held.pop(path)
-        with suppress(OSError):
+        try:
             draft.link(path, self._before(path).path)
             linked = _open(draft.path / path)
             if linked is not None and linked.stamp == held.stamp:
                 return True
             (draft.path / path).unlink()
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.EMLINK):  # of this file alone
+                _refused.add(self._target.parent)
         draft.copy(path, held)
         return True
 

@@ -5,6 +5,7 @@ model is the same, and never after it has changed.
 from __future__ import annotations
 
 import copy
+import errno
 import gc
 import os
 import weakref
@@ -19,7 +20,7 @@ from torch import nn
 
 import fsdpc
 from fsdpc import checkpoint
-from fsdpc.checkpoint import kept, whole
+from fsdpc.checkpoint import folders, kept, unchanged, whole
 
 
 class Net(nn.Module):
@@ -239,14 +240,22 @@ def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
     save("touched")
     real, os.link = os.link, refuse
     save("refused")
-    os.link = real
+    copy_of, folders.Draft.copy = folders.Draft.copy, None  # by all ranks, not copied by one
+    save("again")
+    folders.Draft.copy, os.link = copy_of, real
+    unchanged._refused.clear()
+    save("own", link=rank != 0)
+    save("shared")
     sharded[0].requires_grad_(True)
     save("thawed")
     return found
 
 
 def refuse(*given: Any, **options: Any) -> None:
-    raise PermissionError
+    raise OSError(errno.EPERM, "no links here")
+
+
+LAST = ("d", "touched", "refused", "again", "own", "shared", "thawed")
 
 
 def test_files_of_frozen_parameters_are_linked_while_they_do_not_change(tmp_path: Path):
@@ -254,7 +263,7 @@ def test_files_of_frozen_parameters_are_linked_while_they_do_not_change(tmp_path
     frozen = {name: inodes[-1] for name, inodes in found.items()}
     assert all(len(inodes) == 2 for inodes in found.values())
     assert frozen["a"] == frozen["b"] != frozen["changed"] == frozen["d"]
-    assert len({frozen[name] for name in ("d", "touched", "refused", "thawed")}) == 4
+    assert len({frozen[name] for name in LAST}) == len(LAST)
     assert len({inodes[0] for inodes in found.values()}) == len(found)
 
 
