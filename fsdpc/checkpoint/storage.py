@@ -59,7 +59,8 @@ class LocalPath(PosixPath):
 
 
 class Url:
-    """A folder or file of object storage: what this package uses of ``LocalPath``.
+    """A folder or file of object storage, with the methods of ``pathlib.Path`` that this package
+    uses, and those for the folder of a checkpoint. Local.
 
     ``CheckpointError``: fsspec or the scheme's driver is missing, or refuses the URL.
     """
@@ -145,12 +146,17 @@ class Url:
         return self.read_bytes().decode()
 
     def root(self, *, links: bool = False) -> RemoteFolder:
+        """The folder to read from, listed once; there are no links. ``CheckpointError``: it is
+        missing.
+        """
         return RemoteFolder(self)
 
     def holds_checkpoint(self) -> bool:
+        """Whether the folder has a manifest, which comes last and goes first."""
         return (self / _manifest.NAME).exists()
 
     def put(self, content: bytes) -> None:
+        """Create or replace a small file."""
         self.fs.pipe_file(self.path, content)
 
     def remove(self) -> None:
