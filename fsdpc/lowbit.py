@@ -7,7 +7,7 @@ layer decodes is the same on any number of ranks. A layer decodes in forward and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -149,13 +149,32 @@ class _Coded(nn.Module):
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Quantise values that a layer loads, where it is not sharded."""
+    """Quantise values that a layer loads. Refuse those that have to be cut or converted first, also
+    where codes have their shape, and ``copy_`` would make bytes of them.
+    """
     key, own = f"{prefix}weight", module._parameters.get("weight")
     given = state.get(key)
-    if not isinstance(module, _Coded) or own is None or type(given) is not Tensor:
+    if not isinstance(module, _Coded) or own is None or not isinstance(given, Tensor):
         return
-    if given.is_floating_point() and own.dim() == 2 and given.shape == (len(own), module.row):
+    if not given.is_floating_point():
+        return
+    whole = not isinstance(own, DTensor) and not isinstance(given, DTensor)
+    if whole and can_encode(given, (*own.shape[:1], module.row)) and own.dim() == 2:
         state[key] = encode_rows(given, module.codec)
+        return
+    rest[-1].append(
+        f"{key} is in {module.codec}, and the state dict has {tuple(given.shape)} values of "
+        f"{given.dtype} in a {type(given).__name__}: load a state dict of codes, or values by "
+        "fsdpc.checkpoint.load_pretrained or, as plain tensors of 16 bits or more, before the "
+        "model is sharded"
+    )
+    state[key] = own
+
+
+def can_encode(values: Any, shape: Sequence[int]) -> bool:
+    """Whether ``values`` has this shape and a dtype that is encoded; 8 bits lack their scales."""
+    wide: bool = values.is_floating_point() and values.dtype.itemsize > 1
+    return wide and tuple(values.shape) == tuple(shape)
 
 
 class Linear(_Coded, nn.Linear):

@@ -36,12 +36,17 @@ def check_memory(param: Any, what: str, way_out: str) -> None:
 
 
 def check_is_kept(param: Any, what: str, dtype: torch.dtype) -> None:
-    """``TypeError``: codes are to become values of another dtype."""
+    """``TypeError``: codes are to become values of another dtype, or values bytes."""
     if holds_codes(param) and param.dtype != dtype:
         raise TypeError(
             f"{what} holds 4-bit codes in memory of {param.dtype}, which a conversion to {dtype} "
             "would destroy: convert the model before it is quantised, or only the modules that "
             "are not (the compute dtype is bnb_4bit_compute_dtype)"
+        )
+    if param.dtype == torch.uint8 and dtype.is_floating_point:
+        raise TypeError(
+            f"{what} has bytes, and the new value is of {dtype}: write codes, or load values by "
+            "fsdpc.checkpoint.load_pretrained or before the model is sharded"
         )
 
 

@@ -267,9 +267,7 @@ def write_back(unit: Any) -> None:
             )
     for info, param in zip(unit.infos, params, strict=True):
         check_same_state(info.param, param, f"parameter {info.name!r} of unit {unit.name!r}")
-    unit.scatter_full(
-        [p.detach().to(info.param.dtype) for info, p in zip(unit.infos, params, strict=True)]
-    )
+    unit.scatter_full(params)
 
 
 def flat_owner(member: Any) -> nn.Module:

@@ -12,7 +12,11 @@ import pytest
 import torch
 from harness import ranks
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from toys import by_door
 
@@ -73,22 +77,22 @@ class Linear4bit(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, storage):
+    def __init__(self, storage, width=WIDTH):
         super().__init__()
-        self.base = Linear4bit(storage) if storage is not None else nn.Linear(WIDTH, WIDTH, False)
-        self.down = nn.Linear(WIDTH, 4, bias=False)
-        self.up = nn.Linear(4, WIDTH, bias=False)
+        self.base = Linear4bit(storage) if storage is not None else nn.Linear(width, width, False)
+        self.down = nn.Linear(width, 4, bias=False)
+        self.up = nn.Linear(4, width, bias=False)
 
     def forward(self, x):
         return torch.tanh(self.base(x) + self.up(self.down(x)))
 
 
 class Model(nn.Module):
-    def __init__(self, storage=torch.uint8, seed=0):
+    def __init__(self, storage=torch.uint8, seed=0, width=WIDTH):
         super().__init__()
         torch.manual_seed(seed)
-        self.blocks = nn.ModuleList(Block(storage) for _ in range(2))
-        self.head = nn.Linear(WIDTH, 3)
+        self.blocks = nn.ModuleList(Block(storage, width) for _ in range(2))
+        self.head = nn.Linear(width, 3)
 
     def forward(self, x):
         for block in self.blocks:
@@ -244,9 +248,9 @@ def test_classes_around_tensors_are_refused_by_name(rank, world, door):
 # --- fsdpc's own codes ----------------------------------------------------------------------------
 
 
-def plain(seed=0):
+def plain(seed=0, width=WIDTH):
     """A frozen base of torch's layers, and adapters."""
-    model = Model(None, seed)
+    model = Model(None, seed, width)
     for block in model.blocks:
         block.base.requires_grad_(False)
     return model
@@ -322,6 +326,27 @@ def test_own_codes_refusals(rank, world, door):
     for call in (lowbit.quantize, lowbit.dequantize):
         with pytest.raises(TypeError, match=f"lowbit.{call.__name__} before the model is sharded"):
             call(model)
+    wide = lowbit.quantize(plain(width=32))  # codes have the shape of values
+    expected = base(wide.state_dict())
+    state = dict(plain(1, 32).named_parameters())
+    wide.load_state_dict(state)
+    assert base(wide.state_dict()) != expected
+    sharded = by_door(door, lowbit.quantize(plain(width=32)))
+    if door != "fully_shard":
+        sharded.load_state_dict(state)
+        assert base(sharded.state_dict()) == base(wide.state_dict())
+        with (
+            pytest.raises(TypeError, match=r"blocks.0: parameter base.weight has bytes, and"),
+            fsdpc.FSDP.summon_full_params(sharded),
+        ):
+            sharded.blocks[0].base.weight = nn.Parameter(torch.ones(32, 32), False)
+    else:
+        with pytest.raises(RuntimeError, match=r"blocks.0.base.weight is in nf4, and .* values"):
+            set_model_state_dict(sharded, state, options=StateDictOptions(full_state_dict=True))
+        assert base(sharded.state_dict()) == expected
+    for value in (torch.ones(64, 64).to(torch.float8_e4m3fn), torch.ones(64, 48)):
+        with pytest.raises(RuntimeError, match=r"base.weight is in nf4, and the state dict has"):
+            own().load_state_dict({"blocks.0.base.weight": value}, strict=False)
     with pytest.raises(RuntimeError, match="requires_grad|floating point"):
         own().blocks[0].base.weight.requires_grad_(True)
     with pytest.raises(TypeError, match="has no initialisation: load its values"):
