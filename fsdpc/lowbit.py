@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 
 from fsdpc import _C
-from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._fsdp1.names import clean_fqn, cleaner, join
 
 __all__ = ["Embedding", "Linear", "dequantize", "quantize", "values"]
 
@@ -284,12 +284,16 @@ def values(
     what the model before ``quantize`` loads. ``dtype``: of these values; None: what they had.
 
     Local. ``TypeError``: a weight is a DTensor or in pieces; gather the state dict first
-    (``full_state_dict=True``).
+    (``full_state_dict=True``). ``ValueError``: it has tensors of a layer, but not its weight.
     """
-    found = dict(state)
+    found, clean = dict(state), cleaner(model)
+    bare = {clean(clean_fqn(key)): key for key in state}
     for name, module in coded_layers(model):
-        key = join(clean_fqn(name).removeprefix("_orig_mod."), "weight")
-        if key not in found:
+        raw = clean_fqn(name)
+        keys = (join(raw, "weight"), join(clean(raw), "weight"))
+        key = next((key for key in keys if key in state), bare.get(keys[1]))
+        if key is None:
+            _refuse_parts(clean(raw), bare)
             continue
         coded = found[key]
         size = _C.row_codes_bytes(module.codec, module.row)
@@ -302,6 +306,15 @@ def values(
             coded.detach(), module.row, dtype or module.value_dtype, module.codec
         )
     return found
+
+
+def _refuse_parts(layer: str, names: Iterable[str]) -> None:
+    some = next((name for name in names if name.startswith(join(layer, ""))), None)
+    if some is not None:
+        raise ValueError(
+            f"the state dict has {some}, but not {join(layer, 'weight')}, which would stay in "
+            "codes under another name: give a full state dict of this model"
+        )
 
 
 def _refuse_sharded(model: nn.Module, what: str) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from torch import nn
 
 from fsdpc._engine.modules import join as join
 
@@ -12,12 +14,33 @@ FSDP_PREFIX = FSDP_WRAPPED + "."
 CHECKPOINT_WRAPPED = "_checkpoint_wrapped_module"
 FLAT_PARAM = "_flat_param"
 
+_PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call the module inside
 _WRAPPERS = frozenset({FSDP_WRAPPED, CHECKPOINT_WRAPPED})
 
 
 def clean_fqn(name: str) -> str:
     """``a._fsdp_wrapped_module.b`` -> ``a.b``; also removes activation wrappers' segments."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def cleaner(model: nn.Module) -> Callable[[str], str]:
+    """From a name without FSDP's segments to the name in the bare model: without those of
+    DistributedDataParallel and torch.compile.
+    """
+    parallel = (
+        join(clean_fqn(name), _PARALLEL)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.parallel.DistributedDataParallel)
+    )
+    inner_first = sorted(parallel, key=len, reverse=True)
+
+    def clean(name: str) -> str:
+        for prefix in inner_first:
+            if name == prefix or name.startswith(f"{prefix}."):
+                name = prefix.removesuffix(_PARALLEL) + name[len(prefix) + 1 :]
+        return ".".join(part for part in name.split(".") if part != _COMPILED)
+
+    return clean
 
 
 def flat_param_name(index: int) -> str:

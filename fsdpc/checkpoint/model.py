@@ -24,15 +24,13 @@ from fsdpc._engine.empties import is_unwritten
 from fsdpc._engine.interop import over
 from fsdpc._engine.lowbit import check_memory, holds_codes, scales
 from fsdpc._fsdp1.collect import is_unit_module, unit_modules
-from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._fsdp1.names import clean_fqn, cleaner, join
 from fsdpc._fsdp1.optim.book import UnitEntry, read_book
 from fsdpc._fsdp2.extension import is_opaque
 from fsdpc._fsdp2.state import states_below
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.dtensor import block_of
 from fsdpc.checkpoint.entries import Entry, OptimParam, flat, flat_and_home
-
-_PARALLEL, _COMPILED = "module", "_orig_mod"  # what DDP and torch.compile call the module inside
 
 
 @dataclass
@@ -114,26 +112,6 @@ def set_extra(model: nn.Module, extra: dict[str, Any]) -> None:
     modules = {clean(clean_fqn(name)): module for name, module in model.named_modules()}
     for key, value in extra.items():
         modules[key.rpartition("_extra_state")[0].rstrip(".")].set_extra_state(value)
-
-
-def cleaner(model: nn.Module) -> Callable[[str], str]:
-    """From a name without FSDP's segments to the name in the bare model: without those of
-    DistributedDataParallel and torch.compile.
-    """
-    parallel = (
-        join(clean_fqn(name), _PARALLEL)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.parallel.DistributedDataParallel)
-    )
-    inner_first = sorted(parallel, key=len, reverse=True)
-
-    def clean(name: str) -> str:
-        for prefix in inner_first:
-            if name == prefix or name.startswith(f"{prefix}."):
-                name = prefix.removesuffix(_PARALLEL) + name[len(prefix) + 1 :]
-        return ".".join(part for part in name.split(".") if part != _COMPILED)
-
-    return clean
 
 
 def _rename(found: Model, clean: Callable[[str], str]) -> None:

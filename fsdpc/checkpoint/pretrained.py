@@ -24,7 +24,7 @@ from fsdpc import _C
 from fsdpc._engine import empties
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp1.materialize import retie, tied_sites
-from fsdpc._fsdp1.names import clean_fqn, join
+from fsdpc._fsdp1.names import clean_fqn, cleaner, join
 from fsdpc._fsdp2.state import states_below
 from fsdpc.checkpoint import loading, torch_fsdp
 from fsdpc.checkpoint.dcp_folder import Stored
@@ -52,7 +52,7 @@ from fsdpc.checkpoint.keymap import (
 )
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.lazy import Coded, Lazy
-from fsdpc.checkpoint.model import Model, cleaner, named_buffers, read_model
+from fsdpc.checkpoint.model import Model, named_buffers, read_model
 from fsdpc.checkpoint.names import Only, Rename, chooser, chosen_names, renamer
 from fsdpc.checkpoint.progress import read_bar
 from fsdpc.checkpoint.ranks import Ranks

@@ -16,13 +16,14 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
 from fsdpc._fsdp1.collect import unit_modules
+from fsdpc._fsdp1.names import cleaner
 from fsdpc._fsdp2.state import states_below
 from fsdpc._torch import storage_use_count
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.kept import Stamp, stamp_of
 from fsdpc.checkpoint.layout import file_dtype
-from fsdpc.checkpoint.model import Model, cleaner, named_buffers, read_model
+from fsdpc.checkpoint.model import Model, named_buffers, read_model
 from fsdpc.checkpoint.names import Only, chooser, cut_model
 
 _NONE = torch.empty(0, device="cpu")

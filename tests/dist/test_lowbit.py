@@ -377,6 +377,16 @@ def test_own_layers_compute_with_decoded_weights(width, dtype, monkeypatch):
     torch.testing.assert_close(x.grad, found[0], **near)
     plainly = nn.Sequential(nn.Embedding(9, width), nn.Linear(width, 7)).to(dtype)
     plainly.load_state_dict(lowbit.values(model, model.state_dict()))
+    renamed = copy.deepcopy(model)
+    renamed[1] = torch.compile(renamed[1])
+    state, whole = get_model_state_dict(renamed), torch.compile(renamed)
+    inner = whole.state_dict()
+    assert {"1.weight", "1.bias"} <= state.keys() and "_orig_mod.1._orig_mod.weight" in inner
+    for given in (state, inner, {k.replace("d.1._orig_mod", "d.1"): inner[k] for k in inner}):
+        found = lowbit.values(whole if given is not state else renamed, given)
+        assert [v.dtype for k, v in found.items() if "weight" in k] == [dtype, dtype]
+    with pytest.raises(ValueError, match="has 1.bias, but not 1.weight, which would stay in codes"):
+        lowbit.values(renamed, {"1.bias": state["1.bias"]})
     again = lowbit.quantize(copy.deepcopy(plainly), embeddings=True)
     again.load_state_dict(plainly.state_dict())  # values, quantised on the way
     assert torch.equal(again[0].weight, lowbit.encode_rows(plainly[0].weight, "nf4"))
