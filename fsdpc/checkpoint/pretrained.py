@@ -58,7 +58,7 @@ from fsdpc.checkpoint.progress import read_bar
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.storage import local_path
 from fsdpc.checkpoint.torch_files import stored_file
-from fsdpc.lowbit import coded_layers
+from fsdpc.lowbit import can_encode, coded_layers
 
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _POLL_S = 5.0
@@ -338,7 +338,7 @@ def _mapped(
 
 def _quantised(mapped: Mapped, model: nn.Module, target: Model) -> None:
     """Codes of the values that files have of weights in codes (``fsdpc.lowbit.quantize``).
-    ``CheckpointError``: the files have codes of another library.
+    ``CheckpointError``: the files have codes of another library, or values in 8 bits.
     """
     clean = cleaner(model)
     entries = {entry.name: entry for entry in target.entries}
@@ -347,13 +347,19 @@ def _quantised(mapped: Mapped, model: nn.Module, target: Model) -> None:
         entry = entries.get(target.aliases.get(own, own))
         for name in () if entry is None else {own, entry.name} & mapped.tensors.keys():
             value = _lazy(mapped.tensors[name])
-            if value.is_floating_point() and value.shape == (entry.shape[0], layer.row):
+            if can_encode(value, (entry.shape[0], layer.row)):
                 mapped.tensors[name] = Lazy(Coded(value.node, layer.codec, entry.shape[1]))
             elif f"{name}.absmax" in mapped.tensors:
                 raise CheckpointError(
                     f"the files have {name!r} in codes of another library, and the model in "
                     f"{layer.codec} of fsdpc.lowbit.quantize: load a folder of values (by "
                     "dequantize() of that library's model, and save_pretrained)"
+                )
+            elif value.is_floating_point():
+                raise CheckpointError(
+                    f"the files have {name!r} as {tuple(value.shape)} values of {value.dtype}, and "
+                    f"the model has {layer.codec} of {(entry.shape[0], layer.row)}: values of 16 "
+                    "bits or more are quantised (a key map in keys= can make them of scaled ones)"
                 )
 
 

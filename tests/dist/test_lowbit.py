@@ -304,9 +304,18 @@ def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
     assert torch.equal(plainly(batch(0, 0)), expected(batch(0, 0)))
     if rank == 0:
         torch.save(Model(torch.uint8).state_dict(), tmp_path / "pytorch_model.bin")
+        small = {k: v.to(torch.float8_e4m3fn) for k, v in plain().state_dict().items()}
+        (tmp_path / "small").mkdir()
+        torch.save(small, tmp_path / "small" / "pytorch_model.bin")
     torch.distributed.barrier()
     with pytest.raises(fsdpc.checkpoint.CheckpointError, match="of another library, and the model"):
         fsdpc.checkpoint.load_pretrained(other, tmp_path, strict=False)
+    codes = base(other.state_dict())
+    with pytest.raises(
+        fsdpc.checkpoint.CheckpointError, match="weight' as .* of torch.float8_e4m3"
+    ):
+        fsdpc.checkpoint.load_pretrained(other, tmp_path / "small")
+    assert base(other.state_dict()) == codes
 
 
 @ranks(1)
