@@ -225,10 +225,10 @@ def quantize(
     ``"nf4"``: 4 bits and a float32 scale per 64 values of a row, the levels of QLoRA (arXiv
     2305.14314): 4.5 bits a value, the values of bitsandbytes' NF4 to the bit where 64 divides the
     rows' length. Changed are modules of the very class ``torch.nn.Linear``, with ``embeddings``
-    also ``torch.nn.Embedding``, but for those with a name in ``skip`` (any part of the dotted
-    name). If some parameters are frozen already, only frozen weights are changed, so that adapters
-    stay. A model on the meta device stays there: ``fsdpc.checkpoint.load_pretrained`` fills it, and
-    quantises while it reads. A block with a value that is not finite becomes NaN.
+    also ``torch.nn.Embedding``, but for those with a name in ``skip`` (any part of one of their
+    dotted names). If some parameters are frozen already, only frozen weights are changed, so that
+    adapters stay. A model on the meta device stays there: ``fsdpc.checkpoint.load_pretrained``
+    fills it, and quantises while it reads. A block with a value that is not finite becomes NaN.
 
     Local. Returns ``model``. ``ValueError``: an unknown codec, nothing to quantise, a weight that
     another module has, too, which is not quantised. ``TypeError``: the model is sharded already.
@@ -239,16 +239,22 @@ def quantize(
     kinds: dict[type, type[_Coded]] = {nn.Linear: Linear}
     if embeddings:
         kinds[nn.Embedding] = Embedding
-    some = any(not param.requires_grad for param in model.parameters())
-    chosen = {
+    skipped = {
+        module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if set(skip) & set(name.split("."))
+    }
+    found = {
         name: module
         for name, module in model.named_modules()
-        if type(module) in kinds
-        and not set(skip) & set(name.split("."))
-        and not (some and module.weight.requires_grad)
+        if type(module) in kinds and module not in skipped
     }
+    some = any(not param.requires_grad for param in model.parameters())
+    chosen = {n: m for n, m in found.items() if not (some and m.weight.requires_grad)}
     if not chosen:
-        raise ValueError(f"quantize found no {' or '.join(k.__name__ for k in kinds)} to quantise")
+        why = "" if not found else ": as some parameters are frozen, only frozen weights count"
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ValueError(f"quantize found no {names} to quantise{why}")
     _check_chosen(model, chosen)
 
     def change(module: Any) -> tuple[type, Tensor]:

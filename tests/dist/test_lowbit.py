@@ -325,6 +325,12 @@ def test_own_codes_refusals(rank, world, door):
         lowbit.quantize(plain(), "nf3")
     with pytest.raises(ValueError, match="found no Linear to quantise"):
         lowbit.quantize(nn.Sequential(nn.Tanh()))
+    shared = nn.ModuleDict({"decoder": nn.Linear(8, 3), "other": nn.Linear(8, 3)})
+    shared["lm_head"] = shared["decoder"]
+    lowbit.quantize(shared)
+    assert type(shared["decoder"]) is nn.Linear and type(shared["other"]) is lowbit.Linear
+    with pytest.raises(ValueError, match="found no Linear to quantise: .* only frozen weights"):
+        lowbit.quantize(shared, skip=())
     tied = nn.Sequential(nn.Embedding(3, 8), nn.Linear(8, 3))
     tied[1].weight = tied[0].weight
     with pytest.raises(ValueError, match=r"0.weight is the same parameter as 1.weight, which is"):
