@@ -229,11 +229,11 @@ def _count(number: int, noun: str) -> str:
 
 def forget_lost(model: nn.Module) -> None:
     """Drop what codes lost of gradients and would be added to the next ones: other values came into
-    ``model``. Local.
+    ``model``, which may be a part of a tree: all of it drops them. Local.
     """
-    for host in hosts(model):
-        if host._tree is not None:
-            host._tree.core.forget()
+    trees = {host._unit.tree for host in hosts(model) if host._unit is not None}
+    for tree in trees - {None}:
+        tree.core.forget()
 
 
 def memory_stats(model: nn.Module) -> dict[str, int]:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
 from fsdpc._engine import empties
+from fsdpc._engine.root import forget_lost
 from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp1.materialize import retie, tied_sites
 from fsdpc._fsdp1.names import clean_fqn, cleaner, join
@@ -133,6 +134,7 @@ def run_pretrained(
         _give(model, target, values)
         for tensor in target.touched:
             torch.autograd.graph.increment_version(tensor)
+        forget_lost(model)
     if ranks.rank == 0:
         _tell(result)
     return result

@@ -222,7 +222,7 @@ class Scaled(nn.Module):
 
 
 @ranks(2, env=on_hosts.counted_as("ab"))
-def test_error_feedback_sends_what_rounding_lost(rank, world):
+def test_error_feedback_sends_what_rounding_lost(rank, world, tmp_path):
     """Values that int4 makes 0 in each step arrive; what is not finite leaves what is kept; loading
     a state dict drops it.
     """
@@ -247,6 +247,21 @@ def test_error_feedback_sends_what_rounding_lost(rank, world):
     model.load_state_dict(model.state_dict())
     model(x).backward()
     assert torch.equal(model.weight.grad.full_tensor(), found[0])
+    inner = Scaled()
+    outer = fully_shard(nn.Sequential(fully_shard(inner, mp_policy=policy)), mp_policy=policy)
+    fsdpc.checkpoint.save(tmp_path / "saved", outer)
+    lost = []
+    for load in (
+        lambda: None,
+        lambda: inner.load_state_dict(inner.state_dict()),  # not the root
+        lambda: fsdpc.checkpoint.load_pretrained(outer, tmp_path / "saved"),
+        lambda: None,
+    ):
+        load()
+        outer.zero_grad()
+        outer(x).backward()
+        lost.append(torch.equal(inner.weight.grad.full_tensor(), found[0]))
+    assert lost == [True, True, True, False]
 
 
 def test_error_feedback_needs_codes_and_one_scale():
