@@ -180,6 +180,11 @@ def can_encode(values: Any, shape: Sequence[int]) -> bool:
 class Linear(_Coded, nn.Linear):
     """A ``torch.nn.Linear`` that ``quantize`` has changed: a frozen weight in codes, decoded to the
     dtype of the input, or that of autocast. The bias is as before.
+
+    ``weight``: uint8, (out_features, bytes of a row's codes and scales). As before, an input of
+    (..., in_features) gives (..., out_features), in the dtype of the input or of autocast.
+    ``RuntimeError``, on loading: values that are sharded, in 8 bits or of another shape than the
+    layer's. ``TypeError``: ``reset_parameters``, as codes have no initialisation.
     """
 
     plain, width = nn.Linear, "in_features"
@@ -196,6 +201,10 @@ class Linear(_Coded, nn.Linear):
 class Embedding(_Coded, nn.Embedding):
     """A ``torch.nn.Embedding`` that ``quantize`` has changed: frozen codes, of which the rows that
     are looked up are decoded, to the dtype that the weight had.
+
+    ``weight``: uint8, (num_embeddings, bytes of a row's codes and scales). As before, integers of
+    any shape (...) give (..., embedding_dim). ``IndexError``: an index that is not in the table;
+    the other errors are those of ``Linear``.
     """
 
     plain, width = nn.Embedding, "embedding_dim"
