@@ -16,21 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import embedding, linear
 
 from fsdpc import _C
+from fsdpc._engine.device import kernel_ordinal
 from fsdpc._fsdp1.names import clean_fqn, cleaner, join
 
 __all__ = ["Embedding", "Linear", "dequantize", "quantize", "values"]
 
 M = TypeVar("M", bound=nn.Module)
 CODECS = ("nf4",)
-_BLOCK = 64
 _AT_ONCE = 1 << 26  # values that a layer decodes at a time
-_ON_DEVICE = 1 << 22  # values that torch's functions decode at a time
-_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -38,14 +31,12 @@ _LEVELS = (
 
 @torch.library.custom_op("fsdpc::encode_rows", mutates_args=())
 def encode_rows(rows: Tensor, codec: str) -> Tensor:
-    """The codes of each row of a matrix, by the processor. Local."""
-    host = rows.detach().cpu().contiguous()
+    """The codes of each row of a matrix. Local."""
     size = (*rows.shape[:-1], _C.row_codes_bytes(codec, rows.shape[-1]))
-    coded = torch.zeros(
-        size, dtype=torch.uint8, device="cpu"
-    )  # padding, too, is alike on all ranks
-    _C.encode_rows(codec, host, coded)
-    return coded.to(rows.device)
+    # The padding is written, too, so that equal weights have equal bytes.
+    coded = torch.zeros(size, dtype=torch.uint8, device=rows.device)
+    _C.encode_rows(codec, rows.detach().contiguous(), coded, kernel_ordinal(rows))
+    return coded
 
 
 @encode_rows.register_fake
@@ -58,30 +49,16 @@ def _(rows: Tensor, codec: str) -> Tensor:
 def decode_rows(coded: Tensor, row: int, dtype: torch.dtype, codec: str) -> Tensor:
     """The values of coded rows, of ``row`` values each. Local."""
     found = torch.empty((*coded.shape[:-1], row), dtype=dtype, device=coded.device)
-    if coded.device.type == "cpu":
-        _C.decode_rows(codec, found, coded.contiguous())
-        return found
-    flat, rows = found.view(-1, row), coded.reshape(-1, coded.shape[-1])
-    step = max(1, _ON_DEVICE // row)
-    for at in range(0, len(flat), step):
-        flat[at : at + step] = _decode_nf4(rows[at : at + step], row)
+    coded = coded.contiguous()
+    if coded.data_ptr() % 16:  # behind bytes of another size in its unit
+        coded = coded.clone()
+    _C.decode_rows(codec, found, coded, kernel_ordinal(coded))
     return found
 
 
 @decode_rows.register_fake
 def _(coded: Tensor, row: int, dtype: torch.dtype, codec: str) -> Tensor:
     return coded.new_empty((*coded.shape[:-1], row), dtype=dtype)
-
-
-def _decode_nf4(coded: Tensor, row: int) -> Tensor:
-    """By torch's functions, with the bits of ``csrc/codec``."""
-    blocks, bytes_ = -(-row // _BLOCK), (row + 1) // 2
-    levels = torch.tensor(_LEVELS, dtype=torch.float32, device=coded.device)
-    pairs = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), -1)
-    found = pairs[coded[:, :bytes_].int()].flatten(1)[:, :row]
-    first = -(-bytes_ // 16) * 16
-    scales = coded[:, first : first + 4 * blocks].contiguous().view(torch.float32)
-    return found * scales.repeat_interleave(_BLOCK, 1)[:, :row]
 
 
 class _Product(torch.autograd.Function):
@@ -261,7 +238,11 @@ def quantize(
     some = any(not param.requires_grad for param in model.parameters())
     chosen = {n: m for n, m in found.items() if not (some and m.weight.requires_grad)}
     if not chosen:
-        why = "" if not found else ": as some parameters are frozen, only frozen weights count"
+        why = (
+            ""
+            if not found
+            else ": some parameters are frozen, and then only frozen weights are quantised"
+        )
         names = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"quantize found no {names} to quantise{why}")
     _check_chosen(model, chosen)

@@ -50,6 +50,12 @@ def engine_device(device: torch.device) -> int | None:
     return 0 if stand_in() else None
 
 
+def kernel_ordinal(tensor: torch.Tensor) -> int:
+    """The GPU whose kernels work on a tensor, -1 for the processor. Local."""
+    ordinal = engine_device(tensor.device)
+    return -1 if ordinal is None else ordinal
+
+
 def tensor_device(ordinal: int | None) -> torch.device:
     """The torch device of tensors made by the engine's device ``ordinal``. Local."""
     return CPU if ordinal is None or stand_in() else torch.device("cuda", ordinal)

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from fsdpc import _C
 from fsdpc._companions.saved import BLOCK
-from fsdpc._engine.device import engine_device
+from fsdpc._engine.device import kernel_ordinal
 from fsdpc._engine.marks import hosts
 from fsdpc._engine.released import ReleasedParameter
 from fsdpc._engine.unit import UNITS
@@ -150,7 +150,7 @@ class _Packed:
             return
         self.low = torch.empty(whole.numel(), dtype=torch.int8, device=whole.device)
         self.scales = torch.empty(-(-whole.numel() // BLOCK), device=whole.device)
-        _C.activation_pack(whole, self.low, self.scales, _ordinal(whole))
+        _C.activation_pack(whole, self.low, self.scales, kernel_ordinal(whole))
 
     @property
     def nbytes(self) -> int:
@@ -161,14 +161,8 @@ class _Packed:
         if self.low.dtype == torch.bfloat16:
             return self.low.to(self.dtype)
         whole = torch.empty(self.low.numel(), dtype=self.dtype, device=self.low.device)
-        _C.activation_unpack(whole, self.low, self.scales, _ordinal(whole))
+        _C.activation_unpack(whole, self.low, self.scales, kernel_ordinal(whole))
         return whole
-
-
-def _ordinal(tensor: Tensor) -> int:
-    """The GPU whose kernels pack a tensor, -1 for the processor."""
-    ordinal = engine_device(tensor.device)
-    return -1 if ordinal is None else ordinal
 
 
 class View:

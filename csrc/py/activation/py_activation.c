@@ -27,17 +27,14 @@ check(const struct request *request)
     return 0;
 }
 
-static int
-open_device(int32_t ordinal, struct request *out)
+int
+fsdpc_py_activation_device(int32_t ordinal, fsdpc_device **out)
 {
+    *out = NULL;
     if (ordinal < 0) {
         return 0;
     }
-    const int status = fsdpc_device_cuda(ordinal, &out->device);
-    if (fsdpc_py_checked(status) < 0) {
-        return -1;
-    }
-    return fsdpc_py_enter_device(out->device);
+    return fsdpc_py_checked(fsdpc_device_cuda(ordinal, out)) < 0 ? -1 : fsdpc_py_enter_device(*out);
 }
 
 static int
@@ -53,7 +50,7 @@ request_open(const char *function, PyObject *const *args, Py_ssize_t count, PyOb
         {"device", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &device},
     };
     if (fsdpc_py_args(function, table, 4, args, count, keywords) < 0 ||
-        open_device(device, out) < 0) {
+        fsdpc_py_activation_device(device, &out->device) < 0) {
         return -1;
     }
     const fsdpc_py_device place = out->device ? fsdpc_py_device_of(out->device) : fsdpc_py_host;

@@ -1,9 +1,11 @@
-/* row_codes_bytes, encode_rows and decode_rows: rows of a matrix in host memory to codes and back, each row by
- * itself, so that whoever has a row has its codes and scales. Without the GIL while they run. */
+/* row_codes_bytes, encode_rows and decode_rows: rows of a matrix to codes and back, each row by itself, so that whoever
+ * has a row has its codes and scales. In host memory or on a GPU; without the GIL while they run. */
+#include "base/status.h"
 #include "codec/codec.h"
 #include "py/activation/py_activation.h"
 
 struct request {
+    fsdpc_device *device; /* NULL: host memory */
     fsdpc_codec codec;
     int64_t rows, row;
     size_t row_bytes;
@@ -60,24 +62,54 @@ run_rows(bool encode, const struct request *r)
     return FSDPC_OK;
 }
 
+/* On a GPU each row is a piece. */
+static int
+run_request(bool encode, const struct request *r)
+{
+    const fsdpc_coding coding = {.codec = r->codec,
+                                 .pieces = (int)r->rows,
+                                 .rows = 1,
+                                 .row = r->row,
+                                 .values = r->values.data,
+                                 .type = r->values.dtype,
+                                 .coded = r->coded.data,
+                                 .stride = r->row_bytes};
+    if (!r->device) {
+        return run_rows(encode, r);
+    }
+    if (r->rows > INT32_MAX) {
+        return fsdpc_error(FSDPC_E_INVAL, "a GPU codes at most %d rows at once, not %lld",
+                           INT32_MAX, (long long)r->rows);
+    }
+    return r->rows == 0 ? FSDPC_OK
+           : encode     ? fsdpc_device_encode(r->device, &coding, 1)
+                        : fsdpc_device_decode(r->device, &coding, 1);
+}
+
 static PyObject *
 run(bool encode, PyObject *const *args, Py_ssize_t count, PyObject *keywords)
 {
     struct request r = {0};
     const char *codec = NULL;
     PyObject *values = NULL, *coded = NULL;
+    int32_t device = -1;
     const fsdpc_py_arg table[] = {
         {"codec", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &codec},
         {"values", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &values},
         {"coded", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &coded},
+        {"device", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &device},
     };
-    if (fsdpc_py_args(encode ? "encode_rows" : "decode_rows", table, 3, args, count, keywords) <
+    if (fsdpc_py_args(encode ? "encode_rows" : "decode_rows", table, 4, args, count, keywords) <
             0 ||
-        fsdpc_py_torch_view(values, &r.values) < 0 || fsdpc_py_torch_view(coded, &r.coded) < 0 ||
-        check(codec, &r) < 0) {
+        fsdpc_py_activation_device(device, &r.device) < 0) {
         return NULL;
     }
-    const int status = FSDPC_PY_UNLOCKED(run_rows(encode, &r));
+    const fsdpc_py_device place = r.device ? fsdpc_py_device_of(r.device) : fsdpc_py_host;
+    if (fsdpc_py_torch_view_on(values, place, &r.values) < 0 ||
+        fsdpc_py_torch_view_on(coded, place, &r.coded) < 0 || check(codec, &r) < 0) {
+        return NULL;
+    }
+    const int status = FSDPC_PY_UNLOCKED(run_request(encode, &r));
     return fsdpc_py_none_or(status);
 }
 
@@ -119,10 +151,11 @@ PyMethodDef fsdpc_py_codec_methods[] = {
         "Bytes of a row of so many values: its codes, then, from a multiple of 16 on,\n"
         "its scales; a multiple of 16."),
     FSDPC_PY_FUNCTION(
-        encode_rows, FSDPC_PY_KEYWORDS, "(codec, values, coded)",
-        "Codes each row (last dimension) of `values` into `coded`, row_codes_bytes each;\n"
-        "both are contiguous tensors in host memory."),
-    FSDPC_PY_FUNCTION(decode_rows, FSDPC_PY_KEYWORDS, "(codec, values, coded)",
+        encode_rows, FSDPC_PY_KEYWORDS, "(codec, values, coded, device=-1)",
+        "Codes each row (last dimension) of `values` into `coded`, row_codes_bytes each; both\n"
+        "are contiguous tensors in host memory, or in that of the GPU with the ordinal `device`,\n"
+        "on its current stream; there `coded` begins at a multiple of 16 bytes."),
+    FSDPC_PY_FUNCTION(decode_rows, FSDPC_PY_KEYWORDS, "(codec, values, coded, device=-1)",
                       "Writes what the codes mean to `values`."),
     {NULL, NULL, 0, NULL},
 };
