@@ -34,9 +34,14 @@ typedef enum fsdpc_codec {
 struct fsdpc_codec_form {
     int block, code_bits, scale_bytes;
 };
-__attribute__((unused)) static const struct fsdpc_codec_form fsdpc_codec_forms[FSDPC_CODECS] = {
-    {1, 0, 0},  {256, 8, 4}, {256, 8, 4}, {256, 8, 4},
-    {32, 8, 1}, {64, 4, 4},  {128, 4, 4}, {128, 4, 4},
+#ifdef __cplusplus /* templates read the table when they are compiled */
+static constexpr
+#else
+__attribute__((unused)) static const
+#endif
+    struct fsdpc_codec_form fsdpc_codec_forms[FSDPC_CODECS] = {
+        {1, 0, 0},  {256, 8, 4}, {256, 8, 4}, {256, 8, 4},
+        {32, 8, 1}, {64, 4, 4},  {128, 4, 4}, {128, 4, 4},
 };
 
 /* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */

@@ -9,12 +9,9 @@ enum { CODEC_WARP = 32 };
 
 template <int CODEC> struct codec_form {
     enum {
-        BITS = CODEC == FSDPC_NF4 || CODEC >= FSDPC_INT4 ? 4 : 8,
-        BLOCK = CODEC == FSDPC_MXFP8 ? 32
-                : CODEC == FSDPC_NF4 ? 64
-                : CODEC >= FSDPC_INT4 ? 128
-                                      : 256,
-        SCALE = CODEC == FSDPC_MXFP8 ? 1 : 4,
+        BITS = fsdpc_codec_forms[CODEC].code_bits,
+        BLOCK = fsdpc_codec_forms[CODEC].block,
+        SCALE = fsdpc_codec_forms[CODEC].scale_bytes,
         SHARE = BLOCK / CODEC_WARP,
         BYTES = SHARE * BITS / 8,
     };
