@@ -262,8 +262,8 @@ int fsdpc_device_pack8(fsdpc_device *device, const void *values, fsdpc_dtype typ
 int fsdpc_device_unpack8(fsdpc_device *device, const int8_t *codes, const float *scales, int64_t n,
                          void *values, fsdpc_dtype type);
 
-/* Pieces of rows that are coded each by itself (csrc/codec/codec.h): end to end as values, `stride` bytes from one to the
- * next as codes. Values are of a floating-point dtype. */
+/* Pieces of a matrix of floats; each piece is coded by itself (csrc/codec/codec.h). The values of the pieces lie end to
+ * end. The codes of a piece begin `stride` bytes behind the begin of the previous piece's codes. */
 typedef struct fsdpc_coding {
     fsdpc_codec codec;
     int pieces;

@@ -17,8 +17,7 @@ struct fsdpc_wire_reduce {
     uint64_t uses;
 };
 
-/* Coded pieces of the unit in flight to a slot: of each coded segment those of all ranks, end to end. Or what coding lost
- * of a unit's gradients: of each receiver's pieces, end to end. */
+/* Memory that belongs to a slot or a unit; each use below says what lies in the memory. */
 struct fsdpc_wire_coded {
     char *memory;
     size_t bytes;
@@ -28,10 +27,13 @@ struct fsdpc_wire {
     fsdpc_flight **gathers; /* per unit, NULL: none in flight */
     struct fsdpc_wire_reduce *reduces;
     int reduce_count, next;
-    fsdpc_comm_part *parts;         /* of the unit being sent */
-    struct fsdpc_wire_coded *coded; /* per slot, and one for gathers beside a slot in use */
+    fsdpc_comm_part *parts; /* of the unit being sent */
+    /* Per slot, and one for gathers beside a slot in use: the coded pieces of the unit in flight, of each coded segment
+     * those of all ranks, end to end. */
+    struct fsdpc_wire_coded *coded;
     int coded_count;
-    struct fsdpc_wire_coded *kept; /* per unit: what coding lost; memory NULL: it is not kept */
+    /* Per unit: the error that coding left of its gradients, receiver by receiver. Memory NULL: no error feedback. */
+    struct fsdpc_wire_coded *kept;
     /* Of its parts, of its segments, of their codes, and of what those lost. */
     size_t *landing_offsets;
     void *sum_room;               /* for chunks of coded pieces, decoded; NULL: there are none */

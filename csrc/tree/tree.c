@@ -104,10 +104,7 @@ make_nodes(fsdpc_tree *tree, fsdpc_unit *const *units, const int *depths, int co
     tree->count = count;
     tree->opened = -1;
     for (int i = 0; i < count; i++) {
-        tree->nodes[i] = (struct fsdpc_node){.unit = units[i],
-                                             .depth = depths[i],
-                                             .order = -1,
-                                             .swapped = fsdpc_unit_swapped_bytes(units[i])};
+        tree->nodes[i] = (struct fsdpc_node){.unit = units[i], .depth = depths[i], .order = -1};
         tree->replicates = tree->replicates || fsdpc_unit_replicate(units[i]);
     }
     return FSDPC_OK;

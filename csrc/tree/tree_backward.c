@@ -198,11 +198,10 @@ fsdpc_tree_defer_reduces(fsdpc_tree *tree, bool defer)
 static void
 note_swap(fsdpc_tree *tree, struct fsdpc_node *node)
 {
-    const uint64_t sent = fsdpc_unit_swapped_bytes(node->unit) - node->swapped;
+    const uint64_t sent = fsdpc_unit_take_swapped_bytes(node->unit);
     if (sent > 0) {
         fsdpc_exchange_note(node->exchange, FSDPC_TRACE_SEND, node->unit, sent);
     }
-    node->swapped += sent;
     tree->swapped_bytes += sent;
 }
 

@@ -23,8 +23,7 @@ struct fsdpc_node {
     bool reduced;  /* in this backward */
     bool taken;    /* its sum was taken before the end of this backward: see next_summed */
     bool late;     /* its sum is on its way into host memory: fsdpc_tree_next_late */
-    uint64_t swapped; /* fsdpc_unit_swapped_bytes when the trace last had them */
-    int order;        /* position in `order`, -1 */
+    int order;     /* position in `order`, -1 */
 };
 
 struct fsdpc_tree {

@@ -27,9 +27,13 @@ sees_other_grads(const fsdpc_layout *layout)
     return false;
 }
 
-/* A piece in the accumulate dtype; in the form in which it is sent; as codes only (0 bytes without a codec); what those
- * lost (0 bytes where it is not kept). */
-enum form { ACCUMULATED, SENT, CODED, LOST };
+/* What the bytes of a gradient's piece are counted of. */
+enum form {
+    ACCUMULATED, /* the piece in the accumulate dtype */
+    SENT,        /* the piece as a rank sends it: in the reduce dtype, or coded */
+    CODED,       /* its codes; 0 bytes without a reduce codec */
+    LOST,        /* the error that coding leaves, in float32; 0 bytes without error feedback */
+};
 
 static size_t
 piece_bytes(const fsdpc_segment *seg, enum form form)

@@ -26,7 +26,7 @@ struct fsdpc_swap {
     uint32_t key;                /* equal on the replicas; 0: they have not agreed on one yet */
     uint32_t sums;               /* grads.sums when the flight began */
     bool lost;                   /* the other replica may still send into `partial` */
-    uint64_t sent_bytes;
+    uint64_t sent_bytes;         /* fsdpc_unit_take_swapped_bytes */
 };
 
 /* A unit's memory is set by fsdpc_unit_new and does not change, with two exceptions: the first

@@ -27,7 +27,7 @@ takes_part(const fsdpc_unit *unit)
            !fsdpc_device_get_caps(unit->device)->asynchronous;
 }
 
-/* --- blocking ------------------------------------------------------------------------------------ */
+/* --- blocking sums, at the end of a backward ------------------------------------------------------ */
 
 /* All-reduces which parameters got a gradient on any replica; *any: at least one did. */
 static int
@@ -80,7 +80,7 @@ sum_now(fsdpc_unit *unit)
     return fsdpc_grad_take_partial(unit);
 }
 
-/* --- one unit's swap ------------------------------------------------------------------------------ */
+/* --- a unit's sum, swapped in the background ------------------------------------------------------ */
 
 static bool
 swaps(const fsdpc_unit *unit)
@@ -167,9 +167,11 @@ fsdpc_unit_begin_swap(fsdpc_unit *unit)
 }
 
 uint64_t
-fsdpc_unit_swapped_bytes(const fsdpc_unit *unit)
+fsdpc_unit_take_swapped_bytes(fsdpc_unit *unit)
 {
-    return unit->swap.sent_bytes;
+    const uint64_t bytes = unit->swap.sent_bytes;
+    unit->swap.sent_bytes = 0;
+    return bytes;
 }
 
 void
