@@ -2,10 +2,10 @@
  *
  * Over a wire two replicas swap their sums in the background: a unit's swap begins in the backward, as soon as all
  * ranks of the shard group have reduced the unit. Replicas run their units each in its own order, so swaps are
- * matched by key and not by order. At the end the replicas compare what they have: which parameters got a gradient,
- * which units were swapped, and which sums have changed since (a second gradient of the unit in this backward). Those
- * are swapped once more, so that the values do not depend on what began when.
- * Everywhere else each unit's sum is a blocking collective at the end.
+ * matched by key and not by order. At the end all replicas compare in one message what they have: which parameters got a
+ * gradient, which units were swapped, and which sums have changed since (a second gradient of the unit in this
+ * backward). Those are swapped once more, so that the values do not depend on what began when.
+ * Everywhere else each unit's sum is a blocking collective behind that message.
  */
 #include <stdio.h>
 
@@ -27,34 +27,6 @@ takes_part(const fsdpc_unit *unit)
            !fsdpc_device_get_caps(unit->device)->asynchronous;
 }
 
-/* --- blocking sums, at the end of a backward ------------------------------------------------------ */
-
-/* All-reduces which parameters got a gradient on any replica; *any: at least one did. */
-static int
-share_used(fsdpc_unit *unit, bool *any)
-{
-    int status = FSDPC_OK;
-    int count = unit->layout->param_count;
-    float *bits = fsdpc_mem_calloc((size_t)count, sizeof *bits);
-    if (!bits) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of unit %s", unit->name);
-    }
-    for (int i = 0; i < count; i++) {
-        bits[i] = unit->grads.used[i];
-    }
-    FSDPC_GOTO(
-        fsdpc_comm_all_reduce(unit->replicate, bits, count, FSDPC_F32, FSDPC_MAX, unit->name),
-        done);
-    *any = false;
-    for (int i = 0; i < count; i++) {
-        unit->grads.used[i] = bits[i] > 0;
-        *any = *any || unit->grads.used[i];
-    }
-done:
-    fsdpc_mem_free(bits);
-    return status;
-}
-
 static int
 make_partial(fsdpc_unit *unit)
 {
@@ -66,12 +38,7 @@ make_partial(fsdpc_unit *unit)
 static int
 sum_now(fsdpc_unit *unit)
 {
-    bool any = false;
     fsdpc_grad_run run;
-    FSDPC_TRY(share_used(unit, &any));
-    if (!any) {
-        return FSDPC_OK;
-    }
     FSDPC_TRY(make_partial(unit));
     for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run);) {
         FSDPC_TRY(fsdpc_comm_all_reduce(unit->replicate, (char *)unit->partial + run.offset,
@@ -81,12 +48,6 @@ sum_now(fsdpc_unit *unit)
 }
 
 /* --- a unit's sum, swapped in the background ------------------------------------------------------ */
-
-static bool
-swaps(const fsdpc_unit *unit)
-{
-    return takes_part(unit) && fsdpc_comm_swaps(unit->replicate);
-}
 
 enum { WHAT_BYTES = 160 };
 
@@ -156,7 +117,7 @@ add_up(fsdpc_unit *unit)
 bool
 fsdpc_unit_may_swap(const fsdpc_unit *unit)
 {
-    return unit->swap.key > 0 && !unit->swap.flight && !unit->grads.withheld && swaps(unit);
+    return unit->swap.key > 0 && !unit->swap.flight && !unit->grads.withheld && takes_part(unit);
 }
 
 int
@@ -185,8 +146,8 @@ fsdpc_unit_free_partial(fsdpc_unit *unit)
 
 /* --- the end of a backward ------------------------------------------------------------------------- */
 
-/* Units that swap with the same replicas, in an order that is the same on them. */
-struct swapping {
+/* Units with the same replicas, in an order that is the same on them. */
+struct group {
     fsdpc_unit **units;
     int count;
     fsdpc_comm *comm;
@@ -196,7 +157,7 @@ struct swapping {
 
 /* Per unit a byte of flags and one byte per parameter. */
 static void
-write_record(const struct swapping *s, uint8_t *to)
+write_record(const struct group *s, uint8_t *to)
 {
     for (int i = 0; i < s->count; i++) {
         const fsdpc_unit *unit = s->units[i];
@@ -210,7 +171,7 @@ write_record(const struct swapping *s, uint8_t *to)
 }
 
 static void
-read_record(const struct swapping *s, const uint8_t *from)
+read_record(const struct group *s, const uint8_t *from)
 {
     for (int i = 0; i < s->count; i++) {
         fsdpc_unit *unit = s->units[i];
@@ -223,24 +184,24 @@ read_record(const struct swapping *s, const uint8_t *from)
 }
 
 static int
-compare(const struct swapping *s)
+compare(const struct group *s)
 {
     int status = FSDPC_OK;
-    const int own = fsdpc_comm_rank(s->comm);
+    const size_t own = (size_t)fsdpc_comm_rank(s->comm), world = (size_t)fsdpc_comm_world(s->comm);
     size_t bytes = (size_t)s->count;
     for (int i = 0; i < s->count; i++) {
         bytes += (size_t)s->units[i]->layout->param_count;
     }
-    uint8_t *records = fsdpc_mem_calloc(2, bytes);
+    uint8_t *records = fsdpc_mem_calloc(world, bytes);
     if (!records) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for the used bits of %d units", s->count);
     }
-    write_record(s, records + bytes * (size_t)own);
+    write_record(s, records + bytes * own);
     FSDPC_GOTO(fsdpc_comm_all_gather(s->comm, records, bytes, "sums over replicas"), done);
-    for (size_t r = 0; r < 2; r++) {
+    for (size_t r = 0; r < world; r++) {
         read_record(s, records + bytes * r);
     }
-    for (int i = 0; i < s->count; i++) {
+    for (int i = 0; fsdpc_comm_swaps(s->comm) && i < s->count; i++) {
         if (s->units[i]->swap.key == 0) {
             FSDPC_GOTO(fsdpc_comm_next_swap(s->comm, &s->units[i]->swap.key), done);
         }
@@ -251,20 +212,20 @@ done:
 }
 
 static bool
-moves(const struct swapping *s, int i)
+moves(const struct group *s, int i)
 {
     return s->used[i] || (s->flags[i] & SWAPPED);
 }
 
 static bool
-moves_again(const struct swapping *s, int i)
+moves_again(const struct group *s, int i)
 {
     return s->used[i] && (s->flags[i] & CHANGED);
 }
 
 /* All swaps begin before one is waited for; those of changed sums go once more. */
 static int
-land_all(const struct swapping *s)
+land_all(const struct group *s)
 {
     for (int i = 0; i < s->count; i++) {
         if (moves(s, i) && !s->units[i]->swap.flight) {
@@ -291,10 +252,23 @@ land_all(const struct swapping *s)
 }
 
 static int
-swap_all(fsdpc_unit **units, int count)
+sum_all_now(const struct group *s)
+{
+    for (int i = 0; i < s->count; i++) {
+        const int status = s->used[i] ? sum_now(s->units[i]) : FSDPC_OK;
+        if (status != FSDPC_OK) {
+            return fsdpc_error_prepend(status, "sum over replicas of unit %s", s->units[i]->name);
+        }
+    }
+    return FSDPC_OK;
+}
+
+/* Of the units that have the replicas of the first one. */
+static int
+sum_group(fsdpc_unit **units, int count)
 {
     int status = FSDPC_OK;
-    struct swapping s = {.comm = units[0]->replicate};
+    struct group s = {.comm = units[0]->replicate};
     s.units = fsdpc_mem_calloc((size_t)count, sizeof(fsdpc_unit *));
     s.flags = fsdpc_mem_calloc((size_t)count, sizeof *s.flags);
     s.used = fsdpc_mem_calloc((size_t)count, sizeof *s.used);
@@ -302,12 +276,12 @@ swap_all(fsdpc_unit **units, int count)
         FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of %d units", count), done);
     }
     for (int i = 0; i < count; i++) {
-        if (units[i]->replicate == s.comm && swaps(units[i])) {
+        if (takes_part(units[i]) && units[i]->replicate == s.comm) {
             s.units[s.count++] = units[i];
         }
     }
     FSDPC_GOTO(compare(&s), done);
-    FSDPC_GOTO(land_all(&s), done);
+    FSDPC_GOTO(fsdpc_comm_swaps(s.comm) ? land_all(&s) : sum_all_now(&s), done);
 done:
     for (int i = 0; i < s.count; i++) {
         s.units[i]->grads.partial_any = false;
@@ -322,7 +296,7 @@ static bool
 is_first(fsdpc_unit *const *units, int at)
 {
     for (int i = 0; i < at; i++) {
-        if (swaps(units[i]) && units[i]->replicate == units[at]->replicate) {
+        if (takes_part(units[i]) && units[i]->replicate == units[at]->replicate) {
             return false;
         }
     }
@@ -333,18 +307,8 @@ int
 fsdpc_unit_reduce_replicas(fsdpc_unit **units, int count)
 {
     for (int i = 0; i < count; i++) {
-        fsdpc_unit *unit = units[i];
-        int status = FSDPC_OK;
-        if (swaps(unit)) {
-            FSDPC_TRY(is_first(units, i) ? swap_all(units + i, count - i) : FSDPC_OK);
-            continue;
-        }
-        if (takes_part(unit)) {
-            status = sum_now(unit);
-            unit->grads.partial_any = false;
-        }
-        if (status != FSDPC_OK) {
-            return fsdpc_error_prepend(status, "sum over replicas of unit %s", unit->name);
+        if (takes_part(units[i]) && is_first(units, i)) {
+            FSDPC_TRY(sum_group(units + i, count - i));
         }
     }
     return FSDPC_OK;
