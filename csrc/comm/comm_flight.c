@@ -23,6 +23,7 @@ struct fsdpc_flight {
     fsdpc_moves moves;
     bool agreed; /* known after landing */
     bool marked, summed;
+    uint64_t number;
 };
 
 bool
@@ -173,6 +174,7 @@ make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **
     flight->comm = comm;
     flight->marks = marks;
     flight->skip = skip;
+    flight->number = comm->flights;
     flight->marked = mark != NULL;
     for (int r = 0; mark && r < comm->world; r++) {
         marks[r] = *mark;
@@ -317,6 +319,12 @@ uint64_t
 fsdpc_flight_sent_bytes(const fsdpc_flight *flight)
 {
     return flight->moves.sent_bytes;
+}
+
+uint64_t
+fsdpc_flight_number(const fsdpc_flight *flight)
+{
+    return flight->number;
 }
 
 bool

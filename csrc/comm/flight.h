@@ -64,6 +64,8 @@ const fsdpc_mark *fsdpc_flight_marks(const fsdpc_flight *flight);
 bool fsdpc_flight_is_summed(const fsdpc_flight *flight);
 /* What this rank sends to ranks of other hosts, without marks; 0 where flights are collectives of the kind. */
 uint64_t fsdpc_flight_sent_bytes(const fsdpc_flight *flight);
+/* Its place in the order of the communicator's flights; 0 where flights are collectives of the kind. */
+uint64_t fsdpc_flight_number(const fsdpc_flight *flight);
 /* NULL is allowed. True if the flight's memory is this rank's. False: the flight has not landed, so other ranks may
  * still send to its memory, which must stay as long as the process. Local. */
 bool fsdpc_flight_free(fsdpc_flight *flight);

@@ -57,11 +57,13 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     }
     wire->bit_count = fsdpc_used_count(x) + (size_t)x->unit_count;
     wire->gathers = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_flight *));
+    wire->flying = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *wire->flying);
     wire->parts = fsdpc_mem_calloc(parts, sizeof *wire->parts);
     wire->landing_offsets = fsdpc_mem_calloc(4 * parts, sizeof *wire->landing_offsets);
     wire->used = fsdpc_mem_calloc(params, 1);
     wire->bits = fsdpc_mem_calloc(wire->bit_count, (size_t)x->world);
-    if (!wire->gathers || !wire->parts || !wire->landing_offsets || !wire->used || !wire->bits) {
+    if (!wire->gathers || !wire->flying || !wire->parts || !wire->landing_offsets || !wire->used ||
+        !wire->bits) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
     FSDPC_TRY(fsdpc_wire_host_open(x, plan->slot_count));
@@ -114,6 +116,7 @@ close_wire(fsdpc_exchange *x)
         x->arena = NULL;
     }
     fsdpc_mem_free(wire->gathers);
+    fsdpc_mem_free(wire->flying);
     fsdpc_mem_free(wire->reduces);
     fsdpc_mem_free(wire->parts);
     fsdpc_mem_free(wire->landing_offsets);
@@ -180,9 +183,14 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
         return FSDPC_OK;
     }
     fsdpc_wire_name_gather(unit, what);
-    fsdpc_flight **flight = &x->wire->gathers[fsdpc_unit_use(unit)->id];
+    const int id = fsdpc_unit_use(unit)->id;
+    fsdpc_flight **flight = &x->wire->gathers[id];
     FSDPC_TRY(fsdpc_flight_gather(x->comm, x->wire->parts, layout->segment_count, route,
                                   fsdpc_wire_mark(x, turn, &mark), what, flight));
+    x->wire->flying[x->wire->flying_count++] = id;
+    if (x->wire->host) {
+        fsdpc_wire_say_change(x); /* ranks of this host may wait before another flight */
+    }
     fsdpc_wire_count(x, unit, *flight);
     return FSDPC_OK;
 }

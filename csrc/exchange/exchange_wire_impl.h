@@ -24,7 +24,8 @@ struct fsdpc_wire_coded {
 };
 
 struct fsdpc_wire {
-    fsdpc_flight **gathers; /* per unit, NULL: none in flight */
+    fsdpc_flight **gathers;    /* per unit, NULL: none in flight */
+    int *flying, flying_count; /* the units of these, in the order of their flights */
     struct fsdpc_wire_reduce *reduces;
     int reduce_count, next;
     fsdpc_comm_part *parts; /* of the unit being sent */
@@ -93,14 +94,10 @@ enum {
 const fsdpc_mark *fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark);
 /* Counts what a flight of the unit sends. */
 void fsdpc_wire_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_flight *flight);
-/* Waits for the flight, and frees the flight, also after a failure. *summed (optional) as fsdpc_flight_is_summed.
- * FSDPC_E_MISMATCH: another rank means another one. */
-int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed);
-/* Another rank is known to differ: all ranks are told what this one means instead of its next flight, and this one what
- * they mean. FSDPC_E_MISMATCH. */
-int fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what);
-int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);
-int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
+/* The turn of unfreezing a parameter; below zero. */
+int32_t fsdpc_wire_thaw_turn(int unit, int param);
+/* FSDPC_E_MISMATCH: the marks of a flight that has landed differ; the error says how. */
+int fsdpc_wire_compare(const fsdpc_exchange *x, const fsdpc_flight *landed, const char *what);
 
 /* --- exchange_wire_coded.c ----------------------------------------------------------------------- */
 
@@ -127,9 +124,21 @@ bool fsdpc_wire_brings(const fsdpc_exchange *x, fsdpc_route route, int owner);
 void fsdpc_wire_name_gather(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES]);
 /* The unit's values are in a slot that the ranks of this host share. */
 bool fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit);
+/* [Note: landed in order] Other ranks of this host wait for this rank's part of a gather, and begin nothing new meanwhile.
+ * So a gather lands before this rank waits for any later flight, also one that this rank does not need: it may run
+ * other units than the others, and would wait for them as they wait for it. */
+
+/* Waits for gathers that began before the flight, then for the flight, and frees the flight, also after a failure.
+ * *summed (optional) as fsdpc_flight_is_summed. FSDPC_E_MISMATCH: another rank means another one. */
+int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed);
+/* Another rank is known to differ: all ranks are told what this one means instead of its next flight, and this one what
+ * they mean. FSDPC_E_MISMATCH. */
+int fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what);
+int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);
+int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
 /* Waits until this rank's part of the unit's gather has landed. A no-op if none is in flight, or if `id` is -1. */
 int fsdpc_wire_land_gather(fsdpc_exchange *x, int id);
-/* The same for all units: other ranks of this host may wait for these parts. */
+/* The same for all units. */
 int fsdpc_wire_land_gathers(fsdpc_exchange *x);
 
 /* --- exchange_wire_wait.c ------------------------------------------------------------------------ */

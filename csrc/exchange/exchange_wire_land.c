@@ -1,5 +1,6 @@
-/* Gathers that land: of the unit that is needed, or all that are in flight. */
+/* Flights that land, gathers in their order; and flights without data, by which ranks compare what they do next. */
 #include <stdio.h>
+#include <string.h>
 
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
@@ -16,21 +17,42 @@ fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->wire->host && !fsdpc_unit_is_spare(unit);
 }
 
-int
-fsdpc_wire_land_gather(fsdpc_exchange *x, int id)
+static int
+land_first(fsdpc_exchange *x)
 {
     char what[FSDPC_WIRE_WHAT_BYTES];
-    if (id < 0 || !x->wire->gathers[id]) {
-        return FSDPC_OK;
-    }
+    struct fsdpc_wire *wire = x->wire;
+    const int id = wire->flying[0];
+    memmove(wire->flying, wire->flying + 1, (size_t)--wire->flying_count * sizeof *wire->flying);
     fsdpc_unit *unit = x->units[id];
     const int slot = fsdpc_unit_use(unit)->slot;
     fsdpc_wire_name_gather(unit, what);
-    FSDPC_TRY(fsdpc_wire_land(x, &x->wire->gathers[id], what, NULL));
+    FSDPC_TRY(fsdpc_wire_land(x, &wire->gathers[id], what, NULL));
     const bool shared = fsdpc_wire_is_shared(x, unit);
     FSDPC_TRY(fsdpc_wire_decode(x, unit, shared ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL));
     if (shared) {
-        fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, x->wire->host->fills[slot]);
+        fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, wire->host->fills[slot]);
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_wire_land_gather(fsdpc_exchange *x, int id)
+{
+    while (id >= 0 && x->wire->gathers[id]) {
+        FSDPC_TRY(land_first(x));
+    }
+    return FSDPC_OK;
+}
+
+/* [Note: landed in order] */
+static int
+land_before(fsdpc_exchange *x, const fsdpc_flight *flight)
+{
+    const struct fsdpc_wire *wire = x->wire;
+    while (wire->flying_count > 0 &&
+           fsdpc_flight_number(wire->gathers[wire->flying[0]]) < fsdpc_flight_number(flight)) {
+        FSDPC_TRY(land_first(x));
     }
     return FSDPC_OK;
 }
@@ -39,8 +61,57 @@ fsdpc_wire_land_gather(fsdpc_exchange *x, int id)
 int
 fsdpc_wire_land_gathers(fsdpc_exchange *x)
 {
-    for (int u = 0; u < x->unit_count; u++) {
-        FSDPC_TRY(fsdpc_wire_land_gather(x, u));
+    while (x->wire->flying_count > 0) {
+        FSDPC_TRY(land_first(x));
     }
     return FSDPC_OK;
+}
+
+int
+fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed)
+{
+    bool agreed = true;
+    fsdpc_flight *landed = *flight;
+    *flight = NULL;
+    int status = land_before(x, landed);
+    FSDPC_KEEP(status == FSDPC_OK ? fsdpc_flight_land(landed, what, &agreed) : FSDPC_OK);
+    FSDPC_KEEP(status == FSDPC_OK && !agreed ? fsdpc_wire_compare(x, landed, what) : FSDPC_OK);
+    if (summed) {
+        *summed = fsdpc_flight_is_summed(landed);
+    }
+    x->wire->lost = !fsdpc_flight_free(landed) || x->wire->lost;
+    return status;
+}
+
+/* Collectives of different turns that meet would end the process or give wrong values. */
+static int
+compare_turns(fsdpc_exchange *x, int32_t next, bool without_data, const char *what)
+{
+    fsdpc_mark mark;
+    fsdpc_flight *flight;
+    if (x->world == 1 || x->trust_order) {
+        return FSDPC_OK;
+    }
+    (void)fsdpc_wire_mark(x, next, &mark);
+    mark.without_data = without_data;
+    FSDPC_TRY(fsdpc_flight_gather(x->comm, NULL, 0, FSDPC_TO_ALL, &mark, what, &flight));
+    return fsdpc_wire_land(x, &flight, what, NULL);
+}
+
+int
+fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what)
+{
+    return compare_turns(x, next, true, what);
+}
+
+int
+fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param)
+{
+    return compare_turns(x, fsdpc_wire_thaw_turn(unit, param), false, "unfreezing");
+}
+
+int
+fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what)
+{
+    return compare_turns(x, FSDPC_WIRE_HOOK, false, what);
 }

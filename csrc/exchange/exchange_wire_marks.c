@@ -1,4 +1,4 @@
-/* Marks of flights: what each rank does next, and what ranks are told that do different things. */
+/* Marks of flights: what each rank does next, and the errors of ranks that do different things. */
 #include <stdio.h>
 
 #include "base/status.h"
@@ -7,8 +7,8 @@
 /* Below zero: the unit and number of a parameter that is unfrozen. */
 enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
 
-static int32_t
-thaw_turn(int unit, int param)
+int32_t
+fsdpc_wire_thaw_turn(int unit, int param)
 {
     bool fits = unit >= 0 && param < THAW_PARAMS && unit < INT32_MAX / THAW_PARAMS - 1;
     return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
@@ -103,60 +103,16 @@ fsdpc_wire_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_flight *
 }
 
 int
-fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed)
+fsdpc_wire_compare(const fsdpc_exchange *x, const fsdpc_flight *landed, const char *what)
 {
-    bool agreed = true;
-    fsdpc_flight *landed = *flight;
-    *flight = NULL;
-    int status = fsdpc_flight_land(landed, what, &agreed);
     const fsdpc_mark *marks = fsdpc_flight_marks(landed);
-    for (int r = 0; r < x->world && status == FSDPC_OK && !agreed; r++) {
-        const struct turn own = {marks[x->rank].words[0], marks[x->rank].words[1]};
+    const struct turn own = {marks[x->rank].words[0], marks[x->rank].words[1]};
+    for (int r = 0; r < x->world; r++) {
         const struct turn other = {marks[r].words[0], marks[r].words[1]};
-        status = compare_turn(x, own, what, r, other);
+        FSDPC_TRY(compare_turn(x, own, what, r, other));
     }
-    if (status == FSDPC_OK && !agreed) {
-        status = fsdpc_error(FSDPC_E_MISMATCH,
-                             "%s: the ranks run different units, or one of them differs from the "
-                             "other ranks of its host",
-                             what);
-    }
-    if (summed) {
-        *summed = fsdpc_flight_is_summed(landed);
-    }
-    x->wire->lost = !fsdpc_flight_free(landed) || x->wire->lost;
-    return status;
-}
-
-/* Collectives of different turns that meet would end the process or give wrong values. */
-static int
-compare_turns(fsdpc_exchange *x, int32_t next, bool without_data, const char *what)
-{
-    fsdpc_mark mark;
-    fsdpc_flight *flight;
-    if (x->world == 1 || x->trust_order) {
-        return FSDPC_OK;
-    }
-    (void)fsdpc_wire_mark(x, next, &mark);
-    mark.without_data = without_data;
-    FSDPC_TRY(fsdpc_flight_gather(x->comm, NULL, 0, FSDPC_TO_ALL, &mark, what, &flight));
-    return fsdpc_wire_land(x, &flight, what, NULL);
-}
-
-int
-fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what)
-{
-    return compare_turns(x, next, true, what);
-}
-
-int
-fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param)
-{
-    return compare_turns(x, thaw_turn(unit, param), false, "unfreezing");
-}
-
-int
-fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what)
-{
-    return compare_turns(x, FSDPC_WIRE_HOOK, false, what);
+    return fsdpc_error(FSDPC_E_MISMATCH,
+                       "%s: the ranks run different units, or one of them differs from the "
+                       "other ranks of its host",
+                       what);
 }

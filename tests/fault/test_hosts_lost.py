@@ -88,11 +88,12 @@ def test_a_late_rank_is_named_on_its_host_and_on_others(victim):
 
 
 def elsewhere(rank, world, victim):
-    """The victim leaves out a block, from step CUT_AT on."""
+    """The victim leaves out a block, from step CUT_AT on, and comes after the others."""
     model = wrap_blocks("fsdpc", toy(blocks=4), use_orig_params=True)
     for step in range(CUT_AT + 2):
         if step == CUT_AT and rank == victim:
             model.module.blocks[1].forward = lambda x: x
+            model.module.blocks[2].register_forward_pre_hook(lambda *_: time.sleep(0.3))
         loss_of(model, tokens(rank, step)).backward()
 
 
