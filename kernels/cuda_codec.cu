@@ -1,5 +1,5 @@
-/* Rows of values to codes and back: as csrc/codec/codec.c. A warp codes a block of values at a time; each thread has
- * neighbours of it, in whole bytes of codes.
+/* Rows of values to codes and back, and sums of what codes of several ranks are decoded to: as csrc/codec/codec.c. A warp
+ * codes a block of values at a time; each thread has neighbours of it, in whole bytes of codes.
  */
 #include "cuda_span.cuh"
 
@@ -10,7 +10,8 @@ enum { CODEC_WARP = 32 };
 template <int CODEC> struct codec_form {
     enum {
         BITS = fsdpc_codec_forms[CODEC].code_bits,
-        BLOCK = fsdpc_codec_forms[CODEC].block,
+        BLOCK = CODEC == FSDPC_UNCODED ? (int)FSDPC_CUDA_PLAIN_BLOCK
+                                       : fsdpc_codec_forms[CODEC].block,
         SCALE = fsdpc_codec_forms[CODEC].scale_bytes,
         SHARE = BLOCK / CODEC_WARP,
         BYTES = SHARE * BITS / 8,
@@ -48,9 +49,9 @@ share_of(const fsdpc_cuda_coding &c, int64_t number)
 
 /* --- values ------------------------------------------------------------------------------------- */
 
-template <int T, int SHARE>
+template <int T, int SHARE, typename VALUE>
 static __device__ __forceinline__ void
-load_share(const void *values, const codec_share &share, float *out)
+load_share(const void *values, const codec_share &share, VALUE *out)
 {
     typedef typename item<T>::raw raw;
     const raw *from = (const raw *)values + share.at;
@@ -60,26 +61,26 @@ load_share(const void *values, const codec_share &share, float *out)
             in.template load<true>(from);
 #pragma unroll
             for (int i = 0; i < SHARE; i++) {
-                out[i] = (float)item<T>::get(in.item[i]);
+                out[i] = (VALUE)item<T>::get(in.item[i]);
             }
             return;
         }
     }
 #pragma unroll
     for (int i = 0; i < SHARE; i++) {
-        out[i] = i < share.count ? (float)item<T>::get(from[i]) : 0;
+        out[i] = i < share.count ? (VALUE)item<T>::get(from[i]) : 0;
     }
 }
 
-template <int SHARE>
+template <int SHARE, typename VALUE>
 static __device__ __forceinline__ void
-load_any(const fsdpc_cuda_coding &c, const codec_share &share, float *out)
+load_any(const void *values, int type, const codec_share &share, VALUE *out)
 {
-    switch (c.type) {
-    case FSDPC_F32: load_share<FSDPC_F32, SHARE>(c.values, share, out); break;
-    case FSDPC_BF16: load_share<FSDPC_BF16, SHARE>(c.values, share, out); break;
-    case FSDPC_F16: load_share<FSDPC_F16, SHARE>(c.values, share, out); break;
-    default: load_share<FSDPC_F64, SHARE>(c.values, share, out); break;
+    switch (type) {
+    case FSDPC_F32: load_share<FSDPC_F32, SHARE>(values, share, out); break;
+    case FSDPC_BF16: load_share<FSDPC_BF16, SHARE>(values, share, out); break;
+    case FSDPC_F16: load_share<FSDPC_F16, SHARE>(values, share, out); break;
+    default: load_share<FSDPC_F64, SHARE>(values, share, out); break;
     }
 }
 
@@ -233,6 +234,7 @@ codec_value(int32_t code, float scale)
 /* What values are multiplied by, in two steps (csrc/codec/codec.c). */
 struct codec_factor {
     float lift, inverse;
+    float scale; /* of decoding */
 };
 
 /* The factors of a block whose largest magnitude has these bits, and its scale as it is kept. */
@@ -240,13 +242,15 @@ template <int CODEC>
 static __device__ __forceinline__ codec_factor
 codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
 {
-    codec_factor factors = {1, 0};
+    codec_factor factors = {1, 0, 0};
     if (CODEC == FSDPC_MXFP8) {
         const int32_t exponent = (most >> 23) - 8, code = exponent > 0 ? exponent : 0;
+        const uint8_t kept = finite ? (uint8_t)code : 255;
         if (first) {
-            *scale = finite ? (uint8_t)code : 255;
+            *scale = kept;
         }
         factors.inverse = f32_from_bits((uint32_t)(254 - code) << 23);
+        factors.scale = fsdpc_e8m0_value(kept);
         return factors;
     }
     const float largest = f32_from_bits((uint32_t)most);
@@ -254,10 +258,31 @@ codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
     if (finite && largest > 0) {
         factors.inverse = __fdiv_rn(codec_top<CODEC>(), product(largest, factors.lift));
     }
+    factors.scale = finite ? largest : f32_from_bits(0x7FC00000u);
     if (first) {
-        *(float *)scale = finite ? largest : f32_from_bits(0x7FC00000u);
+        *(float *)scale = factors.scale;
     }
     return factors;
+}
+
+/* Adds what coding lost of earlier values, unless the block has zeros only. */
+template <int SHARE>
+static __device__ __forceinline__ bool
+add_lost(const float *lost, const codec_share &share, float *values)
+{
+    int32_t any = 0;
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        any |= values[i] != 0;
+    }
+    any = __reduce_max_sync(0xffffffffu, any);
+#pragma unroll
+    for (int i = 0; i < SHARE; i++) {
+        if (any && i < share.count) {
+            values[i] = sum(values[i], lost[share.at + i]);
+        }
+    }
+    return any;
 }
 
 template <int CODEC>
@@ -270,7 +295,8 @@ encode_block(const fsdpc_cuda_coding &c, int64_t number)
     int32_t most = 0;
     uint32_t seed = 0;
     const codec_share share = share_of<CODEC>(c, number);
-    load_any<form::SHARE>(c, share, values);
+    load_any<form::SHARE>(c.values, c.type, share, values);
+    const bool keeps = c.lost && add_lost<form::SHARE>(c.lost, share, values);
 #pragma unroll
     for (int i = 0; i < form::SHARE; i++) {
         const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
@@ -294,6 +320,9 @@ encode_block(const fsdpc_cuda_coding &c, int64_t number)
             scaled = sum(scaled, fsdpc_dither(seed + (uint32_t)(share.place + i)));
         }
         const int32_t code = codec_code<CODEC>(values[i], scaled, finite);
+        if (keeps && finite && i < share.count) {
+            c.lost[share.at + i] = sum(values[i], -codec_value<CODEC>(code, factors.scale));
+        }
         if (form::BITS == 8) {
             codes.item[i] = (uint8_t)code;
         } else if (i % 2 == 0) {
@@ -305,17 +334,33 @@ encode_block(const fsdpc_cuda_coding &c, int64_t number)
     store_codes<form::BITS, form::BYTES>(share, codes);
 }
 
-template <int CODEC>
-static __device__ __forceinline__ void
-decode_block(const fsdpc_cuda_coding &c, int64_t number)
+/* Bits as they are: of a piece in one row. */
+static __device__ void
+copy_block(const fsdpc_cuda_coding &c, int64_t number)
 {
-    typedef codec_form<CODEC> form;
-    float values[form::SHARE];
-    codec_bytes<form::BYTES> codes;
-    const codec_share share = share_of<CODEC>(c, number);
-    if (share.count == 0) {
+    const int64_t blocks = (c.row + FSDPC_CUDA_PLAIN_BLOCK - 1) / FSDPC_CUDA_PLAIN_BLOCK;
+    const int64_t piece = number / blocks, begin = number % blocks * FSDPC_CUDA_PLAIN_BLOCK;
+    const int64_t end = begin + FSDPC_CUDA_PLAIN_BLOCK, from = piece * c.row;
+    uint8_t *to = c.coded + piece * c.stride;
+    if (number >= c.blocks) {
         return;
     }
+#pragma unroll 1
+    for (int64_t i = begin + threadIdx.x % CODEC_WARP; i < end && i < c.row; i += CODEC_WARP) {
+        switch (item_bytes(c.type)) {
+        case 2: ((uint16_t *)to)[i] = ((const uint16_t *)c.values)[from + i]; break;
+        case 4: ((uint32_t *)to)[i] = ((const uint32_t *)c.values)[from + i]; break;
+        default: ((uint2 *)to)[i] = ((const uint2 *)c.values)[from + i]; break;
+        }
+    }
+}
+
+template <int CODEC>
+static __device__ __forceinline__ void
+decode_share(const codec_share &share, float *values)
+{
+    typedef codec_form<CODEC> form;
+    codec_bytes<form::BYTES> codes;
     const float scale = CODEC == FSDPC_MXFP8 ? fsdpc_e8m0_value(*share.scale)
                                              : load_scale(share.scale);
     load_codes<form::BITS, form::BYTES>(share, &codes);
@@ -325,7 +370,75 @@ decode_block(const fsdpc_cuda_coding &c, int64_t number)
                                              : codes.item[i / 2] >> (i % 2 ? 0 : 4) & 15;
         values[i] = codec_value<CODEC>(code, scale);
     }
-    store_any<form::SHARE>(c, share, values);
+}
+
+template <int CODEC>
+static __device__ __forceinline__ void
+decode_block(const fsdpc_cuda_coding &c, int64_t number)
+{
+    typedef codec_form<CODEC> form;
+    float values[form::SHARE];
+    const codec_share share = share_of<CODEC>(c, number);
+    if (share.count > 0) {
+        decode_share<CODEC>(share, values);
+        store_any<form::SHARE>(c, share, values);
+    }
+}
+
+/* --- sums ---------------------------------------------------------------------------------------- */
+
+/* What sender s brings: this rank's own piece is as it was packed. */
+template <int CODEC, typename VALUE>
+static __device__ __forceinline__ void
+load_sent(const fsdpc_cuda_coding &c, const codec_share &share, int s, int own, VALUE *out)
+{
+    typedef codec_form<CODEC> form;
+    const int64_t skip = (s < own ? s : s - 1) * c.stride;
+    if (s == own) {
+        load_any<form::SHARE>(c.values, c.type, share, out);
+    } else if constexpr (CODEC == FSDPC_UNCODED) {
+        load_any<form::SHARE>(c.coded + skip, c.type, share, out);
+    } else {
+        float values[form::SHARE];
+        codec_share theirs = share;
+        theirs.codes += skip;
+        theirs.scale += skip;
+        decode_share<CODEC>(theirs, values);
+#pragma unroll
+        for (int i = 0; i < form::SHARE; i++) {
+            out[i] = (VALUE)values[i];
+        }
+    }
+}
+
+template <int CODEC, typename VALUE>
+static __device__ __forceinline__ void
+sum_block(const fsdpc_cuda_landed_params &p, const fsdpc_cuda_landed &l, int64_t number)
+{
+    typedef codec_form<CODEC> form;
+    VALUE added[form::SHARE], term[form::SHARE];
+    const VALUE scale = (VALUE)p.scale;
+    const codec_share share = share_of<CODEC>(l.from, number);
+    VALUE *to = (VALUE *)l.sum + share.at;
+    if (share.count == 0) {
+        return;
+    }
+    load_sent<CODEC>(l.from, share, 0, p.own, added);
+#pragma unroll 1
+    for (int s = 1; s < p.senders; s++) {
+        load_sent<CODEC>(l.from, share, s, p.own, term);
+#pragma unroll
+        for (int i = 0; i < form::SHARE; i++) {
+            added[i] = sum(added[i], term[i]);
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < form::SHARE; i++) {
+        if (i < share.count) {
+            const VALUE scaled = scale == 1 ? added[i] : product(added[i], scale);
+            to[i] = p.add ? sum(to[i], scaled) : scaled;
+        }
+    }
 }
 
 /* --- lists of rows ------------------------------------------------------------------------------ */
@@ -334,11 +447,11 @@ decode_block(const fsdpc_cuda_coding &c, int64_t number)
 #define FOR_CODEC_BLOCKS(what, CODEC)                                            \
     for (int b = (int)threadIdx.x / CODEC_WARP; b < FSDPC_CUDA_CODING_BLOCKS;    \
          b += FSDPC_CUDA_THREADS / CODEC_WARP) {                                 \
-        what<CODEC>(c, first + b);                                               \
+        what(CODEC, first + b);                                                  \
     }
 
 #define FOR_CODECS(what)                                                         \
-    switch (c.codec) {                                                           \
+    switch (codec) {                                                             \
     case FSDPC_INT8: FOR_CODEC_BLOCKS(what, FSDPC_INT8); break;                  \
     case FSDPC_E4M3: FOR_CODEC_BLOCKS(what, FSDPC_E4M3); break;                  \
     case FSDPC_E5M2: FOR_CODEC_BLOCKS(what, FSDPC_E5M2); break;                  \
@@ -359,13 +472,32 @@ own_coding(const fsdpc_cuda_coding_params &p, int64_t *first)
     return p.coding[i];
 }
 
+/* Those without a codec as well. */
+#define FOR_CODECS_AND_PLAIN(what)             \
+    if (codec == FSDPC_UNCODED) {              \
+        FOR_CODEC_BLOCKS(what, FSDPC_UNCODED)  \
+    } else {                                   \
+        FOR_CODECS(what)                       \
+    }
+
+#define COPY(CODEC, number) copy_block(c, number)
+#define ENCODE(CODEC, number) encode_block<CODEC>(c, number)
+#define DECODE(CODEC, number) decode_block<CODEC>(c, number)
+#define SUM_F32(CODEC, number) sum_block<CODEC, float>(p, l, number)
+#define SUM_F64(CODEC, number) sum_block<CODEC, double>(p, l, number)
+
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     fsdpc_cuda_encode(const __grid_constant__ fsdpc_cuda_coding_params p)
 {
     int64_t first;
     const fsdpc_cuda_coding &c = own_coding(p, &first);
-    FOR_CODECS(encode_block)
+    const int codec = c.codec;
+    if (codec == FSDPC_UNCODED) {
+        FOR_CODEC_BLOCKS(COPY, FSDPC_UNCODED)
+    } else {
+        FOR_CODECS(ENCODE)
+    }
 }
 
 extern "C" __global__ void
@@ -374,5 +506,25 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
 {
     int64_t first;
     const fsdpc_cuda_coding &c = own_coding(p, &first);
-    FOR_CODECS(decode_block)
+    const int codec = c.codec;
+    FOR_CODECS(DECODE)
+}
+
+extern "C" __global__ void
+__launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
+    fsdpc_cuda_sum_landed(const __grid_constant__ fsdpc_cuda_landed_params p)
+{
+    int i = 0;
+    while (i + 1 < p.count && p.landed[i + 1].from.first_block <= (int)blockIdx.x) {
+        i++;
+    }
+    const fsdpc_cuda_landed &l = p.landed[i];
+    const int codec = l.from.codec;
+    const int64_t first =
+        (int64_t)((int)blockIdx.x - l.from.first_block) * FSDPC_CUDA_CODING_BLOCKS;
+    if (l.sum_type == FSDPC_F64) {
+        FOR_CODECS_AND_PLAIN(SUM_F64)
+    } else {
+        FOR_CODECS_AND_PLAIN(SUM_F32)
+    }
 }

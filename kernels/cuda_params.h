@@ -30,6 +30,8 @@ enum {
     FSDPC_CUDA_ACTIVATION_ITEMS = 4096,
     FSDPC_CUDA_CODINGS = 48,       /* of one launch */
     FSDPC_CUDA_CODING_BLOCKS = 32, /* blocks of values that one block of threads codes */
+    FSDPC_CUDA_PLAIN_BLOCK = 256,  /* values of a block without a codec */
+    FSDPC_CUDA_LANDED = 40,        /* of one launch */
 };
 
 /* X(kernel, its struct) */
@@ -50,7 +52,8 @@ enum {
     X(fsdpc_cuda_pack8, fsdpc_cuda_activation_params)      \
     X(fsdpc_cuda_unpack8, fsdpc_cuda_activation_params)    \
     X(fsdpc_cuda_encode, fsdpc_cuda_coding_params)         \
-    X(fsdpc_cuda_decode, fsdpc_cuda_coding_params)
+    X(fsdpc_cuda_decode, fsdpc_cuda_coding_params)         \
+    X(fsdpc_cuda_sum_landed, fsdpc_cuda_landed_params)
 
 /* dst[i] = convert(src[i] * scale), and copies of bits. dst == src is allowed for equal types. */
 typedef struct fsdpc_cuda_cast_params {
@@ -226,6 +229,7 @@ typedef struct fsdpc_cuda_coding {
     int64_t rows, row;      /* of each piece; elements of each row */
     int64_t stride, scales; /* bytes; where the scales of a piece begin */
     int64_t blocks;         /* of all pieces */
+    float *lost;            /* one per value, or NULL (fsdpc_codec_encode) */
     int32_t first_block;    /* of threads */
     int32_t type, codec, pad;
 } fsdpc_cuda_coding;
@@ -235,5 +239,20 @@ typedef struct fsdpc_cuda_coding_params {
     int64_t count;
     fsdpc_cuda_coding coding[FSDPC_CUDA_CODINGS];
 } fsdpc_cuda_coding_params;
+
+/* `from`: as values this rank's piece, as codes the first other sender's. */
+typedef struct fsdpc_cuda_landed {
+    fsdpc_cuda_coding from;
+    void *sum; /* F32 or F64 */
+    int32_t sum_type, pad;
+} fsdpc_cuda_landed;
+
+/* Sums the pieces of all senders in their order, as fsdpc_cuda_reduce. */
+typedef struct fsdpc_cuda_landed_params {
+    int64_t count;
+    double scale;
+    int32_t senders, own, add, pad;
+    fsdpc_cuda_landed landed[FSDPC_CUDA_LANDED];
+} fsdpc_cuda_landed_params;
 
 #endif

@@ -360,25 +360,38 @@ is_zero(const float *values, int64_t n)
     return i == n;
 }
 
-/* Zeros stay zeros: they may be those of a parameter that got no gradient, whose sum nobody reads. */
+/* Blocks of zeros stay zeros: they may be those of a parameter that got no gradient, whose sum nobody reads. They leave
+ * what was lost as it is, and so do blocks that are not finite. */
 static int
-encode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const void *values,
-               fsdpc_dtype type, int64_t n, float *lost, uint8_t *codes, uint8_t *scales)
+encode_keeping(fsdpc_codec codec, const fsdpc_kernels *kernels, float *wide, int64_t n, float *lost,
+               uint8_t *codes, uint8_t *scales)
 {
-    float wide[STRETCH], back[STRETCH];
-    kernels->cast(wide, FSDPC_F32, values, type, n, 1.0);
-    if (!lost || is_zero(wide, n)) {
-        return encode_wide(codec, kernels, wide, n, codes, scales);
-    }
-    for (int64_t i = 0; i < n; i++) {
-        wide[i] += lost[i];
+    float back[STRETCH];
+    bool zero[STRETCH / 32];
+    const int block = fsdpc_codec_forms[codec].block;
+    for (int64_t at = 0; at < n; at += block) {
+        const int64_t end = n - at < block ? n : at + block;
+        zero[at / block] = is_zero(wide + at, end - at);
+        for (int64_t i = at; i < end && !zero[at / block]; i++) {
+            wide[i] += lost[i];
+        }
     }
     FSDPC_TRY(encode_wide(codec, kernels, wide, n, codes, scales));
     FSDPC_TRY(decode_wide(codec, kernels, codes, scales, n, back));
     for (int64_t i = 0; i < n; i++) {
-        lost[i] = isfinite(back[i]) ? wide[i] - back[i] : lost[i];
+        lost[i] = isfinite(back[i]) && !zero[i / block] ? wide[i] - back[i] : lost[i];
     }
     return FSDPC_OK;
+}
+
+static int
+encode_stretch(fsdpc_codec codec, const fsdpc_kernels *kernels, const void *values,
+               fsdpc_dtype type, int64_t n, float *lost, uint8_t *codes, uint8_t *scales)
+{
+    float wide[STRETCH];
+    kernels->cast(wide, FSDPC_F32, values, type, n, 1.0);
+    return lost ? encode_keeping(codec, kernels, wide, n, lost, codes, scales)
+                : encode_wide(codec, kernels, wide, n, codes, scales);
 }
 
 static int

@@ -44,8 +44,7 @@ int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
  * choice of kernels (kernels.h).
  *
  * `lost` (NULL: none) has one float per element, which is added to the values; after the call it is what coding lost of
- * these sums. In blocks that are not finite it stays as it was, and in rows (parts of 4,096
- * elements) of zeros. */
+ * these sums. In blocks that are not finite, and in blocks of zeros, it stays as it was. */
 int fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
                        int64_t row, float *lost, void *coded);
 /* n elements from element `begin` of the rows on, which begins a block. */

@@ -416,6 +416,35 @@ fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype
     return fsdpc_comm_leave(comm, comm->ops->all_reduce(comm, buffer, numel, dtype, op, what));
 }
 
+bool
+fsdpc_comm_has_all_to_all(const fsdpc_comm *comm)
+{
+    return comm->ops->all_to_all != NULL;
+}
+
+int
+fsdpc_comm_all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes, const char *what)
+{
+    size_t all;
+    what = name_of(what, "all_to_all");
+    FSDPC_TRY(fsdpc_comm_check(comm));
+    if (!fsdpc_comm_has_all_to_all(comm)) {
+        return fsdpc_error(FSDPC_E_UNAVAILABLE, "%s: communicator %s has no all-to-all", what,
+                           comm->ops->kind);
+    }
+    if (!fsdpc_size_mul(bytes, (size_t)comm->world, &all)) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: %zu bytes for each of %d ranks overflow", what,
+                           bytes, comm->world);
+    }
+    if (all == bytes || bytes == 0) {
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(check_buffer(pieces, bytes, what));
+    FSDPC_TRY(check_buffer(landing, bytes, what));
+    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    return fsdpc_comm_leave(comm, comm->ops->all_to_all(comm, pieces, landing, bytes, what));
+}
+
 int
 fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what)
 {

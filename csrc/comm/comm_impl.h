@@ -31,6 +31,8 @@ typedef struct fsdpc_comm_ops {
                                 const char *what);
     int (*all_reduce_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                             const char *what);
+    int (*all_to_all)(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes,
+                      const char *what); /* (optional) */
     /* (optional, all or none) Transfers in the background, see flight.h. They match by tag, and in the order of
      * posting among equal tags. land waits for those with ranks that are not in `skip` (NULL: for all), and ends
      * the transfers whatever it returns; those with the others find no match. drop leaves them to themselves:

@@ -82,6 +82,17 @@ broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *wh
     return fsdpc_nccl_run(of(comm), &o, what);
 }
 
+static int
+all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes, const char *what)
+{
+    fsdpc_nccl_order o = {.kind = FSDPC_NCCL_ALL_TO_ALL,
+                          .buffer = pieces,
+                          .landing = landing,
+                          .count = bytes,
+                          .dtype = FSDPC_BYTES};
+    return fsdpc_nccl_run(of(comm), &o, what);
+}
+
 /* Only wakes the thread, because ncclCommAbort may take long. */
 static void
 abort_comm(fsdpc_comm *comm, const char *text)
@@ -143,6 +154,7 @@ static const fsdpc_comm_ops nccl_ops = {
     .all_gather_parts = all_gather_parts,
     .reduce_scatter_parts = reduce_scatter_parts,
     .all_reduce_parts = all_reduce_parts,
+    .all_to_all = all_to_all,
     .abort = abort_comm,
     .fail = fail,
     .close = close_comm,

@@ -106,12 +106,14 @@ enum fsdpc_nccl_kind {
     FSDPC_NCCL_GATHER,
     FSDPC_NCCL_SCATTER,
     FSDPC_NCCL_REDUCE,
-    FSDPC_NCCL_BROADCAST
+    FSDPC_NCCL_BROADCAST,
+    FSDPC_NCCL_ALL_TO_ALL
 };
 typedef struct fsdpc_nccl_order {
     enum fsdpc_nccl_kind kind;
     char *buffer;
-    size_t count; /* of a piece */
+    char *landing; /* ALL_TO_ALL */
+    size_t count;  /* of a piece */
     fsdpc_dtype dtype;
     fsdpc_nccl_op op;
     int root;

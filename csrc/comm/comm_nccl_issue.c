@@ -105,6 +105,31 @@ stream_of(const nccl_comm *comm)
     }
     return stream;
 }
+
+/* NCCL makes one kernel of a group, in which all transfers make progress. */
+static fsdpc_nccl_result
+issue_all_to_all(const nccl_comm *comm, const fsdpc_nccl_order *o)
+{
+    const fsdpc_nccl *nccl = comm->nccl;
+    fsdpc_nccl_result result = nccl->group_start();
+    size_t at = 0;
+    for (int r = 0; r < comm->base.world; r++) {
+        if (r == comm->base.rank) {
+            continue;
+        }
+        for (int sends = 1; sends >= 0 && result == FSDPC_NCCL_SUCCESS; sends--) {
+            result = sends ? nccl->send(o->buffer + at, o->count, FSDPC_NCCL_UINT8, r, comm->handle,
+                                        o->stream)
+                           : nccl->receive(o->landing + at, o->count, FSDPC_NCCL_UINT8, r,
+                                           comm->handle, o->stream);
+            result = result == FSDPC_NCCL_IN_PROGRESS ? FSDPC_NCCL_SUCCESS : result;
+        }
+        at += o->count;
+    }
+    const fsdpc_nccl_result end = nccl->group_end();
+    return result == FSDPC_NCCL_SUCCESS ? end : result;
+}
+
 static fsdpc_nccl_result
 issue(const nccl_comm *comm, const fsdpc_nccl_order *o)
 {
@@ -119,6 +144,8 @@ issue(const nccl_comm *comm, const fsdpc_nccl_order *o)
     case FSDPC_NCCL_REDUCE:
         return nccl->all_reduce(o->buffer, o->buffer, o->count, type, o->op, comm->handle,
                                 o->stream);
+    case FSDPC_NCCL_ALL_TO_ALL:
+        return issue_all_to_all(comm, o);
     default:
         return nccl->broadcast(o->buffer, o->buffer, o->count, type, o->root, comm->handle,
                                o->stream);
@@ -129,9 +156,9 @@ static size_t
 bytes_of(const nccl_comm *comm, const fsdpc_nccl_order *o)
 {
     size_t bytes = o->count * fsdpc_dtype_bytes(o->dtype);
-    return o->kind == FSDPC_NCCL_GATHER || o->kind == FSDPC_NCCL_SCATTER
-               ? bytes * (size_t)comm->base.world
-               : bytes;
+    return o->kind == FSDPC_NCCL_REDUCE || o->kind == FSDPC_NCCL_BROADCAST
+               ? bytes
+               : bytes * (size_t)comm->base.world;
 }
 
 /* One of several parts as an order. */

@@ -88,6 +88,10 @@ typedef struct fsdpc_nccl_config {
        fsdpc_cu_stream))                                                                      \
     X(broadcast, "ncclBroadcast", true, fsdpc_nccl_result,                                    \
       (const void *, void *, size_t, fsdpc_nccl_type, int, fsdpc_nccl_comm, fsdpc_cu_stream)) \
+    X(send, "ncclSend", true, fsdpc_nccl_result,                                              \
+      (const void *, size_t, fsdpc_nccl_type, int, fsdpc_nccl_comm, fsdpc_cu_stream))         \
+    X(receive, "ncclRecv", true, fsdpc_nccl_result,                                           \
+      (void *, size_t, fsdpc_nccl_type, int, fsdpc_nccl_comm, fsdpc_cu_stream))               \
     X(group_start, "ncclGroupStart", true, fsdpc_nccl_result, (void))                         \
     X(group_end, "ncclGroupEnd", true, fsdpc_nccl_result, (void))                             \
     X(register_buffer, "ncclCommRegister", false, fsdpc_nccl_result,                          \

@@ -272,9 +272,23 @@ typedef struct fsdpc_coding {
     fsdpc_dtype type;
     void *coded; /* at a multiple of 16 bytes */
     size_t stride;
+    float *lost; /* one per value, or NULL: fsdpc_codec_encode */
 } fsdpc_coding;
-/* Values to codes, or back. A launch for up to 48; the list is read before the call returns. */
+/* Values to codes (FSDPC_UNCODED: copies of them), or back. A launch for up to 48; the list is read before the call
+ * returns. */
 int fsdpc_device_encode(fsdpc_device *device, const fsdpc_coding *list, int count);
 int fsdpc_device_decode(fsdpc_device *device, const fsdpc_coding *list, int count);
+
+/* Pieces of several ranks and their sum. `from`: one piece, as values this rank's own; as codes that of the first other
+ * rank, and `stride` bytes behind it that of the next one. FSDPC_UNCODED: these are values of from.type, too. */
+typedef struct fsdpc_landed {
+    fsdpc_coding from;
+    void *sum;
+    fsdpc_dtype sum_type;
+} fsdpc_landed;
+/* As fsdpc_device_reduce of what is decoded, in the order of `senders` ranks, of which this one is `own`. A launch for up
+ * to 40. */
+int fsdpc_device_sum_landed(fsdpc_device *device, const fsdpc_landed *list, int count, int senders,
+                            int own, double scale, bool add);
 
 #endif

@@ -83,6 +83,7 @@ static const fsdpc_device_i cuda_table = {
     .step = fsdpc_cuda_step_all,
     .activation = fsdpc_cuda_activation,
     .code = fsdpc_cuda_code,
+    .sum_landed = fsdpc_cuda_sum_landed_all,
 };
 
 /* --- making one --------------------------------------------------------------------------------- */

@@ -151,6 +151,8 @@ int fsdpc_cuda_step_all(void *context, const fsdpc_steps *steps);
 int fsdpc_cuda_activation(void *context, bool pack, void *values, fsdpc_dtype type, int64_t n,
                           int8_t *codes, float *scales);
 int fsdpc_cuda_code(void *context, bool encode, const fsdpc_coding *list, int count);
+int fsdpc_cuda_sum_landed_all(void *context, const fsdpc_landed *list, int count, int senders,
+                              int own, double scale, bool add);
 
 /* device_cuda_pack.c */
 

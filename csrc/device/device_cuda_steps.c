@@ -86,18 +86,21 @@ fsdpc_cuda_activation(void *context, bool pack, void *values, fsdpc_dtype type, 
 static int
 place_coding(fsdpc_cuda_coding *coding, const fsdpc_coding *from, int64_t *total)
 {
-    const int64_t block = fsdpc_codec_forms[from->codec].block, many = FSDPC_CUDA_CODING_BLOCKS;
-    const int64_t per_row = from->row / block + (from->row % block != 0);
-    const int64_t blocks = per_row * from->rows * from->pieces;
+    const bool plain = from->codec == FSDPC_UNCODED;
+    const int64_t block = plain ? FSDPC_CUDA_PLAIN_BLOCK : fsdpc_codec_forms[from->codec].block;
+    const int64_t many = FSDPC_CUDA_CODING_BLOCKS, rows = plain ? 1 : from->rows;
+    const int64_t row = plain ? from->rows * from->row : from->row;
+    const int64_t blocks = (row / block + (row % block != 0)) * rows * from->pieces;
     FSDPC_TRY(fsdpc_cuda_check_aligned("codes", from->values, from->type));
     *coding = (fsdpc_cuda_coding){
         .values = from->values,
         .coded = from->coded,
-        .rows = from->rows,
-        .row = from->row,
+        .rows = rows,
+        .row = row,
         .stride = (int64_t)from->stride,
-        .scales = (int64_t)fsdpc_codec_scales(from->codec, from->rows, from->row),
+        .scales = (int64_t)fsdpc_codec_scales(from->codec, rows, row),
         .blocks = blocks,
+        .lost = from->lost,
         .first_block = (int32_t)*total,
         .type = (int32_t)from->type,
         .codec = (int32_t)from->codec,
@@ -120,6 +123,31 @@ fsdpc_cuda_code(void *context, bool encode, const fsdpc_coding *list, int count)
         FSDPC_TRY(fsdpc_cuda_launch(context,
                                     encode ? FSDPC_K_fsdpc_cuda_encode : FSDPC_K_fsdpc_cuda_decode,
                                     blocks, &params));
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_cuda_sum_landed_all(void *context, const fsdpc_landed *list, int count, int senders, int own,
+                          double scale, bool add)
+{
+    for (int done = 0; done < count; done += FSDPC_CUDA_LANDED) {
+        int64_t blocks = 0;
+        const int left = count - done;
+        fsdpc_cuda_landed_params params = {.count =
+                                               left < FSDPC_CUDA_LANDED ? left : FSDPC_CUDA_LANDED,
+                                           .scale = scale,
+                                           .senders = senders,
+                                           .own = own,
+                                           .add = add};
+        for (int i = 0; i < params.count; i++) {
+            const fsdpc_landed *from = &list[done + i];
+            FSDPC_TRY(fsdpc_cuda_check_aligned("sums", from->sum, from->sum_type));
+            FSDPC_TRY(place_coding(&params.landed[i].from, &from->from, &blocks));
+            params.landed[i].sum = from->sum;
+            params.landed[i].sum_type = (int32_t)from->sum_type;
+        }
+        FSDPC_TRY(fsdpc_cuda_launch(context, FSDPC_K_fsdpc_cuda_sum_landed, blocks, &params));
     }
     return FSDPC_OK;
 }

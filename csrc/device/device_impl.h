@@ -87,6 +87,8 @@ typedef struct fsdpc_device_i {
     int (*activation)(void *context, bool pack, void *values, fsdpc_dtype type, int64_t n,
                       int8_t *codes, float *scales);
     int (*code)(void *context, bool encode, const fsdpc_coding *list, int count);
+    int (*sum_landed)(void *context, const fsdpc_landed *list, int count, int senders, int own,
+                      double scale, bool add);
 } fsdpc_device_i;
 
 struct fsdpc_pack_plan {

@@ -70,19 +70,24 @@ fsdpc_device_unpack8(fsdpc_device *device, const int8_t *codes, const float *sca
 }
 
 static int
+check_coding(const fsdpc_coding *c, int i, bool plain)
+{
+    return (c->codec == FSDPC_UNCODED && !plain) || c->type == FSDPC_BYTES || c->rows < 1 ||
+                   c->row < 1 || c->pieces < 1 || !c->values || !c->coded ||
+                   (uintptr_t)c->coded % 16 != 0 || c->stride % 16 != 0
+               ? fsdpc_error(FSDPC_E_INVAL,
+                             "codes: rows %d of %lld times %lld elements have no codec, no "
+                             "floats, no memory, or codes that are not aligned to 16 bytes",
+                             i, (long long)c->rows, (long long)c->row)
+               : FSDPC_OK;
+}
+
+static int
 code(fsdpc_device *device, bool encode, const fsdpc_coding *list, int count)
 {
     FSDPC_TRY(check_queues(device, "codes"));
     for (int i = 0; i < count; i++) {
-        const fsdpc_coding *c = &list[i];
-        if (c->codec == FSDPC_UNCODED || c->type == FSDPC_BYTES || c->rows < 1 || c->row < 1 ||
-            c->pieces < 1 || !c->values || !c->coded || (uintptr_t)c->coded % 16 != 0 ||
-            c->stride % 16 != 0) {
-            return fsdpc_error(FSDPC_E_INVAL,
-                               "codes: rows %d of %lld times %lld elements have no codec, no "
-                               "floats, no memory, or codes that are not aligned to 16 bytes",
-                               i, (long long)c->rows, (long long)c->row);
-        }
+        FSDPC_TRY(check_coding(&list[i], i, encode));
     }
     return count > 0 ? device->i->code(device->context, encode, list, count) : FSDPC_OK;
 }
@@ -97,4 +102,25 @@ int
 fsdpc_device_decode(fsdpc_device *device, const fsdpc_coding *list, int count)
 {
     return code(device, false, list, count);
+}
+
+int
+fsdpc_device_sum_landed(fsdpc_device *device, const fsdpc_landed *list, int count, int senders,
+                        int own, double scale, bool add)
+{
+    FSDPC_TRY(check_queues(device, "codes"));
+    if (own < 0 || own >= senders) {
+        return fsdpc_error(FSDPC_E_INVAL, "sum: %d is not one of %d senders", own, senders);
+    }
+    for (int i = 0; i < count; i++) {
+        FSDPC_TRY(check_coding(&list[i].from, i, true));
+        if (!list[i].sum || (list[i].sum_type != FSDPC_F32 && list[i].sum_type != FSDPC_F64) ||
+            (list[i].from.type == FSDPC_F64 && list[i].sum_type != FSDPC_F64)) {
+            return fsdpc_error(FSDPC_E_TYPE, "sum: %s cannot be summed in %s",
+                               fsdpc_dtype_name(list[i].from.type),
+                               list[i].sum ? fsdpc_dtype_name(list[i].sum_type) : "no memory");
+        }
+    }
+    return count > 0 ? device->i->sum_landed(device->context, list, count, senders, own, scale, add)
+                     : FSDPC_OK;
 }

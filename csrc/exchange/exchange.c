@@ -508,12 +508,10 @@ fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
                : FSDPC_OK;
 }
 
-void
+int
 fsdpc_exchange_forget(fsdpc_exchange *x)
 {
-    if (x->ops->forget) {
-        x->ops->forget(x);
-    }
+    return x->ops->forget ? x->ops->forget(x) : FSDPC_OK;
 }
 
 int

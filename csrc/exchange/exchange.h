@@ -133,7 +133,7 @@ const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
 int fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param);
 
 /* Drops what coding lost of gradients and would be added to the next ones. Between passes. */
-void fsdpc_exchange_forget(fsdpc_exchange *x);
+int fsdpc_exchange_forget(fsdpc_exchange *x);
 
 /* Before the collectives of a communication hook, `what`: fails with FSDPC_E_MISMATCH if another rank gathers
  * or reduces a unit or ends its backward instead. A no-op for kinds that cannot detect the mismatch. */

@@ -30,7 +30,7 @@ struct fsdpc_exchange_i {
     int (*settle)(fsdpc_exchange *x, fsdpc_unit *unit);
     int (*announce)(fsdpc_exchange *x, int unit, int param); /* (optional) */
     int (*before_hook)(fsdpc_exchange *x, const char *what); /* (optional) */
-    void (*forget)(fsdpc_exchange *x); /* (optional) default: nothing is kept */
+    int (*forget)(fsdpc_exchange *x); /* (optional) default: nothing is kept */
     int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,
                  const char *what); /* (optional) FSDPC_E_UNAVAILABLE */
 };
@@ -71,9 +71,10 @@ struct fsdpc_exchange {
     fsdpc_trace *trace;
     enum fsdpc_phase phase;
     uint32_t step;
-    uint64_t sent_bytes;   /* "wire": to other hosts so far */
-    size_t coded_bytes;    /* "wire", "stream": for coded pieces, beside the slots */
-    size_t lost_bytes;     /* "wire": what coding lost of gradients, beside the reduce slots */
+    uint64_t sent_bytes; /* "wire": to other hosts so far */
+    size_t coded_bytes;  /* "wire", "stream": for coded pieces, beside the slots */
+    size_t
+        lost_bytes; /* "wire", "stream": what coding lost of gradients, beside the reduce slots */
     uint64_t copied_bytes; /* by the gather in progress, for the trace */
 
     struct fsdpc_shared *shared;   /* "shared" kind's own state */

@@ -5,7 +5,8 @@
  *   caller's stream waits for `filled`, computes                                    -> free
  *                   waits for the reduce slot, packs all gradients in one launch    -> packed
  *   reduce stream   waits for `packed`, reduce-scatters in place, adds this rank's
- *                   piece to the shard gradient                                     -> summed
+ *                   piece to the shard gradient (units with codes:
+ *                   exchange_stream_coded.c)                                        -> summed
  *   caller's stream waits for `summed` at the end of backward; then the optimizer may read. An optimizer
  *                   that steps in backward reads a unit's sum when this stream has waited for the
  *                   unit's reduce slot, which the next unit takes
@@ -117,6 +118,7 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->sync_event));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->ready));
     FSDPC_TRY(fsdpc_device_event_new(s->device, &s->shared));
+    FSDPC_TRY(fsdpc_stream_coded_open(x));
     FSDPC_TRY(open_units(x, s));
     FSDPC_TRY(open_slots(x, s));
     FSDPC_TRY(fsdpc_stream_offload_open(x));
@@ -174,6 +176,7 @@ close_streams(fsdpc_exchange *x)
         fsdpc_device_event_free(s->device, s->fillings ? s->fillings[u].done : NULL);
     }
     fsdpc_stream_gather_close(x);
+    fsdpc_stream_coded_close(x);
     fsdpc_stream_turns_close(x);
     fsdpc_stream_slots_close(x);
     for (int i = 0; s->readers && i < s->slot_count; i++) {
@@ -421,5 +424,6 @@ const struct fsdpc_exchange_i fsdpc_exchange_stream = {
     .make_room = fsdpc_stream_make_room,
     .end = fsdpc_stream_end,
     .settle = fsdpc_stream_offload_settle,
+    .forget = fsdpc_stream_forget,
     .share = fsdpc_stream_share,
 };

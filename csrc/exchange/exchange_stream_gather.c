@@ -45,7 +45,7 @@ done:
 }
 
 static int
-open_codes(fsdpc_exchange *x, size_t segments)
+open_codes(fsdpc_exchange *x)
 {
     struct fsdpc_streams *s = x->streams;
     for (int u = 0; u < x->unit_count; u++) {
@@ -56,9 +56,7 @@ open_codes(fsdpc_exchange *x, size_t segments)
         return FSDPC_OK;
     }
     x->coded_bytes = s->coded_bytes;
-    s->codings = fsdpc_mem_calloc(segments, sizeof *s->codings);
-    return s->codings ? fsdpc_device_alloc(s->device, s->coded_bytes, (void **)&s->coded)
-                      : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    return fsdpc_device_alloc(s->device, s->coded_bytes, (void **)&s->coded);
 }
 
 int
@@ -80,7 +78,7 @@ fsdpc_stream_gather_open(fsdpc_exchange *x)
     }
     s->pieces = fsdpc_mem_calloc(most, sizeof *s->pieces);
     s->parts = fsdpc_mem_calloc(most, sizeof *s->parts);
-    return s->pieces && s->parts ? open_codes(x, most)
+    return s->pieces && s->parts ? open_codes(x)
                                  : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
 }
 
@@ -93,7 +91,6 @@ fsdpc_stream_gather_close(fsdpc_exchange *x)
     }
     fsdpc_mem_free(s->gathers);
     fsdpc_device_free(s->device, s->coded, s->coded_bytes);
-    fsdpc_mem_free(s->codings);
     fsdpc_mem_free(s->pieces);
     fsdpc_mem_free(s->parts);
 }

@@ -34,6 +34,12 @@ struct fsdpc_behind {
     uint64_t capture, number;
 };
 
+/* What coding left of a unit's gradients: of each segment all receivers', end to end. Memory NULL: no error feedback. */
+struct fsdpc_lost {
+    char *memory;
+    size_t bytes;
+};
+
 /* Paths on which the ranks have agreed: a hash set that is cleared when it has `most`. */
 struct fsdpc_paths {
     uint64_t *table;
@@ -74,7 +80,10 @@ struct fsdpc_streams {
     fsdpc_pack_plan **gathers; /* per unit, NULL where one cast does */
     fsdpc_pack_source *pieces; /* of the unit being gathered, per segment */
     fsdpc_comm_part *parts;    /* of the unit being gathered or reduced */
-    fsdpc_coding *codings;     /* of the unit being gathered, per coded segment */
+    fsdpc_coding *codings;     /* of the unit being gathered or reduced, two per segment */
+    fsdpc_landed *landed;      /* of the unit being reduced, per segment */
+    size_t *offsets;           /* its pieces as they are sent, and what coding them lost */
+    struct fsdpc_lost *lost;   /* per unit */
     char *coded;               /* its coded pieces: of each such segment those of all ranks */
     size_t coded_bytes;        /* of the unit with the most; 0: none is coded */
     bool replicas;             /* some unit has replicas */
@@ -145,6 +154,18 @@ int fsdpc_stream_gather_open(fsdpc_exchange *x);
 void fsdpc_stream_gather_close(fsdpc_exchange *x);
 /* On the gather stream: casts this rank's pieces into the slot, then all-gathers. */
 int fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit);
+
+/* --- exchange_stream_coded.c ------------------------------------------------------------------ */
+
+int fsdpc_stream_coded_open(fsdpc_exchange *x);
+void fsdpc_stream_coded_close(fsdpc_exchange *x);
+/* Some of the unit's gradients travel coded, so all of its pieces go from rank to rank. */
+bool fsdpc_stream_sends_codes(const fsdpc_exchange *x, const fsdpc_unit *unit);
+/* On the reduce stream: codes what is packed in the slot, sends and receives, and adds the sum of all ranks' pieces to
+ * the shard gradient, or sums it over replicas first. */
+int fsdpc_stream_sum_coded(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const char *what);
+/* Error feedback: drops what is kept. */
+int fsdpc_stream_forget(fsdpc_exchange *x);
 
 /* --- exchange_stream_replicas.c --------------------------------------------------------------- */
 

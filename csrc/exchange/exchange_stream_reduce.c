@@ -35,10 +35,10 @@ sum_on_stream(fsdpc_exchange *x, fsdpc_unit *unit, struct fsdpc_reduce_slot *slo
     snprintf(what, sizeof what, "reduce of unit %s", fsdpc_unit_name(unit));
     FSDPC_TRY(fsdpc_device_wait(s->device, slot->packed));
     FSDPC_TRY(fsdpc_stream_turn(x, unit, true));
-    if (x->world > 1) {
-        FSDPC_TRY(scatter(x, unit, slot->buffer, what));
-    }
-    if (fsdpc_exchange_packs(x, unit)) {
+    if (fsdpc_stream_sends_codes(x, unit)) {
+        FSDPC_TRY(fsdpc_stream_sum_coded(x, unit, slot->buffer, what));
+    } else if (fsdpc_exchange_packs(x, unit)) {
+        FSDPC_TRY(x->world > 1 ? scatter(x, unit, slot->buffer, what) : FSDPC_OK);
         FSDPC_TRY(fsdpc_stream_sum(x, unit, slot->buffer, what));
     } else {
         FSDPC_TRY(fsdpc_stream_sum_partial(x, unit, what));

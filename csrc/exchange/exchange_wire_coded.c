@@ -144,7 +144,7 @@ fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_p
     return decode_piece(x, unit, segment, x->rank);
 }
 
-void
+int
 fsdpc_wire_forget(fsdpc_exchange *x)
 {
     for (int u = 0; u < x->unit_count; u++) {
@@ -152,6 +152,7 @@ fsdpc_wire_forget(fsdpc_exchange *x)
             memset(x->wire->kept[u].memory, 0, x->wire->kept[u].bytes);
         }
     }
+    return FSDPC_OK;
 }
 
 int

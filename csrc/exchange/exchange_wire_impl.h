@@ -112,7 +112,7 @@ int fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_unit *unit,
                             const fsdpc_segment *seg, const char *packed, fsdpc_route route,
                             char *lost, char *codes, fsdpc_comm_part *part);
 /* Error feedback: drops what is kept. */
-void fsdpc_wire_forget(fsdpc_exchange *x);
+int fsdpc_wire_forget(fsdpc_exchange *x);
 /* Decodes what a flight has brought; nothing where the unit is not coded. */
 int fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route);
 /* Elements of another rank that a flight of a gather brings into a slot that the ranks of this host share, or all of them

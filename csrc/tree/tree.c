@@ -561,12 +561,14 @@ fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
     return FSDPC_OK;
 }
 
-void
+int
 fsdpc_tree_forget(fsdpc_tree *tree)
 {
+    int status = FSDPC_OK;
     for (int i = 0; i < tree->exchange_count; i++) {
-        fsdpc_exchange_forget(tree->exchanges[i]);
+        FSDPC_KEEP(fsdpc_exchange_forget(tree->exchanges[i]));
     }
+    return status;
 }
 
 int

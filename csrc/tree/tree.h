@@ -157,7 +157,7 @@ uint64_t fsdpc_tree_sent_bytes(const fsdpc_tree *tree);
 /* See fsdpc_exchange_announce. */
 int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);
 /* See fsdpc_exchange_forget. */
-void fsdpc_tree_forget(fsdpc_tree *tree);
+int fsdpc_tree_forget(fsdpc_tree *tree);
 /* See fsdpc_exchange_before_hook. */
 int fsdpc_tree_before_hook(fsdpc_tree *tree, int unit, const char *what);
 /* "shared", "wire", "stream"; "none" without units; "mixed" if the exchanges differ. */

@@ -104,11 +104,11 @@ gathered_bytes(const fsdpc_layout *layout)
 }
 
 static size_t
-landing_bytes(const fsdpc_layout *layout, int senders)
+landing_bytes(const fsdpc_layout *layout, const fsdpc_footprint_options *options, int senders)
 {
+    const size_t landing = fsdpc_footprint_landing(layout, NULL) * (size_t)senders;
     return fsdpc_round_up(layout->reduce_bytes, layout->align_bytes) - layout->reduce_bytes +
-           fsdpc_footprint_codes(layout, NULL) +
-           fsdpc_footprint_landing(layout, NULL) * (size_t)senders;
+           (options->to_all ? landing : fsdpc_footprint_codes(layout, NULL)) + landing;
 }
 
 fsdpc_footprint
@@ -120,6 +120,8 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
     const size_t packed = layout->world > 1 ? layout->reduce_bytes : layout->grad_bytes;
     const size_t full = layout->full_bytes ? layout->full_bytes : 1;
     const size_t seen = sees_other_grads(layout) ? layout->shard_bytes : 0;
+    const bool apart = !options->to_all || fsdpc_footprint_codes(layout, NULL) > 0;
+    const int senders = apart ? options->senders : 0;
     return (fsdpc_footprint){
         .direct = direct,
         .master_bytes = layout->shard_bytes,
@@ -130,16 +132,14 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
         .partial_bytes = layout->grad_bytes * (size_t)options->replicas,
         .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
-        .reduce_bytes = fsdpc_round_up(packed + (options->senders > 0 && packed > 0
-                                                     ? landing_bytes(layout, options->senders)
-                                                     : 0),
-                                       options->page_bytes),
+        .reduce_bytes = fsdpc_round_up(
+            packed + (senders > 0 && packed > 0 ? landing_bytes(layout, options, senders) : 0),
+            options->page_bytes),
         .coded_bytes = layout->coded_bytes,
         .gathered_bytes = gathered_bytes(layout),
-        .reduced_bytes = options->senders > 0
-                             ? fsdpc_footprint_landing(layout, NULL) * (size_t)layout->world
-                             : layout->reduce_bytes,
-        .lost_bytes = options->senders > 0 ? fsdpc_footprint_lost(layout, NULL) : 0,
+        .reduced_bytes = senders > 0 ? fsdpc_footprint_landing(layout, NULL) * (size_t)layout->world
+                                     : layout->reduce_bytes,
+        .lost_bytes = senders > 0 ? fsdpc_footprint_lost(layout, NULL) : 0,
     };
 }
 

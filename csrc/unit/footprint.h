@@ -14,6 +14,8 @@ typedef struct fsdpc_footprint_options {
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
     bool foreign; /* the gathered values are made elsewhere */
     int senders;  /* ranks whose gradients land apart, because this rank cannot read their memory */
+    bool
+        to_all; /* only those of units with codes, which also leave apart, in one stretch per rank (a GPU) */
     size_t range_grain; /* size of a page of host memory, or the device's grain */
     size_t page_bytes;  /* of host memory */
 } fsdpc_footprint_options;
@@ -41,7 +43,7 @@ size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
 
 /* Bytes of one rank's pieces of the gradients of another rank, in the reduce dtype or coded, aligned as above. */
 size_t fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets);
-/* Bytes of all ranks' coded pieces of gradients, of segments that have such, aligned as above. */
+/* Bytes of all ranks' coded pieces of gradients, of segments that have such, aligned as above; 0: none has. */
 size_t fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets);
 /* Bytes of what coding lost of one rank's pieces, in float32, of segments with error feedback, aligned as above. */
 size_t fsdpc_footprint_lost(const fsdpc_layout *layout, size_t *offsets);

@@ -183,6 +183,39 @@ done:
     return status;
 }
 
+int
+fsdpc_grad_sum_apart(fsdpc_unit *unit, const void *buffer, const char *landing, fsdpc_landed *list,
+                     size_t *offsets)
+{
+    int count = 0;
+    const fsdpc_layout *layout = unit->layout;
+    const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
+    const size_t stride = fsdpc_footprint_landing(layout, offsets);
+    for (int s = 0; s < layout->segment_count; s++) {
+        const fsdpc_segment *seg = &layout->segments[s];
+        const int64_t row = seg->row_numel > 0 ? seg->row_numel : seg->piece_numel;
+        if (!seg->trainable || seg->piece_numel == 0) {
+            continue;
+        }
+        list[count++] = (fsdpc_landed){
+            .from = {.codec = seg->reduce_codec,
+                     .pieces = 1,
+                     .rows = seg->piece_numel / row,
+                     .row = row,
+                     .values = (char *)(uintptr_t)buffer + own_piece(unit, seg),
+                     .type = seg->reduce,
+                     .coded = (char *)(uintptr_t)landing + offsets[s],
+                     .stride = stride},
+            .sum = (char *)to.sum + seg->grad_offset,
+            .sum_type = seg->accumulate,
+        };
+    }
+    FSDPC_TRY(fsdpc_device_sum_landed(unit->device, list, count, unit->world, unit->rank, to.scale,
+                                      *to.add));
+    fsdpc_grad_note_sum(unit);
+    return FSDPC_OK;
+}
+
 /* Elements of one segment's piece, through `total`, which holds `most` of them. */
 static int
 sum_piece(const fsdpc_unit *unit, const fsdpc_segment *seg, size_t at, const char *const *buffers,

@@ -56,11 +56,12 @@ check_codecs(const fsdpc_unit *unit)
     for (int s = 0; s < unit->layout->segment_count; s++) {
         coded = coded || unit->layout->segments[s].reduce_coded_bytes > 0;
     }
-    return coded && fsdpc_device_get_caps(unit->device)->asynchronous
+    return coded && unit->world > 1 && fsdpc_device_get_caps(unit->device)->asynchronous &&
+                   !fsdpc_comm_has_all_to_all(fsdpc_comm_for_reductions(unit->shard))
                ? fsdpc_error(FSDPC_E_UNAVAILABLE,
-                             "unit %s: gradients travel coded on the CPU only: leave "
-                             "reduce_codec away",
-                             unit->name)
+                             "unit %s: a GPU's gradients travel coded over NCCL only, not over "
+                             "'%s': leave reduce_codec away",
+                             unit->name, fsdpc_comm_kind(unit->shard))
                : FSDPC_OK;
 }
 

@@ -58,9 +58,9 @@ fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param)
 static int
 senders_of(const fsdpc_unit *unit)
 {
-    const bool travels = unit->layout->world > 1 &&
-                         !fsdpc_device_get_caps(unit->device)->asynchronous &&
-                         !fsdpc_comm_get_caps(unit->shard)->one_memory;
+    const bool travels =
+        unit->layout->world > 1 && (fsdpc_device_get_caps(unit->device)->asynchronous ||
+                                    !fsdpc_comm_get_caps(unit->shard)->one_memory);
     return travels ? fsdpc_comm_senders(unit->shard) : 0;
 }
 
@@ -81,6 +81,7 @@ fsdpc_unit_plan(fsdpc_unit *unit)
         .offload = unit->offload,
         .foreign = unit->foreign,
         .senders = senders_of(unit),
+        .to_all = fsdpc_device_get_caps(unit->device)->asynchronous,
         .range_grain = fsdpc_device_get_caps(unit->device)->host_memory
                            ? page
                            : fsdpc_device_grain(unit->device),

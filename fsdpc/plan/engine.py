@@ -73,8 +73,11 @@ def _footprint(
     offload: bool,
     senders: int,
     foreign: bool,
+    to_all: bool,
 ) -> dict[str, Any]:
-    return _C.footprint(specs, world, align, grain, page, replicas, offload, senders, foreign)
+    return _C.footprint(
+        specs, world, align, grain, page, replicas, offload, senders, foreign, to_all
+    )
 
 
 def _sums(setup: Setup) -> int:
@@ -96,8 +99,9 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
         setup.page_bytes,
         _sums(setup),
         _offloaded(unit, setup),
-        (setup.senders or setup.shards - 1) if setup.transport == "wire" else 0,
+        0 if setup.transport == "shared" else setup.senders or setup.shards - 1,
         unit.foreign,
+        setup.transport == "stream",
     )
 
 

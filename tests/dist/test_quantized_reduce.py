@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+import env
 import on_hosts
 import pytest
 import torch
@@ -110,6 +111,15 @@ def test_sums_are_those_of_decoded_pieces(hosts):
     to the bit. The second codec of each has error feedback.
     """
     run_ranks(programs, len(hosts), env=on_hosts.counted_as(hosts), hosts=hosts)
+
+
+@pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+@pytest.mark.parametrize("hosts", ["ab", "abc"])
+def test_sums_of_gpus_are_those_of_a_wire(hosts):
+    """Each GPU counts as a host: codes go from one to all others. Units without codes are summed by
+    NCCL, here in the order of ranks.
+    """
+    run_ranks(programs, len(hosts), env=env.environment(SIMNCCL_RANK_ORDER="1"), hosts=hosts)
 
 
 def programs(rank, world, hosts):

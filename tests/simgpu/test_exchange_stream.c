@@ -231,14 +231,16 @@ set_codecs(bool on)
 {
     static const struct {
         int kind, row;
-        fsdpc_codec codec;
-    } coded[] = {{0, 250, FSDPC_INT8}, {1, 601, FSDPC_INT4_STOCHASTIC}};
+        fsdpc_codec codec, reduce_codec;
+    } coded[] = {{0, 250, FSDPC_INT8, FSDPC_INT4}, {1, 601, FSDPC_INT4_STOCHASTIC, FSDPC_INT8}};
     for (int i = 0; i < 2; i++) {
         fsdpc_param_spec *spec = &engine_specs[coded[i].kind][0];
         static int64_t rows[2];
         rows[i] = on ? spec->row_numel : rows[i];
         spec->row_numel = on ? coded[i].row : rows[i];
         spec->codec = on ? coded[i].codec : FSDPC_UNCODED;
+        spec->reduce_codec = on ? coded[i].reduce_codec : FSDPC_UNCODED;
+        spec->feedback = on && i == 1;
     }
 }
 
@@ -249,6 +251,22 @@ open_coded(model *m, int rank, const ranks_run *run)
     open_model(m, rank, run);
     set_codecs(false);
     CHECK(m->units[0]->layout->coded_bytes > 0);
+}
+
+/* Of a unit: a launch to code and one to sum instead of one to sum, and one message to each rank. */
+static void
+a_step_with_codes_costs_this(model *m)
+{
+    m->all_used = true;
+    CHECK_INT(train(m, 1), FSDPC_OK);
+    const simgpu_counters before = simgpu_count();
+    const int64_t sent = simnccl_count().all_to_alls;
+    set_masters(m, 1);
+    CHECK_INT(pass(m, 1), FSDPC_OK);
+    expect_nothing_made(&before);
+    CHECK(simgpu_drain());
+    CHECK_INT(simnccl_count().all_to_alls - sent, 4); /* one unit's elements are too few */
+    CHECK(simgpu_count().launches - before.launches <= 7 * UNITS);
 }
 
 /* --- planted faults --------------------------------------------------------------------------------- */
@@ -297,6 +315,8 @@ main(void)
         with_models(1 + i / 3, 0, open_model, captures[i % 3]);
     }
     with_models(2, 0, open_coded, two_users_of_a_slot);
+    with_models(2, 0, open_coded, a_step_is_captured);
+    with_models(3, 8, open_coded, a_step_with_codes_costs_this);
     with_models(2, 0, open_model, a_wait_for_used_bits_is_interrupted);
     with_ranks(2, 1, slots_outlive_readers_of_other_streams);
     missing_waits_are_found(open_model, "a step");

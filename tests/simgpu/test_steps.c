@@ -449,7 +449,8 @@ activations(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
-/* Rows of several pieces; what pads codes stays as it was. Codes in blocks that are not finite are not compared. */
+/* Rows of several pieces; what pads codes stays as it was. Codes in blocks that are not finite are not compared. Every
+ * second time with what earlier codes lost. */
 static void
 codes(void)
 {
@@ -463,39 +464,141 @@ codes(void)
         struct block values = block_of(types[below(4)], pieces * rows * row);
         struct block coded = block_of(FSDPC_BYTES, pieces * (int64_t)bytes);
         struct block out = block_of(types[below(4)], values.n);
-        struct block *const all[] = {&values, &coded, &out};
+        struct block lost = block_of(FSDPC_F32, values.n);
+        struct block *const all[] = {&values, &coded, &out, &lost};
         fsdpc_coding list[3];
         coded.offset = 0;
         size = round % 4 == 1 && values.type == FSDPC_F32 ? 1e-38 : 1;
         fill(&values, round % 3 == 2, false);
+        fill(&lost, false, false);
         size = 1;
-        for (int i = 0; i < 3; i++) {
+        if (round % 5 == 0) { /* blocks of zeros */
+            memset(HOST(values), 0, (size_t)(values.n / 2) * fsdpc_dtype_bytes(values.type));
+        }
+        for (int i = 0; i < 4; i++) {
             to_device(all[i]);
         }
         const size_t stride = (size_t)(rows * row) * fsdpc_dtype_bytes(values.type);
         for (int i = 0; i < pieces; i++) {
             char *own = (char *)HOST(values) + stride * (size_t)i,
                  *to = coded.host + bytes * (size_t)i;
-            list[i] = (fsdpc_coding){codec,
-                                     1,
-                                     rows,
-                                     row,
-                                     (char *)DEVICE(values) + stride * (size_t)i,
-                                     values.type,
-                                     coded.device + bytes * (size_t)i,
-                                     bytes};
-            REQUIRE_OK(fsdpc_codec_encode(codec, own, values.type, rows, row, NULL, to));
+            const bool keeps = round % 2 == 1;
+            list[i] = (fsdpc_coding){
+                .codec = codec,
+                .pieces = 1,
+                .rows = rows,
+                .row = row,
+                .values = (char *)DEVICE(values) + stride * (size_t)i,
+                .type = values.type,
+                .coded = coded.device + bytes * (size_t)i,
+                .stride = bytes,
+                .lost = keeps ? (float *)DEVICE(lost) + i * rows * row : NULL,
+            };
+            REQUIRE_OK(fsdpc_codec_encode(codec, own, values.type, rows, row,
+                                          keeps ? (float *)HOST(lost) + i * rows * row : NULL, to));
             REQUIRE_OK(fsdpc_codec_decode(codec, to, rows, row, 0, rows * row,
                                           (char *)HOST(out) + (size_t)(i * rows * row) *
                                                                   fsdpc_dtype_bytes(out.type),
                                           out.type));
         }
         REQUIRE_OK(fsdpc_device_encode(gpu, list, pieces));
-        list[0] =
-            (fsdpc_coding){codec, pieces, rows, row, DEVICE(out), out.type, coded.device, bytes};
+        list[0] = (fsdpc_coding){codec,    pieces,       rows,  row, DEVICE(out),
+                                 out.type, coded.device, bytes, NULL};
         REQUIRE_OK(fsdpc_device_decode(gpu, list, 1));
         REQUIRE(simgpu_drain());
-        CHECK(same(&out) && (round % 3 == 2 || same(&coded)));
+        CHECK(same(&out) && same(&lost) && (round % 3 == 2 || same(&coded)));
+        for (int i = 0; i < 4; i++) {
+            REQUIRE_CU(cuMemFree((CUdeviceptr)(uintptr_t)all[i]->device));
+            free(all[i]->host);
+        }
+    }
+    CHECK_INT(simgpu_reports(), 0);
+}
+
+/* As sums of what is decoded. One segment without a codec beside one with; the messages are made by the device. */
+static void
+sums_of_codes(void)
+{
+    enum { SENDERS = 4, SEGMENTS = 2 };
+    static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
+    static const int64_t lengths[] = {1, 5, 31, 33, 256, 300, 1101};
+    fsdpc_device *cpu;
+    REQUIRE_OK(fsdpc_device_cpu(&cpu));
+    for (int round = 0; round < 8 * ROUNDS; round++) {
+        const int senders = 1 + (int)below(SENDERS), own = (int)below(senders);
+        const bool add = below(2);
+        const double scale = below(2) ? 1.0 : 1.0 / 3;
+        const int64_t rows = 1 + below(3), row = lengths[below(7)], n = rows * row;
+        const fsdpc_dtype type = types[below(4)];
+        const fsdpc_dtype wide = type == FSDPC_F64 || below(4) == 0 ? FSDPC_F64 : FSDPC_F32;
+        const size_t item = fsdpc_dtype_bytes(type);
+        const fsdpc_codec codecs[] = {(fsdpc_codec)(round % FSDPC_CODECS), FSDPC_UNCODED};
+        size_t at[SEGMENTS], stride = 0;
+        for (int s = 0; s < SEGMENTS; s++) {
+            at[s] = stride;
+            stride += fsdpc_round_up(
+                codecs[s] ? fsdpc_codec_bytes(codecs[s], rows, row) : (size_t)n * item, 16);
+        }
+        struct block values = block_of(type, SEGMENTS * senders * n);
+        struct block sent = block_of(FSDPC_BYTES, senders * (int64_t)stride);
+        struct block sums = block_of(wide, SEGMENTS * n);
+        struct block *const all[] = {&values, &sent, &sums};
+        fsdpc_coding list[2 * SEGMENTS];
+        fsdpc_landed landed[SEGMENTS];
+        int count = 0;
+        sent.offset = 0;
+        fill(&values, false, false);
+        fill(&sums, false, false);
+        for (int i = 0; i < 3; i++) {
+            to_device(all[i]);
+        }
+        for (int s = 0; s < SEGMENTS; s++) {
+            const size_t first = (size_t)(s * senders * n);
+            char *ours = (char *)DEVICE(values) + first * item;
+            for (int behind = 0; behind < 2; behind++) {
+                const int from = behind ? own + 1 : 0, end = behind ? senders : own;
+                if (from < end) {
+                    list[count++] = (fsdpc_coding){
+                        .codec = codecs[s],
+                        .pieces = end - from,
+                        .rows = rows,
+                        .row = row,
+                        .values = ours + (size_t)(from * n) * item,
+                        .type = type,
+                        .coded = sent.device + at[s] + stride * (size_t)(behind ? own : 0),
+                        .stride = stride,
+                    };
+                }
+            }
+            landed[s] = (fsdpc_landed){.from = {.codec = codecs[s],
+                                                .pieces = 1,
+                                                .rows = rows,
+                                                .row = row,
+                                                .values = ours + (size_t)(own * n) * item,
+                                                .type = type,
+                                                .coded = sent.device + at[s],
+                                                .stride = stride},
+                                       .sum = (char *)DEVICE(sums) +
+                                              (size_t)(s * n) * fsdpc_dtype_bytes(wide),
+                                       .sum_type = wide};
+            double decoded[SENDERS][3 * 1101];
+            const void *sources[SENDERS];
+            for (int r = 0; r < senders; r++) {
+                const char *piece = (char *)HOST(values) + (first + (size_t)(r * n)) * item;
+                sources[r] = decoded[r];
+                REQUIRE_OK(
+                    r == own || codecs[s] == FSDPC_UNCODED
+                        ? fsdpc_device_cast(cpu, decoded[r], wide, piece, type, n, 1.0)
+                        : fsdpc_codec_round(codecs[s], piece, type, row, 0, n, decoded[r], wide));
+            }
+            REQUIRE_OK(fsdpc_device_reduce(
+                cpu, (char *)HOST(sums) + (size_t)(s * n) * fsdpc_dtype_bytes(wide), wide, sources,
+                senders, wide, n, scale, add));
+        }
+        REQUIRE_OK(fsdpc_device_encode(gpu, list, count));
+        REQUIRE_OK(fsdpc_device_sum_landed(gpu, landed, SEGMENTS, senders, own, scale, add));
+        REQUIRE(simgpu_drain());
+        CHECK(same(&sums));
         for (int i = 0; i < 3; i++) {
             REQUIRE_CU(cuMemFree((CUdeviceptr)(uintptr_t)all[i]->device));
             free(all[i]->host);
@@ -514,9 +617,15 @@ many_codings_take_few_launches(void)
     fill(&values, false, false);
     to_device(&values);
     for (int i = 0; i < MANY; i++) {
-        list[i] = (fsdpc_coding){
-            FSDPC_INT8, 1, 1, 4, (float *)DEVICE(values) + 4 * i, FSDPC_F32, coded.device + 32 * i,
-            32};
+        list[i] = (fsdpc_coding){FSDPC_INT8,
+                                 1,
+                                 1,
+                                 4,
+                                 (float *)DEVICE(values) + 4 * i,
+                                 FSDPC_F32,
+                                 coded.device + 32 * i,
+                                 32,
+                                 NULL};
     }
     const int64_t before = simgpu_count().launches;
     REQUIRE_OK(fsdpc_device_encode(gpu, list, MANY));
@@ -569,6 +678,7 @@ main(void)
     ranges_of_one_parameter_share_a_counter();
     activations();
     codes();
+    sums_of_codes();
     many_codings_take_few_launches();
     what_cannot_be_done_is_refused();
     return test_result();

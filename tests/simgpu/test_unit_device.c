@@ -656,19 +656,6 @@ a_rank_stays_away(int rank, ranks_run *run)
     leave(&s);
 }
 
-static void
-codes_are_refused(int rank, ranks_run *run)
-{
-    fsdpc_param_spec spec = ENGINE_SPEC("a", 64, F32, F32, F32, false);
-    subject s = join(rank, run);
-    const fsdpc_unit_options options = {.name = "u", .shard = s.comm, .divide = 1};
-    spec.row_numel = 8;
-    spec.reduce_codec = FSDPC_INT4;
-    CHECK_ERROR(fsdpc_unit_new(&options, &spec, 1, &s.unit), FSDPC_E_UNAVAILABLE,
-                "unit u: gradients travel coded on the CPU only");
-    leave(&s);
-}
-
 int
 main(void)
 {
@@ -689,6 +676,5 @@ main(void)
     with_ranks(2, 1, device_sources_are_queued);
     with_ranks(1, 0, failures_give_memory_back);
     with_ranks(2, 1, a_rank_stays_away);
-    with_ranks(1, 1, codes_are_refused);
     return test_result();
 }

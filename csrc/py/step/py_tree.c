@@ -388,8 +388,11 @@ tree_forget(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     if (use_open(self, &use) < 0) {
         return NULL;
     }
-    fsdpc_tree_forget(self->tree);
+    const int status = fsdpc_tree_forget(self->tree);
     fsdpc_py_end_use(&use);
+    if (status != FSDPC_OK) {
+        return fsdpc_py_raise(status);
+    }
     Py_RETURN_NONE;
 }
 

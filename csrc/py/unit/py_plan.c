@@ -42,8 +42,9 @@ footprint(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs, 
         {"offload", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.offload},
         {"senders", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &options.senders},
         {"foreign", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.foreign},
+        {"to_all", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &options.to_all},
     };
-    if (fsdpc_py_args("footprint", table, 9, args, nargs, names) < 0) {
+    if (fsdpc_py_args("footprint", table, 10, args, nargs, names) < 0) {
         return NULL;
     }
     if (options.range_grain == 0 || options.page_bytes == 0) {
@@ -207,9 +208,10 @@ PyMethodDef fsdpc_py_plan_methods[] = {
     FSDPC_PY_FUNCTION(
         footprint, FSDPC_PY_KEYWORDS,
         "(specs, world, align_bytes, range_grain, page_bytes, replicas=0, offload=False, "
-        "senders=0, foreign=False)",
+        "senders=0, foreign=False, to_all=False)",
         "Bytes that a unit allocates on each rank. specs: as for layout(). range_grain: page of "
-        "host memory, or the device's grain. ValueError, TypeError."),
+        "host memory, or the device's grain. to_all: a GPU, where senders count only for units "
+        "whose gradients travel coded. ValueError, TypeError."),
     FSDPC_PY_FUNCTION(
         plan_slots, FSDPC_PY_KEYWORDS, "(needs, per_level=0)",
         "Which slot each unit gets: ([slot or -1 of each unit], [bytes of each slot]). needs: "

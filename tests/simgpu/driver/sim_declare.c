@@ -276,23 +276,35 @@ declare_unpack8(simgpu_task *task, const void *params, const simgpu_launch *laun
     return declare_activation(task, params, false);
 }
 
-/* Row by row, as the padding between pieces is nobody's. */
+/* Piece by piece, as the padding between pieces is nobody's. */
 static bool
-declare_coding(simgpu_task *task, const fsdpc_cuda_coding *c, bool encode)
+declare_coded(simgpu_task *task, const fsdpc_cuda_coding *c, int64_t pieces, bool encode)
 {
     const struct fsdpc_codec_form form = fsdpc_codec_forms[c->codec];
     const int64_t per_row = (c->row + form.block - 1) / form.block;
-    const int64_t pieces = c->blocks / (per_row * c->rows);
-    const size_t codes = (size_t)c->rows * (size_t)((c->row * form.code_bits + 7) / 8);
+    const size_t codes = c->codec == FSDPC_UNCODED
+                             ? bytes_of(c->rows * c->row, c->type)
+                             : (size_t)c->rows * (size_t)((c->row * form.code_bits + 7) / 8);
     const size_t scales = (size_t)(c->rows * per_row * form.scale_bytes);
-    bool known =
-        declare_range(task, c->values, bytes_of(pieces * c->rows * c->row, c->type), !encode);
+    bool known = true;
     for (int64_t i = 0; known && i < pieces; i++) {
         uint8_t *coded = c->coded + i * c->stride;
         known = declare_range(task, coded, codes, encode) &&
                 declare_range(task, coded + c->scales, scales, encode);
     }
     return known;
+}
+
+static bool
+declare_coding(simgpu_task *task, const fsdpc_cuda_coding *c, bool encode)
+{
+    const int64_t block =
+        c->codec == FSDPC_UNCODED ? FSDPC_CUDA_PLAIN_BLOCK : fsdpc_codec_forms[c->codec].block;
+    const int64_t pieces = c->blocks / ((c->row + block - 1) / block * c->rows);
+    const int64_t values = pieces * c->rows * c->row;
+    return declare_range(task, c->values, bytes_of(values, c->type), !encode) &&
+           (!c->lost || declare_range(task, c->lost, bytes_of(values, FSDPC_F32), true)) &&
+           declare_coded(task, c, pieces, encode);
 }
 
 static bool
@@ -319,6 +331,22 @@ declare_decode(simgpu_task *task, const void *params, const simgpu_launch *launc
     return declare_codings(task, params, false);
 }
 
+static bool
+declare_sum_landed(simgpu_task *task, const void *params, const simgpu_launch *launch)
+{
+    (void)launch;
+    const fsdpc_cuda_landed_params *p = params;
+    bool known = p->count <= FSDPC_CUDA_LANDED;
+    for (int64_t i = 0; known && i < p->count; i++) {
+        const fsdpc_cuda_landed *l = &p->landed[i];
+        const int64_t values = l->from.rows * l->from.row;
+        known = declare_range(task, l->from.values, bytes_of(values, l->from.type), false) &&
+                declare_range(task, l->sum, bytes_of(values, l->sum_type), true) &&
+                declare_coded(task, &l->from, p->senders - 1, false);
+    }
+    return known;
+}
+
 static const sim_declared declared[] = {
     {"fsdpc_cuda_cast", sizeof(fsdpc_cuda_cast_params), declare_cast},
     {"fsdpc_cuda_scale", sizeof(fsdpc_cuda_scale_params), declare_scale},
@@ -337,6 +365,7 @@ static const sim_declared declared[] = {
     {"fsdpc_cuda_unpack8", sizeof(fsdpc_cuda_activation_params), declare_unpack8},
     {"fsdpc_cuda_encode", sizeof(fsdpc_cuda_coding_params), declare_encode},
     {"fsdpc_cuda_decode", sizeof(fsdpc_cuda_coding_params), declare_decode},
+    {"fsdpc_cuda_sum_landed", sizeof(fsdpc_cuda_landed_params), declare_sum_landed},
     {NULL, 0, NULL},
 };
 

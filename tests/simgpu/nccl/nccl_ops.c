@@ -1,4 +1,5 @@
 /* The calls that put collectives on streams, and groups of them. */
+#include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -11,9 +12,12 @@ static void
 count_call(const nccl_call *call)
 {
     int64_t *const counters[] = {&nccl_counters.all_gathers, &nccl_counters.reduce_scatters,
-                                 &nccl_counters.all_reduces, &nccl_counters.broadcasts};
-    size_t item = nccl_item(call->request.type);
-    size_t pieces = call->request.kind == REDUCE_SCATTER ? (size_t)call->comm->world : 1;
+                                 &nccl_counters.all_reduces, &nccl_counters.broadcasts,
+                                 &nccl_counters.all_to_alls};
+    size_t item = nccl_item(call->request.type), world = (size_t)call->comm->world;
+    size_t pieces = call->request.kind == REDUCE_SCATTER ? world
+                    : call->request.kind == ALL_TO_ALL   ? world - 1
+                                                         : 1;
     ++*counters[call->request.kind];
     nccl_counters.bytes_sent += (int64_t)(call->request.count * item * pieces);
 }
@@ -22,6 +26,9 @@ count_call(const nccl_call *call)
 static void
 look_up(nccl_call *call)
 {
+    if (call->request.kind == ALL_TO_ALL) {
+        return;
+    }
     size_t piece = call->request.count * nccl_item(call->request.type);
     bool gathers = call->request.kind == ALL_GATHER;
     bool pieces = gathers || call->request.kind == REDUCE_SCATTER;
@@ -72,8 +79,7 @@ nccl_put(nccl_call *call)
                         .run = nccl_run,
                         .wanted = nccl_wanted,
                         .drop = nccl_drop};
-    static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast"};
-    work.name = names[call->request.kind];
+    work.name = nccl_kind_names[call->request.kind];
     call->number = ++comm->issued;
     count_call(call);
     look_up(call);
@@ -86,6 +92,17 @@ nccl_put(nccl_call *call)
     return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
 }
 
+/* What is simulated of sends and receives: one of each with every other rank, of equal size. */
+static bool
+is_whole(const nccl_call *call)
+{
+    bool whole = true;
+    for (int r = 0; r < call->comm->world && call->request.kind == ALL_TO_ALL; r++) {
+        whole = whole && (r == call->comm->rank || (call->sends[r] && call->recvs[r]));
+    }
+    return whole;
+}
+
 /* All of a group. Lock held. */
 fsdpc_nccl_result
 nccl_put_all(nccl_call *call)
@@ -93,6 +110,9 @@ nccl_put_all(nccl_call *call)
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
     for (int i = 0; call; i++) {
         nccl_call *next = call->next;
+        if (!is_whole(call)) {
+            return nccl_misuse(call->comm, "a group without a send and a receive for each rank");
+        }
         nccl_counters.joined += i > 0;
         fsdpc_nccl_result one = nccl_put(call);
         result = result ? result : one;
@@ -222,4 +242,55 @@ ncclBroadcast(const void *send, void *recv, size_t count, fsdpc_nccl_type type, 
 {
     return begin(comm, send, recv, stream,
                  (nccl_request){.kind = BROADCAST, .type = type, .root = root, .count = count});
+}
+
+/* The group's sends and receives of a communicator are one piece of work, which begins with the first of them. */
+static fsdpc_nccl_result
+transfer(fsdpc_nccl_comm handle, const char *send, char *recv, size_t bytes, int peer,
+         fsdpc_cu_stream stream)
+{
+    static char nothing[1];
+    nccl_call *call = group_first;
+    while (group_depth > 0 && call &&
+           (call->request.kind != ALL_TO_ALL || call->comm != handle || call->stream != stream)) {
+        call = call->next;
+    }
+    if (group_depth == 0 || peer < 0 || peer >= NCCL_RANKS) {
+        return FSDPC_NCCL_INVALID_USAGE;
+    }
+    if (!call) {
+        fsdpc_nccl_result result =
+            begin(handle, nothing, nothing, stream,
+                  (nccl_request){.kind = ALL_TO_ALL, .type = FSDPC_NCCL_UINT8, .count = bytes});
+        if (result || bytes == 0) {
+            return result;
+        }
+        call = (nccl_call *)(void *)((char *)group_end - offsetof(nccl_call, next));
+    }
+    const bool again = send ? call->sends[peer] != NULL : call->recvs[peer] != NULL;
+    if (peer == call->comm->rank || peer >= call->comm->world || again ||
+        call->request.count != bytes) {
+        api_lock();
+        fsdpc_nccl_result result =
+            nccl_misuse(handle, "sends and receives of a group that are not simulated");
+        api_unlock();
+        return result;
+    }
+    call->sends[peer] = send ? send : call->sends[peer];
+    call->recvs[peer] = recv ? recv : call->recvs[peer];
+    return FSDPC_NCCL_SUCCESS;
+}
+
+NCCL_EXPORT fsdpc_nccl_result
+ncclSend(const void *buffer, size_t count, fsdpc_nccl_type type, int peer, fsdpc_nccl_comm comm,
+         fsdpc_cu_stream stream)
+{
+    return transfer(comm, buffer, NULL, count * nccl_item(type), peer, stream);
+}
+
+NCCL_EXPORT fsdpc_nccl_result
+ncclRecv(void *buffer, size_t count, fsdpc_nccl_type type, int peer, fsdpc_nccl_comm comm,
+         fsdpc_cu_stream stream)
+{
+    return transfer(comm, NULL, buffer, count * nccl_item(type), peer, stream);
 }

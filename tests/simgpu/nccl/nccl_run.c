@@ -79,7 +79,8 @@ place(const struct ncclComm *comm, int rank, uint64_t round)
 static size_t
 round_items(const nccl_call *call)
 {
-    size_t pieces = call->request.kind == REDUCE_SCATTER ? (size_t)call->comm->world : 1;
+    const int kind = call->request.kind;
+    size_t pieces = kind == REDUCE_SCATTER || kind == ALL_TO_ALL ? (size_t)call->comm->world : 1;
     size_t most = ROUND_BYTES / nccl_item(call->request.type) / pieces;
     size_t left = call->request.count - call->done_items;
     return left < most ? left : most;
@@ -97,6 +98,12 @@ lay_out(nccl_call *call)
         for (int r = 0; r < comm->world; r++) {
             memcpy(to + (size_t)r * items * item, call->send + (size_t)r * piece + from,
                    items * item);
+        }
+    } else if (call->request.kind == ALL_TO_ALL) {
+        for (int r = 0; r < comm->world; r++) {
+            if (r != comm->rank) {
+                memcpy(to + (size_t)r * items * item, call->sends[r] + from, items * item);
+            }
         }
     } else if (call->request.kind != BROADCAST || call->request.root == comm->rank) {
         memcpy(to, call->send + from, items * item);
@@ -117,11 +124,13 @@ all_arrived(const struct ncclComm *comm)
     return true;
 }
 
+const char *const nccl_kind_names[NCCL_KINDS] = {"all-gather", "reduce-scatter", "all-reduce",
+                                                 "broadcast", "group of sends and receives"};
+
 static const char *
 kind_name(int kind)
 {
-    static const char *const names[] = {"all-gather", "reduce-scatter", "all-reduce", "broadcast"};
-    return names[kind & 3];
+    return kind >= 0 && kind < NCCL_KINDS ? nccl_kind_names[kind] : "(unknown)";
 }
 
 /* A real library hangs here, or mixes up the bytes. */
@@ -221,6 +230,15 @@ take(nccl_call *call)
     case ALL_REDUCE:
         take_sum(call, call->recv + from, items, 0, 0);
         break;
+    case ALL_TO_ALL:
+        for (int r = 0; r < comm->world; r++) {
+            if (r != comm->rank) {
+                memcpy(call->recvs[r] + from,
+                       place(comm, r, comm->round) + (size_t)comm->rank * items * item,
+                       items * item);
+            }
+        }
+        break;
     default:
         memcpy(call->recv + from, place(comm, call->request.root, comm->round), items * item);
         break;
@@ -235,6 +253,14 @@ declare(const nccl_call *call, simgpu_task *task)
 {
     size_t piece = call->request.count * nccl_item(call->request.type);
     size_t world = (size_t)call->comm->world;
+    if (call->request.kind == ALL_TO_ALL) {
+        bool known = true;
+        for (int r = 0; known && r < (int)world; r++) {
+            known = r == call->comm->rank || (simgpu_task_read(task, call->sends[r], piece) &&
+                                              simgpu_task_write(task, call->recvs[r], piece));
+        }
+        return known;
+    }
     bool sends = call->request.kind != BROADCAST || call->request.root == call->comm->rank;
     size_t sent = call->request.kind == REDUCE_SCATTER ? world * piece : piece;
     size_t got = call->request.kind == ALL_GATHER ? world * piece : piece;

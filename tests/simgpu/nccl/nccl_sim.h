@@ -21,7 +21,9 @@
 enum { NCCL_RANKS = 16, ROUND_BYTES = 256 * 1024 };
 #define NCCL_EXPORT __attribute__((visibility("default")))
 
-enum nccl_kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST };
+/* ALL_TO_ALL: a group of sends and receives. */
+enum nccl_kind { ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, ALL_TO_ALL, NCCL_KINDS };
+extern const char *const nccl_kind_names[NCCL_KINDS];
 
 /* What a rank asks for; all must ask for the same. */
 typedef struct nccl_request {
@@ -91,6 +93,8 @@ typedef struct nccl_call {
     nccl_request request;
     const char *send;
     char *recv;
+    const char *sends[NCCL_RANKS]; /* ALL_TO_ALL: to and from each other rank */
+    char *recvs[NCCL_RANKS];
     fsdpc_cu_stream stream;
     uint64_t number;
     uint64_t done_items; /* of a piece */

@@ -34,6 +34,7 @@ simnccl_options *simnccl_get_options(void);
 
 typedef struct simnccl_counters {
     int64_t all_gathers, reduce_scatters, all_reduces, broadcasts;
+    int64_t all_to_alls;               /* groups of sends and receives */
     int64_t joined;                    /* of these, put before the end of a group that had begun */
     int64_t bytes_sent;                /* what this process's ranks put before the others */
     int64_t mismatches;                /* collectives in which ranks asked for different things */

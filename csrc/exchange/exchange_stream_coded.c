@@ -1,0 +1,140 @@
+/* Gradients that travel coded from GPU to GPU, on the reduce stream. A reduce-scatter sums by itself, so ranks send each
+ * other pieces, and each decodes what has landed on its way into the sum, which is that of a wire to the bit.
+ *
+ * Behind the packed gradients of a reduce slot lies one stretch per receiver, with this rank's pieces of all segments as
+ * they are sent, and then one per sender. One launch codes the former, one call of the communicator exchanges, one launch
+ * sums. All of it is in the stream's order, and the slot is free when `summed` is recorded, so no wait is added.
+ */
+#include "base/mem.h"
+#include "base/status.h"
+#include "exchange/exchange_stream_impl.h"
+
+bool
+fsdpc_stream_sends_codes(const fsdpc_exchange *x, const fsdpc_unit *unit)
+{
+    return x->world > 1 && fsdpc_footprint_codes(fsdpc_unit_layout(unit), NULL) > 0;
+}
+
+static int
+open_lost(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    for (int u = 0; u < x->unit_count; u++) {
+        struct fsdpc_lost *lost = &s->lost[u];
+        lost->bytes = fsdpc_unit_footprint(x->units[u])->lost_bytes * (size_t)(x->world - 1);
+        if (lost->bytes > 0) {
+            FSDPC_TRY(fsdpc_device_alloc(s->device, lost->bytes, (void **)&lost->memory));
+            x->lost_bytes += lost->bytes;
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_stream_coded_open(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    size_t most = 1;
+    for (int u = 0; u < x->unit_count; u++) {
+        const size_t count = (size_t)fsdpc_unit_layout(x->units[u])->segment_count;
+        most = count > most ? count : most;
+    }
+    s->codings = fsdpc_mem_calloc(2 * most, sizeof *s->codings);
+    s->landed = fsdpc_mem_calloc(most, sizeof *s->landed);
+    s->offsets = fsdpc_mem_calloc(2 * most, sizeof *s->offsets);
+    s->lost = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *s->lost);
+    return s->codings && s->landed && s->offsets && s->lost
+               ? open_lost(x)
+               : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+}
+
+void
+fsdpc_stream_coded_close(fsdpc_exchange *x)
+{
+    struct fsdpc_streams *s = x->streams;
+    for (int u = 0; s->lost && u < x->unit_count; u++) {
+        fsdpc_device_free(s->device, s->lost[u].memory, s->lost[u].bytes);
+    }
+    fsdpc_mem_free(s->codings);
+    fsdpc_mem_free(s->landed);
+    fsdpc_mem_free(s->offsets);
+    fsdpc_mem_free(s->lost);
+}
+
+/* The ranks before this one, and those behind. */
+static int
+list_segment(const fsdpc_exchange *x, const fsdpc_segment *seg, char *packed, char *pieces,
+             size_t stride, float *lost, fsdpc_coding *list)
+{
+    int count = 0;
+    const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->reduce);
+    const int64_t row = seg->row_numel > 0 ? seg->row_numel : seg->piece_numel;
+    for (int behind = 0; behind < 2; behind++) {
+        const int first = behind ? x->rank + 1 : 0, end = behind ? x->world : x->rank;
+        const size_t before = (size_t)(behind ? x->rank : 0);
+        if (first < end) {
+            list[count++] = (fsdpc_coding){
+                .codec = seg->reduce_codec,
+                .pieces = end - first,
+                .rows = seg->piece_numel / row,
+                .row = row,
+                .values = packed + seg->reduce_offset + bytes * (size_t)first,
+                .type = seg->reduce,
+                .coded = pieces + stride * before,
+                .stride = stride,
+                .lost = lost ? lost + before * (size_t)seg->piece_numel : NULL,
+            };
+        }
+    }
+    return count;
+}
+
+static int
+encode(fsdpc_exchange *x, const fsdpc_unit *unit, char *packed, char *pieces, size_t stride)
+{
+    int count = 0;
+    struct fsdpc_streams *s = x->streams;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    size_t *lost = s->offsets + layout->segment_count;
+    char *kept = s->lost[fsdpc_unit_use(unit)->id].memory;
+    fsdpc_footprint_landing(layout, s->offsets);
+    fsdpc_footprint_lost(layout, lost);
+    for (int i = 0; i < layout->segment_count; i++) {
+        const fsdpc_segment *seg = &layout->segments[i];
+        if (seg->trainable && seg->piece_numel > 0) {
+            char *own = kept && seg->feedback ? kept + lost[i] * (size_t)(x->world - 1) : NULL;
+            count += list_segment(x, seg, packed, pieces + s->offsets[i], stride,
+                                  (float *)(void *)own, s->codings + count);
+        }
+    }
+    return fsdpc_device_encode(s->device, s->codings, count);
+}
+
+int
+fsdpc_stream_sum_coded(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const char *what)
+{
+    struct fsdpc_streams *s = x->streams;
+    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
+    const size_t stride = fsdpc_footprint_landing(layout, NULL);
+    char *pieces = buffer + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
+    char *landing = pieces + stride * (size_t)(x->world - 1);
+    FSDPC_TRY(encode(x, unit, buffer, pieces, stride));
+    FSDPC_TRY(fsdpc_comm_all_to_all(s->reduce_comm, pieces, landing, stride, what));
+    FSDPC_TRY(fsdpc_grad_sum_apart(unit, buffer, landing, s->landed, s->offsets));
+    return fsdpc_unit_replicate(unit) ? fsdpc_stream_sum_partial(x, unit, what) : FSDPC_OK;
+}
+
+int
+fsdpc_stream_forget(fsdpc_exchange *x)
+{
+    int status = FSDPC_OK;
+    struct fsdpc_streams *s = x->streams;
+    fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
+    for (int u = 0; u < x->unit_count; u++) {
+        const struct fsdpc_lost *lost = &s->lost[u];
+        FSDPC_KEEP(lost->memory ? fsdpc_device_zero(s->device, lost->memory, lost->bytes)
+                                : FSDPC_OK);
+    }
+    fsdpc_device_use(s->device, caller);
+    return status;
+}
