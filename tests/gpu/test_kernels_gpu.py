@@ -14,6 +14,7 @@ import torch
 from gpu import machine
 
 from fsdpc import _probe
+from fsdpc._fsdp2.quantized import REDUCE_CODECS
 
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 SIZES = [1, 7, 33, 1000, 4099, (1 << 18) + 5]
@@ -288,3 +289,30 @@ def test_device(place):
     for number in (-1, 4711):
         with pytest.raises(NotImplementedError):
             _probe.cuda_device(number)
+
+
+@pytest.mark.parametrize("codec", REDUCE_CODECS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_sums_of_codes(place, codec, dtype):
+    """Codes of other ranks' gradients and what they are summed to, in rows that end inside of a
+    block.
+    """
+    rows, row, senders, own = 65, 333, 3, 1
+    values = numbers(senders * rows * row, dtype, wild=False).view(senders, rows, row)
+    values[0, 3, 5] = torch.inf
+    bytes_ = _probe.codec_bytes(codec, rows, row)
+    coded = torch.empty((senders - 1) * bytes_, dtype=torch.uint8, device=place)
+    before = numbers(rows * row, "float32", 1, wild=False).view(rows, row)
+    sums, total = before.clone().to(place), None
+    _probe.codec_sum(
+        codec, values.to(place), dtype, row, own, coded, sums, "float32", GPU, 0.25, True
+    )
+    for rank in range(senders):
+        piece = torch.empty(rows, row)
+        if rank == own:
+            piece.copy_(values[rank])
+        else:
+            flat = values[rank].float().numpy()
+            _probe.codec_round(codec, flat, "float32", row, piece.numpy(), "float32")
+        total = piece if total is None else total + piece
+    same(sums.flatten(), (before + total * 0.25).flatten())

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from gpu import machine
 
 import fsdpc
-from fsdpc import optim
+from fsdpc import QuantizedPolicy, _probe, optim
 
 DEADLINE_S = 100.0
 SHARING = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
@@ -97,6 +97,52 @@ def train_until_stopped(rank: int, world: int, device: machine.Device) -> tuple[
     raise AssertionError("no error came")
 
 
+class Given(torch.nn.Module):
+    """Its gradients are its inputs, exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(130, 333, device="cpu"))
+        self.bias = torch.nn.Parameter(torch.zeros(130, device="cpu"))
+
+    def forward(self, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return (self.weight * weight).sum() + (self.bias * bias).sum()
+
+
+def rounded(values: torch.Tensor, codec: str) -> torch.Tensor:
+    """What the processor's codec makes of rows."""
+    out = torch.empty_like(values)
+    row = values.shape[1]
+    _probe.codec_round(codec, values.numpy(), "float32", row, out.numpy(), "float32")
+    return out
+
+
+def sum_codes(rank: int, world: int, device: machine.Device) -> int:
+    """Gradients that travel coded, summed as a wire sums them; how many sums were compared."""
+    compared = 0
+    for codec, keeps in [("int8", False), ("int4", True), ("int4_stochastic", False)]:
+        policy = QuantizedPolicy(codec=None, reduce_codec=codec, error_feedback=keeps)
+        model = fsdpc.fully_shard(Given().to(device.device), mp_policy=policy)
+        lost = torch.zeros(130 // world, 333)
+        for step in range(3):
+            rng = torch.Generator().manual_seed(step)
+            given = [
+                (torch.randn(130, 333, generator=rng), torch.randn(130, generator=rng))
+                for _ in range(world)
+            ]
+            model(*(value.to(device.device) for value in given[rank])).backward()
+            pieces = [weight.chunk(world)[rank].clone() for weight, _ in given]
+            sent = pieces[1 - rank] + lost
+            pieces[1 - rank] = rounded(sent, codec)
+            lost = sent - pieces[1 - rank] if keeps else lost
+            biases = [bias.chunk(world)[rank] for _, bias in given]
+            for param, parts in ((model.weight, pieces), (model.bias, biases)):
+                assert torch.equal(param.grad.to_local().cpu(), (parts[0] + parts[1]) * 0.5), codec
+                compared += 1
+            model.zero_grad()
+    return compared
+
+
 # --- in the tests ---------------------------------------------------------------------------------
 
 
@@ -160,6 +206,11 @@ def test_muons_losses_are_those_of_both_batches(device, way):
         return optim.Muon(model.named_parameters(), lr=1e-2)
 
     check_losses(run_pair(train_by_muon, way), device.device, make, 1e-3)
+
+
+@ways("nccl")
+def test_codes_are_summed_as_the_processors_are(way):
+    assert run_pair(sum_codes, way) == [18, 18]
 
 
 @ways("nccl", "shm")

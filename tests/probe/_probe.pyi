@@ -49,6 +49,19 @@ def kernel_scale_by(x: _Array, dtype: str, factor: _Array, kernels: str | None =
 def kernel_norm2(
     src: _Array, dtype: str, kernels: str | None = None
 ) -> tuple[float, float, bool]: ...
+def codec_sum(
+    codec: str,
+    values: _Array,
+    dtype: str,
+    row: int,
+    own: int,
+    coded: _Array,
+    sums: _Array,
+    sums_dtype: str,
+    kernels: str,
+    scale: float = 1.0,
+    add: bool = False,
+) -> None: ...
 def codec_bytes(codec: str, rows: int, row: int, /) -> int: ...
 def codec_encode(codec: str, values: _Array, dtype: str, row: int, out: _Array) -> None: ...
 def codec_decode(codec: str, values: _Array, dtype: str, row: int, out: _Array) -> None: ...

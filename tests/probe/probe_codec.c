@@ -89,6 +89,93 @@ codec_round(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count
     return call("codec_round", ROUND, args, count, keywords);
 }
 
+/* One segment's pieces of several ranks, coded and summed as a reduction on a GPU does it: `coded` gets those of the other
+ * ranks, end to end. */
+struct sum {
+    fsdpc_py_kernels kernels;
+    fsdpc_codec codec;
+    int64_t row;
+    int32_t own;
+    bool add;
+    double scale;
+    fsdpc_py_buffer values, coded, sums;
+};
+
+static int
+run_sum(const struct sum *s)
+{
+    const int64_t n = s->sums.n;
+    const int senders = (int)(s->values.n / n);
+    const size_t bytes = fsdpc_codec_bytes(s->codec, n / s->row, s->row);
+    const size_t piece = (size_t)n * fsdpc_dtype_bytes(s->values.dtype);
+    char *values = s->values.view.data, *coded = s->coded.view.data;
+    fsdpc_coding coding = {.codec = s->codec,
+                           .pieces = 1,
+                           .rows = n / s->row,
+                           .row = s->row,
+                           .type = s->values.dtype,
+                           .stride = bytes};
+    for (int r = 0, at = 0; r < senders; r++) {
+        coding.values = values + piece * (size_t)r;
+        coding.coded = coded + bytes * (size_t)at;
+        FSDPC_TRY(r == s->own ? FSDPC_OK : fsdpc_device_encode(s->kernels.device, &coding, 1));
+        at += r != s->own;
+    }
+    coding.values = values + piece * (size_t)s->own;
+    coding.coded = coded;
+    const fsdpc_landed landed = {coding, s->sums.view.data, s->sums.dtype};
+    return fsdpc_device_sum_landed(s->kernels.device, &landed, 1, senders, s->own, s->scale,
+                                   s->add);
+}
+
+static int
+check_sum(const struct sum *s)
+{
+    const int64_t n = s->sums.n, others = n > 0 ? s->values.n / n - 1 : -1;
+    const bool fits =
+        s->kernels.device && s->row > 0 && n > 0 && n % s->row == 0 &&
+        (others + 1) * n == s->values.n && s->own >= 0 && s->own <= others &&
+        (size_t)s->coded.n == (size_t)others * fsdpc_codec_bytes(s->codec, n / s->row, s->row);
+    if (!fits) {
+        PyErr_SetString(PyExc_ValueError, "codec_sum: sizes that do not fit, or no GPU");
+    }
+    return fits ? 0 : -1;
+}
+
+static PyObject *
+codec_sum(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    const char *codec = NULL, *dtype = NULL, *sums_dtype = NULL, *kernels = NULL;
+    PyObject *values = NULL, *coded = NULL, *sums = NULL, *result = NULL;
+    struct sum s = {.scale = 1};
+    const fsdpc_py_arg table[] = {
+        {"codec", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &codec},
+        {"values", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &values},
+        {"dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &dtype},
+        {"row", FSDPC_PY_INT, FSDPC_PY_REQUIRED, &s.row},
+        {"own", FSDPC_PY_INT32, FSDPC_PY_REQUIRED, &s.own},
+        {"coded", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &coded},
+        {"sums", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &sums},
+        {"sums_dtype", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &sums_dtype},
+        {"kernels", FSDPC_PY_STR, FSDPC_PY_REQUIRED, &kernels},
+        {"scale", FSDPC_PY_DOUBLE, FSDPC_PY_OPTIONAL, &s.scale},
+        {"add", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &s.add},
+    };
+    if (fsdpc_py_args("codec_sum", table, 11, args, count, keywords) == 0 &&
+        fsdpc_py_checked(fsdpc_codec_from_name(codec, &s.codec)) == 0 &&
+        fsdpc_py_kernels_find(kernels, &s.kernels) == 0 &&
+        fsdpc_py_buffer_open(values, dtype, false, &s.kernels, &s.values) == 0 &&
+        fsdpc_py_buffer_open(coded, "uint8", true, &s.kernels, &s.coded) == 0 &&
+        fsdpc_py_buffer_open(sums, sums_dtype, true, &s.kernels, &s.sums) == 0 &&
+        check_sum(&s) == 0) {
+        result = fsdpc_py_kernels_finish(run_sum(&s));
+    }
+    fsdpc_py_buffer_close(&s.values);
+    fsdpc_py_buffer_close(&s.coded);
+    fsdpc_py_buffer_close(&s.sums);
+    return result;
+}
+
 static PyObject *
 codec_bytes(PyObject *Py_UNUSED(module), PyObject *args)
 {
@@ -113,6 +200,10 @@ PyMethodDef fsdpc_probe_codec_methods[] = {
                       "Writes the values of the codes in `out` to `values`."),
     FSDPC_PY_FUNCTION(codec_round, FSDPC_PY_KEYWORDS, "(codec, values, dtype, row, out, out_dtype)",
                       "Writes to `out` what decoding gives of the values."),
+    FSDPC_PY_FUNCTION(
+        codec_sum, FSDPC_PY_KEYWORDS,
+        "(codec, values, dtype, row, own, coded, sums, sums_dtype, kernels, scale=1.0, add=False)",
+        "On a GPU: the pieces in `values` of all ranks but `own` are coded and summed with it."),
     FSDPC_PY_FUNCTION(codec_bytes, METH_VARARGS, "(codec, rows, row)", "Bytes of coded rows."),
     {NULL, NULL, 0, NULL},
 };
