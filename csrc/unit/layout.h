@@ -60,7 +60,7 @@ typedef struct fsdpc_segment {
     int64_t row_numel;        /* > 0: by rows; 0: flat */
     fsdpc_codec codec;        /* by rows: how pieces travel, whatever gathers them */
     size_t coded_bytes;       /* of a piece; 0: it travels in the compute dtype */
-    fsdpc_codec reduce_codec; /* by rows: how pieces of gradients travel over a wire */
+    fsdpc_codec reduce_codec; /* by rows: how pieces of gradients travel between ranks that send */
     size_t reduce_coded_bytes; /* of a piece; 0: it travels in the reduce dtype */
     bool feedback;             /* what coding loses of gradients is kept by the sender */
     int64_t piece_numel;       /* per rank; world * piece_numel >= numel */

@@ -59,9 +59,9 @@ check_codecs(const fsdpc_unit *unit)
     return coded && unit->world > 1 && fsdpc_device_get_caps(unit->device)->asynchronous &&
                    !fsdpc_comm_has_all_to_all(fsdpc_comm_for_reductions(unit->shard))
                ? fsdpc_error(FSDPC_E_UNAVAILABLE,
-                             "unit %s: a GPU's gradients travel coded over NCCL only, not over "
-                             "'%s': leave reduce_codec away",
-                             unit->name, fsdpc_comm_kind(unit->shard))
+                             "a GPU's gradients travel coded over NCCL only, not over '%s': "
+                             "leave reduce_codec away",
+                             fsdpc_comm_kind(unit->shard))
                : FSDPC_OK;
 }
 

@@ -50,6 +50,9 @@ class QuantizedPolicy(MixedPrecisionPolicy):
 
     Ranks of one host sum before they code, and a rank adds its own part as it is. So nothing is
     coded where all ranks share memory, in sums over replicas, and by ``set_collectives("c10d")``.
+    GPUs share none: over NCCL codes go from each rank to all others, and units with coded
+    parameters are summed as on a wire, to the bit. Where a GPU's collectives are staged through
+    host memory, ``fully_shard`` raises ``NotImplementedError``.
 
     ``error_feedback`` keeps what ``reduce_codec`` loses of a gradient at the rank that sends it, in
     float32, and adds it to the unit's next one before that is coded: a sum over steps is then off
@@ -59,9 +62,9 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     loss scale changes between steps.
 
     A block with a value that is not finite becomes NaN. Other parameters (norms, biases, adapters
-    of low rank) travel as without. Shards, optimizer states and checkpoints are as without. On a
-    GPU there is no ``reduce_codec``. Units with parameters that bring their own gather
-    (``fsdp_pre_all_gather``) gather all others as they are.
+    of low rank) travel as without. Shards, optimizer states and checkpoints are as without. Units
+    with parameters that bring their own gather (``fsdp_pre_all_gather``) gather all others as they
+    are.
     """
 
     codec: str | None = "int8"

@@ -301,6 +301,32 @@ def test_where_nothing_is_sent_to_a_rank_that_sums_nothing_is_coded(rank, world,
         assert torch.equal(a, b)
 
 
+@pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+@ranks(4, env=env.environment(SIMNCCL_RANK_ORDER="1"))
+def test_replicas_of_gpus_sum_what_is_decoded(rank, world):
+    """Coded between the two shards of a replica, plain between the replicas."""
+    policy = QuantizedPolicy(codec=None, reduce_codec="int4", reduce_dtype=torch.bfloat16)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "ranks"))
+    model, plain = shard(policy, mesh=mesh), Parts()
+    backward(model, rank, 0)
+    backward(plain, rank, 0)
+    for name in ("first", "second.two"):
+        own = plain.get_submodule(name).weight.grad.bfloat16().float()
+        grads = [torch.empty_like(own) for _ in range(world)]
+        dist.all_gather(grads, own)
+        sums = [2 * sum_of(grads[r : r + 2], "int4", "ab", None) for r in (0, 2)]
+        found = model.get_submodule(name).weight.grad.full_tensor()
+        assert torch.equal(found, (sums[0] + sums[1]) * 0.25)
+    assert fsdpc.memory_report(model).equal
+
+
+@pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+@ranks(2, env=env.environment(FSDPC_COLLECTIVES="shm"))
+def test_gpus_that_stage_through_the_host_refuse(rank, world):
+    with pytest.raises(NotImplementedError, match="over NCCL only, not over 'shm': leave red"):
+        fully_shard(nn.Linear(300, 64), mp_policy=QuantizedPolicy(reduce_codec="int8"))
+
+
 @ranks(2)
 def test_ranks_must_have_one_codec(rank, world):
     with pytest.raises(fsdpc.MismatchError, match="gradients sent as int"):

@@ -68,6 +68,25 @@ open_unit(const model *m, int u)
     return unit;
 }
 
+/* Units that are opened now have segments that travel coded, both ways. */
+__attribute__((unused)) static void
+set_codecs(bool on)
+{
+    static const struct {
+        int kind, row;
+        fsdpc_codec codec, reduce_codec;
+    } coded[] = {{0, 250, FSDPC_INT8, FSDPC_INT4}, {1, 601, FSDPC_INT4_STOCHASTIC, FSDPC_INT8}};
+    for (int i = 0; i < 2; i++) {
+        fsdpc_param_spec *spec = &engine_specs[coded[i].kind][0];
+        static int64_t rows[2];
+        rows[i] = on ? spec->row_numel : rows[i];
+        spec->row_numel = on ? coded[i].row : rows[i];
+        spec->codec = on ? coded[i].codec : FSDPC_UNCODED;
+        spec->reduce_codec = on ? coded[i].reduce_codec : FSDPC_UNCODED;
+        spec->feedback = on && i == 1;
+    }
+}
+
 __attribute__((unused)) static void
 label(model *m, int u)
 {

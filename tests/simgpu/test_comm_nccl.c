@@ -107,6 +107,28 @@ parts(setup *s, int rank, int world, float sum)
     CHECK(s->x[24 + rank] == sum && s->x[28 + rank] == sum);
 }
 
+/* Each rank gets each other one's, in pieces that are longer than what travels at once. */
+static void
+messages(setup *s, int rank, int world)
+{
+    enum { N = 70001 };
+    const int others = world - 1;
+    float *sent = gpu_floats(2 * N * world, "messages"), *landed = sent + N * others;
+    for (int i = 0; i < N * others; i++) {
+        sent[i] = (float)(rank * 10 + i / N) + (float)(i % N) / N;
+    }
+    const size_t bytes = N * sizeof *sent;
+    CHECK_INT(fsdpc_comm_all_to_all(s->comm, sent, landed, bytes, "reduce of unit 5"), FSDPC_OK);
+    CHECK_INT(fsdpc_comm_all_to_all(s->comm, sent, landed, 0, "nothing"), FSDPC_OK);
+    CHECK_INT(fsdpc_nccl_await((nccl_comm *)s->comm), FSDPC_OK);
+    CHECK_INT(simnccl_count().all_to_alls, world > 1);
+    for (int i = 0; i < N * others; i += 69) {
+        const int from = i / N < rank ? i / N : i / N + 1, mine = rank < from ? rank : rank - 1;
+        CHECK(landed[i] == (float)(from * 10 + mine) + (float)(i % N) / N);
+    }
+    CHECK_CU(cuMemFree((CUdeviceptr)(uintptr_t)sent), CUDA_SUCCESS);
+}
+
 /* --- what works -------------------------------------------------------------------------------------- */
 
 static void
@@ -136,6 +158,7 @@ collectives(int rank, ranks_run *run)
     CHECK(s.x[52 + 3 * rank] == sum && s.x[54 + 3 * rank] == sum);
     parts(&s, rank, run->world, sum);
     CHECK_INT(simgpu_count().host_syncs, syncs);
+    messages(&s, rank, run->world);
     CHECK_INT(fsdpc_comm_barrier(s.comm, "barrier"), FSDPC_OK);
     CHECK_INT(fsdpc_comm_agree(s.comm, "unit 3: 64 floats", "units"), FSDPC_OK);
     CHECK_ERROR(fsdpc_comm_agree(s.comm, rank == 0 ? "a\nb" : "a\nc", "units"),
@@ -641,6 +664,10 @@ arguments(void)
     REQUIRE_CU(cuCtxSetCurrent(NULL));
     REQUIRE_OK(fsdpc_device_cpu(&s.device)); /* a GPU's device would set its context */
     CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_STATE, "no CUDA context");
+    REQUIRE_OK(fsdpc_comm_self(s.device, &s.comm));
+    CHECK_ERROR(fsdpc_comm_all_to_all(s.comm, s.x, s.x, 4, "messages"), FSDPC_E_UNAVAILABLE,
+                "messages: communicator self has no all-to-all");
+    fsdpc_comm_free(s.comm);
 }
 
 int
