@@ -458,6 +458,12 @@ fsdpc_exchange_reduce_bytes(const fsdpc_exchange *x)
 }
 
 size_t
+fsdpc_exchange_coded_bytes(const fsdpc_exchange *x)
+{
+    return x->coded_bytes + x->lost_bytes;
+}
+
+size_t
 fsdpc_exchange_spare_bytes(const fsdpc_exchange *x)
 {
     return fsdpc_arena_spare_bytes(x->arena);

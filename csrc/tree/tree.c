@@ -521,6 +521,7 @@ fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out)
         const fsdpc_exchange *x = tree->exchanges[i];
         out->gather_bytes += fsdpc_exchange_gather_bytes(x);
         out->reduce_bytes += fsdpc_exchange_reduce_bytes(x);
+        out->coded_bytes += fsdpc_exchange_coded_bytes(x);
         out->grad_bytes += fsdpc_grad_slots_bytes(tree->grad_slots[i]);
         out->spare_bytes += fsdpc_exchange_spare_bytes(x);
         out->spare_count += fsdpc_exchange_spare_count(x);

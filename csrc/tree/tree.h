@@ -146,6 +146,7 @@ typedef struct fsdpc_tree_memory {
     size_t gather_bytes;                          /* slots, once per host on shared memory */
     size_t reduce_bytes;                          /* packed gradients, per rank */
     size_t master_bytes, grad_bytes, local_bytes; /* per rank */
+    size_t coded_bytes;                           /* fsdpc_exchange_coded_bytes */
     size_t spare_bytes;
     uint64_t spare_count;
     size_t gather_slot_bytes; /* the largest slot */

@@ -241,7 +241,8 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
 
     Sums of ``Tree.memory_stats()`` over the trees in ``model``; empty before the first forward. On
     a GPU slots (``gather_bytes``, ``reduce_bytes``, ``spare_bytes``) are mapped from the driver and
-    not in torch's statistics; the other keys (shards and shard gradients unless offloaded,
+    not in torch's statistics, but for ``coded_bytes`` of them (gathered codes, and what error
+    feedback keeps); these and the other keys (shards and shard gradients unless offloaded,
     gradients of ``no_sync``) are in torch's cache and in ``torch.cuda.memory_allocated()``.
     ``sent_bytes`` is what this rank has sent to other hosts for its units, without NCCL.
     ``TypeError``: ``model`` is not an ``nn.Module``.

@@ -145,7 +145,8 @@ def _process(tree: Any, held: Sequence[Line]) -> int:
     the host's memory.
     """
     if device := gpu_of(tree):
-        return torch.cuda.memory_allocated(device) + sum(h.actual for h in held if h.role in SLOTS)
+        slots = sum(h.actual for h in held if h.role in SLOTS) - tree.memory_stats()["coded_bytes"]
+        return torch.cuda.memory_allocated(device) + slots
     return sum(process_bytes().values())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import env
 import pytest
@@ -68,6 +69,24 @@ def test_on_a_gpu(rank, world):
     assert losses.isfinite().all()
     report = fsdpc.memory_report(model)
     assert report.equal, report
+    check_context(model, report)
+
+
+def check_context(model, report):
+    """What torch's allocator and slots hold is counted once: codes are in the allocator."""
+    stats = fsdpc.memory_stats(model)
+    kept = sum(stats[f"{key}_bytes"] for key in ("master", "grad", "local", "coded"))
+    assert stats["coded_bytes"] > 0
+    with (
+        mock.patch("torch.cuda.is_available", lambda: True),
+        mock.patch("torch.cuda.memory_reserved", lambda device: kept),
+    ):
+        again = fsdpc.memory_report(model)
+    before, after = (
+        next(line.actual for line in each.lines if line.role == "device context")
+        for each in (report, again)
+    )
+    assert before == after
 
 
 def check_values(dtype, codec):

@@ -25,14 +25,14 @@ fsdpc_py_tree_memory(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     fsdpc_tree_memory memory;
     fsdpc_tree_get_memory(self->tree, &memory);
     return Py_BuildValue(
-        "{s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i,s:n,s:i,s:K}", "gather_bytes",
-        (Py_ssize_t)memory.gather_bytes, "reduce_bytes", (Py_ssize_t)memory.reduce_bytes,
-        "master_bytes", (Py_ssize_t)memory.master_bytes, "grad_bytes",
-        (Py_ssize_t)memory.grad_bytes, "local_bytes", (Py_ssize_t)memory.local_bytes, "spare_bytes",
-        (Py_ssize_t)memory.spare_bytes, "spare_count", (unsigned long long)memory.spare_count,
-        "gather_slots", memory.gather_slots, "gather_slot_bytes",
-        (Py_ssize_t)memory.gather_slot_bytes, "reduce_slots", memory.reduce_slots, "sent_bytes",
-        (unsigned long long)fsdpc_tree_sent_bytes(self->tree));
+        "{s:n,s:n,s:n,s:n,s:n,s:n,s:n,s:K,s:i,s:n,s:i,s:K}", "gather_bytes",
+        (Py_ssize_t)memory.gather_bytes, "coded_bytes", (Py_ssize_t)memory.coded_bytes,
+        "reduce_bytes", (Py_ssize_t)memory.reduce_bytes, "master_bytes",
+        (Py_ssize_t)memory.master_bytes, "grad_bytes", (Py_ssize_t)memory.grad_bytes, "local_bytes",
+        (Py_ssize_t)memory.local_bytes, "spare_bytes", (Py_ssize_t)memory.spare_bytes,
+        "spare_count", (unsigned long long)memory.spare_count, "gather_slots", memory.gather_slots,
+        "gather_slot_bytes", (Py_ssize_t)memory.gather_slot_bytes, "reduce_slots",
+        memory.reduce_slots, "sent_bytes", (unsigned long long)fsdpc_tree_sent_bytes(self->tree));
 }
 
 static PyObject *
