@@ -113,7 +113,8 @@ messages(setup *s, int rank, int world)
 {
     enum { N = 70001 };
     const int others = world - 1;
-    float *sent = gpu_floats(2 * N * world, "messages"), *landed = sent + N * others;
+    float *sent = gpu_floats(2 * (size_t)N * (size_t)world, "messages"),
+          *landed = sent + N * others;
     for (int i = 0; i < N * others; i++) {
         sent[i] = (float)(rank * 10 + i / N) + (float)(i % N) / N;
     }
