@@ -8,7 +8,12 @@ The first writes results/curves.json and, with --picture, the curves as an SVG. 
 trains the same model from the same weights on the same batches; the figures are bits per byte of
 the last training steps (mean of 20) and of validation.
 Lion, SGD, SOAP and Adafactor have learning rates of their own. --only with --json keeps what the
-file has of the other optimizers, if the model and the batches are the same.
+file has of the other cases, if the model, the batches, Python's library, torch and machine are the
+same. With --device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
+
+With --codes the cases are those of QuantizedPolicy instead: AdamW, and weights and gradients in
+codes, to results/codes_curves.json. "0.1 % off" is the plain run from disturbed weights, which says
+how far two runs without codes end from each other.
 
 With --worlds every rank computes the same batch in bfloat16, so sums of gradients are exact on any
 number of ranks, and the runs of the optimizers that store fewer bits must give equal weights.
@@ -22,6 +27,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import socket
 import statistics
 import sys
@@ -41,7 +47,13 @@ sys.path.insert(0, str(common.HERE.parent / "examples"))
 from gpt import GPT, Block, GPTConfig  # noqa: E402
 from train_gpt import BITS, draw_batch, loss_of, read_corpus, validate  # noqa: E402
 
-from fsdpc import FullyShardedDataParallel, MixedPrecision, optim  # noqa: E402
+from fsdpc import (  # noqa: E402
+    FullyShardedDataParallel,
+    MixedPrecision,
+    QuantizedPolicy,  # noqa: E402
+    fully_shard,
+    optim,
+)
 from fsdpc.wrap import transformer_auto_wrap_policy  # noqa: E402
 
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
@@ -82,6 +94,23 @@ OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
     ),
     "Adafactor": (1e-2, torch.float32, lambda p, _: optim.Adafactor(p)),
 }
+# How units travel, by name; all with AdamW.
+PLAIN, OFF = "float32", "float32, 0.1 % off"
+CODES: dict[str, dict[str, Any]] = {
+    PLAIN: {"codec": None},
+    OFF: {"codec": None},
+    "weights bfloat16": {"codec": None, "param_dtype": torch.bfloat16},
+    "weights int8": {},
+    "weights mxfp8": {"codec": "mxfp8"},
+    "weights nf4": {"codec": "nf4"},
+    "gradients int8": {"codec": None, "reduce_codec": "int8"},
+    "gradients int4_stochastic": {"codec": None, "reduce_codec": "int4_stochastic"},
+    "weights int8, gradients int4_stochastic": {"reduce_codec": "int4_stochastic"},
+    "weights int8, gradients int4 with error feedback": {
+        "reduce_codec": "int4",
+        "error_feedback": True,
+    },
+}
 EQUAL = ("AdamWBF16, fp32 parameters", "AdamWBF16, bf16 parameters", "AdamW8bit", "Lion")
 
 
@@ -91,42 +120,76 @@ def rate(progress: float) -> float:
     return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
 
-def model_of(config: GPTConfig, name: str, low: torch.dtype) -> nn.Module:
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Where models and batches lie."""
+    return torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+
+
+def model_of(options: argparse.Namespace, name: str, low: torch.dtype) -> nn.Module:
     """The model with its blocks as units; equal weights for every optimizer, but for rounding."""
     torch.manual_seed(0)
-    model = GPT(config).to(OPTIMIZERS[name][1])
+    model = GPT(config_of(options)).to(OPTIMIZERS[name][1])
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=functools.partial(
             transformer_auto_wrap_policy, transformer_layer_cls={Block}
         ),
         mixed_precision=MixedPrecision(param_dtype=low, reduce_dtype=torch.float32),
+        device_id=device_of(options),
         use_orig_params=True,
     )
+
+
+def coded_model(options: argparse.Namespace, name: str) -> nn.Module:
+    """The same with fully_shard, whose blocks travel in these codes."""
+    torch.manual_seed(0)
+    model = GPT(config_of(options)).to(device_of(options))
+    for param in model.parameters() if name == OFF else ():
+        param.data *= 1 + 1e-3 * torch.randn_like(param)
+    policy = QuantizedPolicy(reduce_dtype=torch.float32, **CODES[name])
+    for module in (*(each for each in model.modules() if isinstance(each, Block)), model):
+        fully_shard(module, mp_policy=policy)
+    return model
+
+
+def training_of(
+    name: str, options: argparse.Namespace
+) -> tuple[nn.Module, float, torch.optim.Optimizer]:
+    """The model of a case, its highest learning rate and its optimizer."""
+    if options.codes:
+        model, (peak, _, make) = coded_model(options, name), OPTIMIZERS["AdamW"]
+    else:
+        peak, stored, make = OPTIMIZERS[name]
+        model = model_of(options, name, torch.bfloat16 if options.worlds else stored)
+    return model, peak, make(model.named_parameters(), options.width // options.heads)
+
+
+def clip(model: nn.Module) -> None:
+    """As each interface clips."""
+    if isinstance(model, FullyShardedDataParallel):
+        model.clip_grad_norm_(1.0)
+    else:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
 def train(
     name: str, options: argparse.Namespace, draw: Callable[[], tuple[Tensor, Tensor]]
 ) -> tuple[nn.Module, list[float]]:
     """One run; the model and the loss of each step in bits per byte, the mean over the ranks."""
-    config = config_of(options)
-    low = torch.bfloat16 if options.worlds else OPTIMIZERS[name][1]
-    model = model_of(config, name, low)
-    peak, _, make = OPTIMIZERS[name]
-    optimizer = make(model.named_parameters(), config.width // config.heads)
+    model, peak, optimizer = training_of(name, options)
     losses = []
     for step in tqdm(range(options.steps), desc=name, disable=dist.get_rank() != 0, mininterval=10):
         for group in optimizer.param_groups:
             group["lr"] = peak * rate(step / options.steps)
         loss = loss_of(model, draw())
         loss.backward()
-        model.clip_grad_norm_(1.0)
+        clip(model)
         optimizer.step()
         optimizer.zero_grad()
-        total = loss.detach().double()
-        dist.all_reduce(total)
-        losses.append(total.item() / dist.get_world_size() * BITS)
-    return model, losses
+        losses.append(loss.detach().double())
+    total = torch.stack(losses)
+    dist.all_reduce(total)
+    return model, [value / dist.get_world_size() * BITS for value in total.tolist()]
 
 
 def config_of(options: argparse.Namespace) -> GPTConfig:
@@ -137,14 +200,14 @@ def config_of(options: argparse.Namespace) -> GPTConfig:
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One optimizer's curve and figures."""
     data, held = read_corpus()
-    cpu = torch.device("cpu")
+    place = device_of(options)
     rng = torch.Generator().manual_seed(1000 + dist.get_rank())
     start = time.perf_counter()
     model, losses = train(
-        name, options, lambda: draw_batch(data, options.batch, options.seq, rng, cpu)
+        name, options, lambda: draw_batch(data, options.batch, options.seq, rng, place)
     )
     rng = torch.Generator().manual_seed(1)
-    batches = [draw_batch(held, options.batch, options.seq, rng, cpu) for _ in range(16)]
+    batches = [draw_batch(held, options.batch, options.seq, rng, place) for _ in range(16)]
     return {
         "parameters": sum(p.numel() for p in GPT(config_of(options)).parameters()),
         "bits_per_byte": losses,
@@ -158,8 +221,10 @@ def digest(name: str, options: argparse.Namespace) -> str:
     """A digest of the weights after a run in which all ranks see one batch."""
     data, _ = read_corpus()
     rng = torch.Generator().manual_seed(5)
-    cpu = torch.device("cpu")
-    model, _ = train(name, options, lambda: draw_batch(data, options.batch, options.seq, rng, cpu))
+    place = device_of(options)
+    model, _ = train(
+        name, options, lambda: draw_batch(data, options.batch, options.seq, rng, place)
+    )
     found = hashlib.sha256()
     for key, value in model.state_dict().items():
         found.update(key.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
@@ -174,7 +239,12 @@ def rank_main(
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    if options.device == "cuda":
+        torch.cuda.set_device(0)
+    elif options.codes:
+        os.environ["FSDPC_HOST"] = f"{rank}"  # ranks that share memory code nothing
+    backend = "nccl" if options.device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=world)
     if options.worlds:
         results = {name: digest(name, options) for name in names}
     else:
@@ -218,21 +288,23 @@ def draw(results: dict[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def show(results: dict[str, Any]) -> None:
-    """Print one table, relative to fsdpc's AdamW."""
-    base = results.get("AdamW")
+def show(results: dict[str, Any], first: str) -> None:
+    """Print one table, relative to one of the cases."""
+    base = results.get(first)
     rows = []
     for name, found in results.items():
         share = f"{100 * (found['validation'] / base['validation'] - 1):+.2f} %" if base else ""
         rows.append([name, f"{found['last']:.4f}", f"{found['validation']:.4f}", share])
-    head = ["optimizer", f"last {LAST} steps", "validation", "against AdamW"]
-    common.print_table(head, rows)
+    common.print_table(["", f"last {LAST} steps", "validation", f"against {first}"], rows)
 
 
-def earlier(head: dict[str, Any]) -> dict[str, Any]:
-    """What curves.json has of runs of the same model, steps and batches."""
-    kept = json.loads((common.RESULTS / "curves.json").read_text())
-    same = all(kept[key] == value for key, value in head.items() if key != "run")
+def earlier(file: str, head: dict[str, Any]) -> dict[str, Any]:
+    """What the file has of runs of the same model, steps, batches and machine."""
+    path = common.RESULTS / file
+    kept = json.loads(path.read_text()) if path.exists() else {"run": {}}
+    keys = ("python", "torch", "machine")
+    same = all(kept.get(key) == value for key, value in head.items() if key != "run")
+    same = same and all(kept["run"].get(key) == head["run"][key] for key in keys)
     return kept["cases"] if same else {}
 
 
@@ -248,13 +320,15 @@ def main() -> None:
     parser.add_argument(
         "--worlds", type=int, nargs="*", default=[], help="compare these to the bit"
     )
-    parser.add_argument("--only", default="", help="optimizers whose names contain this")
+    parser.add_argument("--only", default="", help="cases with this expression in their names")
+    parser.add_argument("--codes", action="store_true", help="codes of what travels instead")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", default="curves-out")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", default="", help="an SVG file")
     options = parser.parse_args()
     if options.worlds:
-        names = [name for name in EQUAL if options.only in name]
+        names = [name for name in EQUAL if re.search(options.only, name)]
         runs = {world: run(world, options, names) for world in options.worlds}
         equal = all(found == runs[options.worlds[0]] for found in runs.values())
         for world, found in runs.items():
@@ -262,13 +336,14 @@ def main() -> None:
                 print(f"{world} ranks, {name}: {text[:16]}")
         raise SystemExit(0 if equal else "the runs differ")
     head = {"run": common.describe_run(kept=options.json), "ranks": options.world}
-    head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch")}
-    results = earlier(head) if options.only and options.json else {}
-    for name in [name for name in OPTIMIZERS if options.only in name]:
+    head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch", "device")}
+    cases, file = (CODES, "codes_curves.json") if options.codes else (OPTIMIZERS, "curves.json")
+    results = earlier(file, head) if options.only and options.json else {}
+    for name in [name for name in cases if re.search(options.only, name)]:
         results |= run(options.world, options, [name])
-        if options.json:  # after each optimizer, because all of them take long
-            common.write_json("curves.json", {**head, "cases": results})
-    show(results)
+        if options.json:  # after each case, because all of them take long
+            common.write_json(file, {**head, "cases": results})
+    show(results, PLAIN if options.codes else "AdamW")
     if options.picture:
         draw(results, Path(options.picture))
 

@@ -1,14 +1,16 @@
-"""Muon's step on two ranks, against half of the unsharded step.
+"""Muon's step on some ranks, against the unsharded step over their number.
 
 python benchmarks/bench_muon.py                      # print
 python benchmarks/bench_muon.py --json               # and write results/muon.json
+python benchmarks/bench_muon.py --world 4 --json     # results/muon_4ranks.json; 4 processors
 
 The model is the matrices of a GPT: --blocks blocks of width --width. All cases have the same
-gradients, and take turns in the same two processes of one thread. "unsharded" is
-torch.optim.Muon's step of the whole model, which both ranks do at the same time, so that both cores
-are as busy. A time is the processor time of the process that takes more of it, with its threads
-that send; a share divides by half of the unsharded step of the same round. "moved" is what a rank
-sends in a step over what one reduce-scatter and one all-gather of float32 matrices send.
+gradients, and take turns in the same processes of one thread. "unsharded" is
+torch.optim.Muon's step of the whole model, which all ranks do at the same time, so that as many
+cores are busy. A time is the processor time of the process that takes more of it, with its threads
+that send; a share divides by the unsharded step of the same round over the number of ranks. "moved"
+is what a rank sends in a step over what one reduce-scatter and one all-gather of float32 matrices
+send.
 """
 
 from __future__ import annotations
@@ -28,8 +30,6 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdpc
 from fsdpc import optim
-
-WORLD = 2
 
 
 class Block(nn.Module):
@@ -75,7 +75,7 @@ def cases_of(blocks: int, width: int) -> dict[str, Any]:
     def new() -> nn.Sequential:
         return model(blocks, width)
 
-    mesh = dist.init_device_mesh("cpu", (WORLD,))
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     matrices = {"use_muon": True}
     rows = sharded(fsdpc.fully_shard, new())
     other_rows = sharded(fsdpc.fully_shard, new())
@@ -108,19 +108,21 @@ def timed(optimizer: Any) -> float:
 def sent(optimizer: Any) -> float:
     """What a rank sends, in elements of matrices, over one reduce-scatter and one all-gather."""
     [route] = optimizer._routes
-    rank = dist.get_rank()
+    rank, world = dist.get_rank(), dist.get_world_size()
     there = sum(count for r in route.rounds for to, count in enumerate(r.sent) if to != rank)
     back = sum(count for r in route.rounds for to, count in enumerate(r.received) if to != rank)
     numel = sum(member.matrix.numel for member in route.members)
     moved = torch.tensor(2.0 * (there + back))
     dist.all_reduce(moved, op=dist.ReduceOp.MAX)
-    return float(moved) / (2 * 4 * numel * (WORLD - 1) / WORLD)
+    return float(moved) / (2 * 4 * numel * (world - 1) / world)
 
 
 def run_rank(rank: int, store: str, given: argparse.Namespace) -> None:
     common.end_with_parent()
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=given.world
+    )
     cases = cases_of(given.blocks, given.width)
     kept = cases.pop("kept")
     for optimizer in cases.values():
@@ -138,11 +140,11 @@ def report(found: dict[str, list[float]], moved: dict[str, float], given: Any) -
     rows = []
     for name, times in found.items():
         whole = "unsharded, float32" if name.endswith("float32") else "unsharded, torch"
-        half = [seconds / WORLD for seconds in found[whole]]
-        shares = common.spread([t / h for t, h in zip(times, half, strict=True)])
+        part = [seconds / given.world for seconds in found[whole]]
+        shares = common.spread([t / p for t, p in zip(times, part, strict=True)])
         row = {"case": name, "processor_seconds": common.spread(times), "share": shares}
         rows.append({**row, "moved": round(moved[name], 4)} if name in moved else row)
-    head = ["", "ms", "over half of the unsharded step", "moved"]
+    head = ["", "ms", f"over 1/{given.world} of the unsharded step", "moved"]
     common.print_table(
         head,
         [
@@ -156,12 +158,19 @@ def report(found: dict[str, list[float]], moved: dict[str, float], given: Any) -
         ],
     )
     if given.json:
-        options = {"blocks": given.blocks, "width": given.width, "rounds": given.rounds}
-        common.write_json("muon.json", {**given.run, **options, "cases": rows})
+        options = {
+            "ranks": given.world,
+            "blocks": given.blocks,
+            "width": given.width,
+            "rounds": given.rounds,
+        }
+        name = "muon.json" if given.world == 2 else f"muon_{given.world}ranks.json"
+        common.write_json(name, {**given.run, **options, "cases": rows})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
@@ -170,7 +179,7 @@ def main() -> None:
     given.run = common.describe_run(given.json)
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (f"{folder}/store", given), nprocs=WORLD)
+        torch.multiprocessing.spawn(run_rank, (f"{folder}/store", given), nprocs=given.world)
 
 
 if __name__ == "__main__":

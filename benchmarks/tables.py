@@ -364,10 +364,11 @@ def muon_tables(result: dict) -> str:
         ]
         for case in result["cases"]
     ]
-    head = ["step", "processor time, ms", "x half of the unsharded step", "moved"]
+    ranks = result.get("ranks", 2)
+    head = ["step", "processor time, ms", f"x 1/{ranks} of the unsharded step", "moved"]
     shape = f"{result['blocks']} blocks of width {result['width']}"
     text = f"{shape}; others kept the processors busy (load {result['load']}). {run_line(result)}"
-    return "\n\n".join(["### Muon's step on 2 ranks", text, markdown(head, rows)])
+    return "\n\n".join([f"### Muon's step on {ranks} ranks", text, markdown(head, rows)])
 
 
 TABLES: dict[str, Callable[[dict], str]] = {
@@ -383,6 +384,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "gpu": gpu_tables,
     "optim": optim_tables,
     "muon": muon_tables,
+    "muon_4ranks": muon_tables,
     "activations": activations_tables,
 }
 
