@@ -569,10 +569,14 @@ class Caller(Companions):
         if rng.random() < 0.6:
             data, dtype = np.zeros((rows, row), "f4"), "float32"
         row = row if rng.random() < 0.8 else self.odd()
-        name = rng.choice(["codec_encode", "codec_decode", "codec_round"])
+        name = rng.choice(["codec_encode", "codec_decode", "codec_round", "codec_sum"])
         if name == "codec_round":
             out, other = np.zeros((rows, 5), "f4"), rng.choice(values.DTYPES)
             self.call(name, _probe.codec_round, codec, data, dtype, row, out, other)
+        elif name == "codec_sum":
+            where, sums = rng.choice(values.KERNELS), np.zeros(5, "f4")
+            more = (rng.choice([0, 1, self.odd()]), coded, sums, "float32", where)
+            self.call(name, _probe.codec_sum, codec, data, dtype, row, *more)
         else:
             function = _probe.codec_encode if name == "codec_encode" else _probe.codec_decode
             self.call(name, function, codec, data, dtype, row, coded)

@@ -133,7 +133,7 @@ check_sum(const struct sum *s)
 {
     const int64_t n = s->sums.n, others = n > 0 ? s->values.n / n - 1 : -1;
     const bool fits =
-        s->kernels.device && s->row > 0 && n > 0 && n % s->row == 0 &&
+        s->kernels.device && s->codec != FSDPC_UNCODED && s->row > 0 && n > 0 && n % s->row == 0 &&
         (others + 1) * n == s->values.n && s->own >= 0 && s->own <= others &&
         (size_t)s->coded.n == (size_t)others * fsdpc_codec_bytes(s->codec, n / s->row, s->row);
     if (!fits) {
