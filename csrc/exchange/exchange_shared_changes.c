@@ -21,9 +21,9 @@
  *
  * A rank that waits elsewhere (for a state dict) has not published its changes: this rank compares the other's
  * values with the samples of the other's last pass, or, if it has read the other's values in a later pass of its own,
- * with what it read then. A rank that ended this forward while this rank waited elsewhere may have changed its weights
- * since: the same comparison. A rank that has left changes nothing any more: its values
- * are read as long as no rank has touched its own since, in passes of both kinds.
+ * with what it read then. A rank that ended this forward, or a later one, while this rank waited elsewhere may have
+ * changed its weights since: the same comparison. A rank that has left changes nothing any more: its values are read
+ * as long as no rank has touched its own since, in passes of both kinds.
  *
  * Passes with gradients compare themselves only with ranks that wait elsewhere or have left: their tags (next_pass
  * in tree.c) keep them apart from passes without. They publish if the pass before was one without gradients.
@@ -244,7 +244,7 @@ differs(fsdpc_exchange *x, int r, int *who)
     if (!x->shared->checks) {
         return false;
     }
-    if (ready == x->tag && atomic_load(&other->early) == x->tag &&
+    if (atomic_load(&other->early) >= x->tag &&
         compare_rank(x, x->shared->samples, r, false) == MOST) {
         return true;
     }

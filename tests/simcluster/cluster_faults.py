@@ -16,10 +16,12 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+CHUNK = 500  # seeds whose result is kept together
 DECISION = ROOT / "docs/decisions/041-simulated-cluster.md"
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 MENDED = Path(__file__).with_name("mended.list")
@@ -62,6 +64,9 @@ MESSAGE = "shm/shm_message.c"
 #   takes longer; values of a rank that left are checked apart from that.
 # - Values joined in the slot of a rank that had not changed its weights: the check after the gather
 #   refuses them as well, unless a rank counts writes that change nothing.
+# - First posts that wake nobody: their rank ends its backward at once, or posts late gradients, and
+#   both wake. If it must wait before that, it waits for acknowledgements, the last of which wakes
+#   all, or has a fallback, which the last one to sleep wakes all for: overflow memory at most.
 FAULTS = [
     # Barrier and agreement.
     Fault(
@@ -522,8 +527,15 @@ FAULTS = [
     Fault(
         "weights of a rank that did not wait at the end of this forward unchecked",
         CHANGES,
-        "if (ready == x->tag && atomic_load(&other->early) == x->tag &&",
+        "if (atomic_load(&other->early) >= x->tag &&",
         "if (false &&",
+        mended=True,
+    ),
+    Fault(
+        "weights of a rank that did not wait at the end of a later forward unchecked",
+        CHANGES,
+        "if (atomic_load(&other->early) >= x->tag &&",
+        "if (atomic_load(&other->early) == x->tag &&",
         mended=True,
     ),
     Fault(
@@ -931,10 +943,10 @@ FAULTS = [
         "    if (atomic_fetch_add(ack(x, rank, slot), 1) == (uint32_t)x->world) {",
     ),
     Fault(
-        "the first posts wake nobody",
-        REDUCE,
-        "ranks[x->rank].first, x->backwards + 1);\n    fsdpc_shared_notify(x);",
-        "ranks[x->rank].first, x->backwards + 1);",
+        "a wake-up reaches one sleeper",
+        STATE,
+        "syscall(SYS_futex, word, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);",
+        "syscall(SYS_futex, word, FUTEX_WAKE, 1, NULL, NULL, 0);",
     ),
     Fault(
         "a post wakes nobody",
@@ -982,12 +994,25 @@ FAULTS = [
 ]
 
 
+def stale() -> list[str]:
+    """Faults that cannot be planted any more, as the source has changed."""
+    times = {f: (ROOT / "csrc" / f.file).read_text().count(f.old) for f in FAULTS}
+    return [f"{f.name}: its text occurs {n} times in {f.file}" for f, n in times.items() if n != 1]
+
+
+def mended() -> dict[str, str]:
+    """The seed of each fault of the list."""
+    rows = [line.split(" ", 1) for line in MENDED.read_text().splitlines() if line[0] != "#"]
+    return {name: seed for seed, name in rows}
+
+
 def run(command: list[str], most_s: float = 300) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=most_s
     )
 
 
+@cache
 def plant(fault: Fault, build: Path) -> Path:
     """A core with the fault: its file compiled anew, the rest as built."""
     source = (ROOT / "csrc" / fault.file).read_text()
@@ -1022,17 +1047,17 @@ class Outcome:
     seconds: float = 0
 
 
-def search(fault: Fault, build: Path, before: Outcome, most: int) -> Outcome:
-    """The seeds that were not tried yet, up to `most`."""
+def search(fault: Fault, build: Path, before: Outcome, most: int, end: float) -> Outcome:
+    """The seeds that were not tried yet, up to `most`; as before if there is no time for that."""
     library = plant(fault, build)
     first, begin = before.tried + 1, time.monotonic()
     command = [str(build / "simcluster"), str(library), "--until-found"]
     command += ["--first", str(first), "--count", str(most - before.tried)]
     tried, found, what = before.tried, 0, ""
     try:
-        result = run(command, 600 + most - before.tried)
+        result = run(command, min(600 + most - before.tried, max(end - begin, 0.1)))
     except subprocess.TimeoutExpired:
-        what = "no end in time"
+        return replace(before, what="no end in time")
     else:
         lines = [line for line in result.stdout.splitlines() if line.startswith("VIOLATION ")]
         what = lines[0].removeprefix("VIOLATION ") if lines else ""
@@ -1051,8 +1076,8 @@ def search(fault: Fault, build: Path, before: Outcome, most: int) -> Outcome:
 class Results:
     """Kept in a file after each search, so that an interrupted run goes on."""
 
-    def __init__(self, path: Path, build: Path) -> None:
-        self.path, self.build = path, build
+    def __init__(self, path: Path, build: Path, end: float) -> None:
+        self.path, self.build, self.end = path, build, end
         self.common = b"".join(
             (build / name).read_bytes() for name in ("simcluster", "program.o", "core.a")
         )
@@ -1066,17 +1091,30 @@ class Results:
         kept = self.of.get(fault.name)
         return kept if kept and kept.made == made else Outcome(made)
 
+    def merge(self, path: Path) -> None:
+        """What another run, of the same build, has found out about other faults."""
+        self.of |= {name: Outcome(**each) for name, each in json.loads(path.read_text()).items()}
+
     def search(self, fault: Fault, most: int) -> None:
-        before = self.before(fault)
-        if before.found or before.tried >= most:
-            return
-        outcome = search(fault, self.build, before, most)
+        outcome = self.before(fault)
+        while not outcome.found and outcome.tried < most and time.monotonic() < self.end:
+            before = outcome
+            until = min(most, before.tried + CHUNK)
+            outcome = search(fault, self.build, before, until, self.end)
+            self.keep(fault, outcome, show=outcome.tried in (before.tried, most))
+            if not outcome.found and outcome.tried == before.tried:
+                return
+
+    def keep(self, fault: Fault, outcome: Outcome, show: bool) -> None:
         with self.lock:
             self.of[fault.name] = outcome
             kept = {name: asdict(each) for name, each in self.of.items()}
-            self.path.write_text(json.dumps(kept, indent=1))
-            shown = outcome.found or f"> {outcome.tried}"
-            print(f"{shown:>8}  {fault.name:60}  {outcome.what[:90]}", flush=True)
+            new = self.path.with_suffix(".new")  # the run may be ended at any time
+            new.write_text(json.dumps(kept, indent=1))
+            new.replace(self.path)
+            if show:
+                shown = outcome.found or f"> {outcome.tried}"
+                print(f"{shown:>8}  {fault.name:60}  {outcome.what[:90]}", flush=True)
 
 
 def report(faults: list[Fault], results: Results, count: int) -> int:
@@ -1097,17 +1135,20 @@ def within(seeds: list[int]) -> str:
 def write(results: Results, count: int) -> None:
     """The seeds into the decision, and those of faults that were mended into their list."""
     of = {fault: results.before(fault) for fault in FAULTS}
+    # Of what was not found in this build, perhaps as it was not tried, the seed before stays.
+    kept = mended() | {f.name: str(of[f].found) for f in FAULTS if f.mended and of[f].found}
+    rows = [f"{kept[f.name]} {f.name}\n" for f in FAULTS if f.name in kept]
+    MENDED.write_text(MENDED_HEAD + "".join(rows))
     seeds = [outcome.found for outcome in of.values() if outcome.found]
     lines = [f"{len(seeds)} of {len(of)} within {count} seeds: {within(seeds)}.", ""]
     lines += ["| planted fault | file | seeds |", "| --- | --- | --- |"]
     for fault in sorted(FAULTS, key=lambda fault: (fault.file, of[fault].found, fault.name)):
-        shown = of[fault].found or f"> {of[fault].tried}"
+        tried = f"> {of[fault].tried}" if of[fault].tried else "not tried"
+        shown = of[fault].found or tried
         lines.append(f"| {fault.name} | `{Path(fault.file).name}` | {shown} |")
     begin, rest = DECISION.read_text().split(BEGIN, 1)
     text = "\n".join(lines)
     DECISION.write_text(f"{begin}{BEGIN}\n{text}\n{END}{rest.split(END, 1)[1]}")
-    kept = [fault for fault in FAULTS if fault.mended and of[fault].found]
-    MENDED.write_text(MENDED_HEAD + "".join(f"{of[f].found} {f.name}\n" for f in kept))
 
 
 def replay(build: Path, fault: Fault, seed: str) -> bool:
@@ -1120,10 +1161,9 @@ def replay(build: Path, fault: Fault, seed: str) -> bool:
 
 def replay_mended(build: Path, jobs: int) -> int:
     of = {fault.name: fault for fault in FAULTS}
-    rows = [line.split(" ", 1) for line in MENDED.read_text().splitlines() if line[0] != "#"]
     with ThreadPoolExecutor(jobs) as pool:
-        found = list(pool.map(lambda row: replay(build, of[row[1]], row[0]), rows))
-    return not rows or not all(found)
+        found = list(pool.map(lambda row: replay(build, of[row[0]], row[1]), mended().items()))
+    return not found or not all(found)
 
 
 def main() -> None:
@@ -1132,6 +1172,9 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=10000)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", default="", help="faults whose names match this")
+    parser.add_argument("--shard", default="1/1", help="2/8: the second of eight parts of them")
+    parser.add_argument("--seconds", type=float, default=1e9, help="search no longer than that")
+    parser.add_argument("--merge", type=Path, nargs="*", default=[], help="faults.json of others")
     parser.add_argument("--least", type=float, default=0.98, help="share that must be found")
     parser.add_argument("--write", action="store_true", help="write the seeds into the decision")
     parser.add_argument("--mended", action="store_true", help="replay the seeds of mended.list")
@@ -1139,12 +1182,13 @@ def main() -> None:
     build = args.build.resolve()
     if args.mended:
         sys.exit(replay_mended(build, args.jobs))
-    faults = [fault for fault in FAULTS if re.search(args.only, fault.name)]
-    for fault in faults:
-        times = (ROOT / "csrc" / fault.file).read_text().count(fault.old)
-        if times != 1:
-            sys.exit(f"{fault.name}: its text occurs {times} times in {fault.file}")
-    results = Results(build / "faults.json", build)
+    shard, shards = map(int, args.shard.split("/"))
+    faults = [fault for fault in FAULTS if re.search(args.only, fault.name)][shard - 1 :: shards]
+    if stale():
+        sys.exit("\n".join(stale()))
+    results = Results(build / "faults.json", build, time.monotonic() + args.seconds)
+    for path in args.merge:
+        results.merge(path)
     for most in sorted({min(args.count, 300), min(args.count, 3000), args.count}):
         with ThreadPoolExecutor(args.jobs) as pool:
             list(pool.map(lambda fault, most=most: results.search(fault, most), faults))

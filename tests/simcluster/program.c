@@ -15,8 +15,9 @@
 #include "tree/tree_impl.h"
 #include "unit/unit_impl.h"
 
-/* LATE: the unit that gets late gradients, and the number of the round that they are. */
-enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0, LATE = 1, LATE_ROUND = 8 };
+/* Rounds of a step: its backwards, then late gradients, then the batches of its evaluations. */
+enum { LATE_ROUND = 8, EVALUATION = 16, BATCHES = 8 };
+enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 
 typedef struct model {
     const sim_case *c;
@@ -100,12 +101,22 @@ grad_of(int rank, int unit, int param, int64_t i, int step, int round)
     return (float)((double)(mixed % 10007) / 1000.0 - 5.0);
 }
 
+/* A batch of an evaluation in which no rank runs a unit, or this one runs none. */
+static bool
+is_idle(const sim_case *c, int rank, int step, int round)
+{
+    return c->idle && round >= EVALUATION &&
+           (drawn(c, 200, 0, step, round) % 4 == 0 ||
+            drawn(c, 201 + rank, 0, step, round) % 8 == 0);
+}
+
 /* Whether a rank runs a unit in a round of a step, and whether a parameter of it gets a gradient then. */
 static bool
 runs(const sim_case *c, int rank, int unit, int step, int round)
 {
-    return unit == ROOT ? !c->rootless
-                        : !c->skips || drawn(c, 2 + rank, unit, step, round) % 4 != 0;
+    return !is_idle(c, rank, step, round) &&
+           (unit == ROOT ? !c->rootless
+                         : !c->skips || drawn(c, 2 + rank, unit, step, round) % 4 != 0);
 }
 
 static bool
@@ -128,11 +139,27 @@ sent(const model *m, int rank, int unit, int param, int64_t i)
     return sum;
 }
 
+/* All ranks run the same units in the same order, and nothing keeps one. */
+static bool
+in_step(const sim_case *c)
+{
+    return !c->own_order && !c->skips && !c->nested && !c->uneven && !c->idle && !c->naps &&
+           !c->computes && c->fault == SIM_NO_FAULT;
+}
+
+/* The unit gets more gradients after its reduction: the first child, and half of the others. But a rank may get none
+ * of one of them: then ranks send several units in different orders. */
+static bool
+is_late(const sim_case *c, int unit)
+{
+    return c->late && (unit == 1 || (unit != ROOT && !in_step(c) && drawn(c, 7, unit, 0, 0) % 2));
+}
+
 /* The rank runs the unit in the last round, and more gradients of the parameter come after its reduction. */
 static bool
 gets_late(const sim_case *c, int rank, int unit, int param, int step)
 {
-    return c->late && unit == LATE && runs(c, rank, unit, step, c->rounds - 1) &&
+    return is_late(c, unit) && runs(c, rank, unit, step, c->rounds - 1) &&
            gets(c, rank, unit, param, step, LATE_ROUND);
 }
 
@@ -242,6 +269,17 @@ check_sums(const model *m)
 
 /* --- the program ----------------------------------------------------------------------------- */
 
+/* Invariant 8, and then some time passes. */
+static void
+compute(const model *m)
+{
+    if (m->tree && fsdpc_shm_stands(m->tree->exchanges[0]->shm, m->rank)) {
+        sim_violation("waits: rank %d computes at step %d, and the others read that it waits",
+                      m->rank, m->step);
+    }
+    sim_compute();
+}
+
 /* The rank has elements of each unit. */
 static bool
 holds_all(const model *m)
@@ -277,7 +315,7 @@ set_version(model *m, int version)
     if (m->tree && (version % 2 == 0 || !holds_all(m))) {
         fsdpc_tree_touch(m->tree);
     }
-    sim_compute();
+    compute(m);
 }
 
 static int
@@ -350,10 +388,7 @@ check_end(const model *m)
 static void
 check_memory(const model *m, int u)
 {
-    const sim_case *c = m->c;
-    const bool in_step = !c->own_order && !c->skips && !c->nested && !c->uneven && !c->naps &&
-                         !c->computes && c->fault == SIM_NO_FAULT;
-    if (in_step &&
+    if (in_step(m->c) &&
         (fsdpc_unit_is_spare(m->units[u]) || m->tree->exchanges[0]->shared->over_used[u])) {
         sim_violation("memory: rank %d uses more for unit %d, at step %d, than ranks in step need",
                       m->rank, u, m->step);
@@ -368,7 +403,7 @@ enter_child(model *m, int u, int (*enter)(fsdpc_tree *, int))
     sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
     check_memory(m, u);
     check_values(m, u);
-    sim_compute();
+    compute(m);
     return FSDPC_OK;
 }
 
@@ -392,7 +427,7 @@ forward_child(model *m, int i, bool grad, int round)
 static int
 forward(model *m, bool grad, int round)
 {
-    const bool rooted = !m->c->rootless;
+    const bool rooted = runs(m->c, m->rank, ROOT, m->step, round);
     FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, grad));
     FSDPC_TRY(rooted ? fsdpc_tree_forward_enter(m->tree, ROOT) : FSDPC_OK);
     for (int i = 0; i < m->c->units - 1; i += m->c->nested ? 2 : 1) {
@@ -406,6 +441,7 @@ forward(model *m, bool grad, int round)
         FSDPC_TRY(fsdpc_tree_end_forward(m->tree));
         sim_wait_ended(true);
         check_end(m);
+        compute(m);
     }
     m->done++;
     return FSDPC_OK;
@@ -474,7 +510,7 @@ backward_child(model *m, int i, int round, bool sync)
         check_values(m, u);
         FSDPC_TRY(finish(m, u, round, sync));
     }
-    if (here && sync && m->c->late && u == LATE) {
+    if (here && sync && is_late(m->c, u)) {
         FSDPC_TRY(enter_child(m, u, fsdpc_tree_backward_enter));
         return finish(m, u, LATE_ROUND, sync);
     }
@@ -500,6 +536,7 @@ backward(model *m, int round, bool sync)
     FSDPC_TRY(fsdpc_tree_end_backward(m->tree, sync));
     sim_wait_ended(true);
     m->done++;
+    compute(m);
     return FSDPC_OK;
 }
 
@@ -670,7 +707,8 @@ changes_early(const model *m, int k)
 static int
 batches(const model *m, int k)
 {
-    const int more = m->c->uneven ? (int)(drawn(m->c, 4 + m->rank, m->step, k, 1) % 3) : 0;
+    const int more = m->c->uneven ? (int)(drawn(m->c, 4 + m->rank, m->step, k, 1) % 3)
+                                  : drawn(m->c, 8, m->step, k, 1) % (m->c->idle ? 2 : 4) == 0;
     return 1 + more + (changes_early(m, k) && m->rank != m->c->victim ? 1 : 0);
 }
 
@@ -691,7 +729,7 @@ evaluate(model *m)
         FSDPC_TRY(event(m));
         for (int i = 0; i < batches(m, k) && !m->gone; i++) {
             sim_say("evaluation %d, batch %d, step %d", k, i, m->step);
-            FSDPC_TRY(forward(m, false, 0));
+            FSDPC_TRY(forward(m, false, EVALUATION + k * BATCHES + i));
         }
         if (!m->gone && c->meets && !changes_early(m, k)) {
             FSDPC_TRY(fsdpc_comm_barrier(m->comm, "after an evaluation"));
@@ -721,7 +759,7 @@ step(model *m)
         FSDPC_TRY(event(m));
     }
     if (!m->gone) {
-        FSDPC_TRY(meet(m));
+        FSDPC_TRY(c->parts && m->step == c->steps - 1 ? FSDPC_OK : meet(m));
         set_version(m, m->version + 1);
     }
     return FSDPC_OK;
@@ -730,13 +768,13 @@ step(model *m)
 static int
 train(model *m)
 {
-    for (m->step = 0; m->step < m->c->steps && !m->gone; m->step++) {
+    const sim_case *c = m->c;
+    for (m->step = 0; m->step < c->steps && !m->gone; m->step++) {
         FSDPC_TRY(evaluate(m));
         FSDPC_TRY(m->gone ? FSDPC_OK : step(m));
     }
     FSDPC_TRY(m->gone ? FSDPC_OK : event(m));
-    /* A rank that goes gives memory back that others may still read. */
-    return m->gone ? FSDPC_OK : fsdpc_comm_barrier(m->comm, "close");
+    return m->gone || c->parts ? FSDPC_OK : fsdpc_comm_barrier(m->comm, "close");
 }
 
 static void

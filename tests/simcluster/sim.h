@@ -47,9 +47,11 @@ typedef struct sim_case {
     bool own_order, skips, evaluates, uneven, poison, wide;
     bool nested;   /* each second unit runs inside of the one before */
     bool rootless; /* no rank runs the root's unit */
-    bool late;     /* a unit gets more gradients after it has been reduced */
+    bool late;     /* units get more gradients after they have been reduced */
+    bool idle;     /* in some batches of evaluations ranks run nothing */
     bool meets;    /* in a barrier after each evaluation */
-    bool computes; /* for some time, in modules */
+    bool parts;    /* each rank ends by itself after the last backward */
+    bool computes; /* for some time, in modules and after passes */
     bool in_step;  /* all ranks run the same units in the same order, and nothing keeps one */
     int backward_prefetch, gather_slots, reduce_slots;
     bool forward_prefetch;
@@ -124,7 +126,7 @@ void sim_join_thread(int thread);
 void sim_yield(void);
 bool sim_is_over(int rank); /* dead or finished */
 void sim_kill(int rank);
-/* Some time passes in a module, where the case says so. */
+/* Some time passes in the program, where the case says so. */
 void sim_compute(void);
 /* A wait has ended, as others `called`. It is a violation if its last sleep timed out and nobody calls later either:
  * the wait ended by chance, its wake-up was lost. */

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "tests/simcluster"))
+
+import cluster_faults  # noqa: E402
+
 NOT_CALLS = re.compile(
     r"(if|for|while|switch|return|sizeof|alignof|alignas|defined|offsetof|do|else|case|int|void|bool|"
     r"const|format|atomic_\w+|fsdpc_\w+|__\w+)$"
@@ -98,3 +103,11 @@ def test_the_seam_lists_nothing_else() -> None:
 )
 def test_planted_calls_are_found(text: str, name: str) -> None:
     assert list(outside("shm/planted.c", text)) == [f"shm/planted.c calls {name}"]
+
+
+def test_faults_can_still_be_planted() -> None:
+    assert not cluster_faults.stale()
+
+
+def test_each_mended_fault_has_a_seed() -> None:
+    assert list(cluster_faults.mended()) == [f.name for f in cluster_faults.FAULTS if f.mended]
