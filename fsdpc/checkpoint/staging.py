@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fsdpc import _C
 from fsdpc._companions.lane import Lane, call_before_write, ordinal_of, pinned
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
@@ -322,11 +323,10 @@ def _host_snapshot(moves: np.ndarray, total: int) -> Tensor:
         _kept[0] = _NONE  # the old one goes first
         _kept[0] = torch.empty(total, dtype=torch.uint8, device="cpu")
     moves[:, 1] += _kept[0].data_ptr()
-    for source, target, nbytes in moves.tolist():
-        if nbytes < _FOR_THREADS:
-            ctypes.memmove(target, source, nbytes)
-        else:
-            bytes_at(target, nbytes).copy_(bytes_at(source, nbytes))
+    small = moves[:, 2] < _FOR_THREADS
+    _C.ckpt_copy(moves[small])
+    for source, target, nbytes in moves[~small].tolist():
+        bytes_at(target, nbytes).copy_(bytes_at(source, nbytes))
     return _kept[0]
 
 
@@ -362,5 +362,4 @@ def _through_slots(staging: Staging, moves: np.ndarray) -> None:
     table[:, [MEMORY, OFFSET, NBYTES]] = moves
     table[:, MEMORY_TYPE] = table[:, FILE_TYPE] = SIZES.index(1)
     for part in staging.rows_out(table):
-        for row in part:
-            ctypes.memmove(int(row[OFFSET]), int(row[MEMORY]), int(row[NBYTES]))
+        _C.ckpt_copy(np.ascontiguousarray(part[:, [MEMORY, OFFSET, NBYTES]]))

@@ -232,7 +232,13 @@ class Companions:
             path.touch()
         out = np.zeros(min(digests, 10**6), "u4")
         self.log(f"{'  ' * self.depth}ranges {table.tolist()} of {len(memory)}, block {block}")
-        if rng.random() < 0.5:
+        if rng.random() < 0.2:
+            target, most = np.zeros(len(memory), "u1"), len(memory)
+            moves = [[memory.ctypes.data, target.ctypes.data, min(each[2], most)] for each in rows]
+            moves += rng.choice([[], [[0, 0, 0]], [[0, 0, 1]], [[1, 1, -1]]])
+            table = np.array(moves, "i8").reshape(-1, 3)
+            self.call("ckpt_copy", _probe.ckpt_copy, rng.choice([table, table.reshape(-1)[1:]]))
+        elif rng.random() < 0.5:
             flags = {key: rng.random() < 0.5 for key in ("direct", "skip_edges")}
             _probe.ckpt_write(str(path), table, block, out, no_sync=True, **flags)
         else:

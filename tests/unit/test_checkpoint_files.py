@@ -1059,6 +1059,16 @@ def test_digests_do_not_depend_on_the_cut():
             _C.ckpt_combine(crcs, lengths, counts[:2], digests[:2])
 
 
+def test_copies_of_memory():
+    source, target = np.arange(16, dtype=np.uint8), np.zeros(16, np.uint8)
+    one, other = source.ctypes.data, target.ctypes.data
+    _C.ckpt_copy(np.array([[one + 8, other, 3], [one, other + 4, 2], [0, 0, 0]]))
+    assert target.tolist() == [8, 9, 10, 0, 0, 1] + [0] * 10
+    for moves in ([one, other], [[one, other, -1]], [[0, other, 1]], [[one, 0, 1]]):
+        with pytest.raises(ValueError, match="moves must have 3 columns"):
+            _C.ckpt_copy(np.array(moves))
+
+
 MEMORY = """
 import gc, sys
 from pathlib import Path

@@ -4,6 +4,8 @@
  */
 #include "py/ckpt/py_ckpt.h"
 
+#include <string.h>
+
 #include "ckpt/crc32c.h"
 #include "ckpt/header.h"
 #include "ckpt/range_io.h"
@@ -120,6 +122,38 @@ ckpt_combine(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t coun
     while (job.opened > 0) {
         PyBuffer_Release(views[--job.opened]);
     }
+    return good ? Py_NewRef(Py_None) : NULL;
+}
+
+/* --- copies ---------------------------------------------------------------------------------- */
+
+static PyObject *
+ckpt_copy(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, PyObject *keywords)
+{
+    PyObject *moves = NULL;
+    const fsdpc_py_arg table[] = {{"moves", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &moves}};
+    Py_buffer view;
+    if (fsdpc_py_args("ckpt_copy", table, 1, args, count, keywords) < 0 ||
+        open_items(moves, "moves", 8, false, &view) < 0) {
+        return NULL;
+    }
+    const int64_t *row = view.buf, *end = row + view.len / 8;
+    bool good = (end - row) % 3 == 0;
+    for (const int64_t *each = row; good && each < end; each += 3) {
+        good = each[2] == 0 || (each[2] > 0 && each[0] != 0 && each[1] != 0);
+    }
+    if (good) {
+        Py_BEGIN_ALLOW_THREADS;
+        for (; row < end; row += 3) {
+            if (row[2] > 0) {
+                memcpy((void *)(uintptr_t)row[1], (const void *)(uintptr_t)row[0], (size_t)row[2]);
+            }
+        }
+        Py_END_ALLOW_THREADS;
+    } else {
+        PyErr_SetString(PyExc_ValueError, "moves must have 3 columns: two addresses and bytes");
+    }
+    PyBuffer_Release(&view);
     return good ? Py_NewRef(Py_None) : NULL;
 }
 
@@ -366,6 +400,9 @@ PyMethodDef fsdpc_py_ckpt_methods[] = {
                       "CRC-32C of groups of parts, one behind the other, from theirs (uint32) and\n"
                       "their lengths in bytes (int64); `counts` (int64): parts of each group.\n"
                       "Fills `digests` (uint32), one a group; 0 for no parts. ValueError."),
+    FSDPC_PY_FUNCTION(ckpt_copy, FSDPC_PY_KEYWORDS, "($module, /, moves)",
+                      "Copies memory: rows of int64, each the address of the bytes, where they go\n"
+                      "and how many they are. The caller keeps both alive. ValueError."),
     FSDPC_PY_FUNCTION(
         ckpt_rename, FSDPC_PY_KEYWORDS, "($module, /, source, target, *, exchange=False)",
         "Renames as a whole onto a free name, or swaps two names. FileExistsError: the name is\n"
