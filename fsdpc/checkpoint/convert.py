@@ -18,7 +18,7 @@ from fsdpc._companions.spans import whole_span
 from fsdpc._engine.lowbit import SCALES
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.dcp_folder import KEYS, keys_of
-from fsdpc.checkpoint.digests import Digest, combine
+from fsdpc.checkpoint.digests import Digests, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, flat
 from fsdpc.checkpoint.errors import CheckpointError
@@ -141,7 +141,7 @@ def _write(
 
 def _write_set(
     draft: Draft, found: _Set, cast: torch.dtype | None, aliases: dict[str, str]
-) -> tuple[Layout, list[Digest]]:
+) -> tuple[Layout, Digests]:
     form: dict[str, Any] = {"name": found.name, "folder": found.folder}
     if found.folder == "":
         form |= {"cast": cast, "aliases": aliases}

@@ -6,7 +6,7 @@ not depend on how many ranks wrote it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,12 +24,37 @@ class Digest:
     blocks: tuple[int, ...]
 
 
+@dataclass
+class Digests:
+    """Those of several tensors, in arrays: objects for each would take a save long."""
+
+    wholes: np.ndarray
+    blocks: np.ndarray  # of all
+    counts: np.ndarray  # of blocks of each
+
+    def __iter__(self) -> Iterator[Digest]:
+        """One object for each, after all."""
+        blocks, at = self.blocks.tolist(), 0
+        for whole, count in zip(self.wholes.tolist(), self.counts.tolist(), strict=True):
+            yield Digest(whole, tuple(blocks[at : at + count]) or (whole,))  # it may be empty
+            at += count
+
+    def texts(self) -> Iterator[tuple[str, str]]:
+        """Of each tensor in hexadecimal: the whole, and the blocks where there are several."""
+        wholes, blocks = (each.astype(">u4").tobytes().hex() for each in (self.wholes, self.blocks))
+        at = 0
+        for number, count in enumerate(self.counts.tolist()):
+            end = at + 8 * count
+            yield wholes[8 * number : 8 * number + 8], blocks[at:end] if count > 1 else ""
+            at = end
+
+
 def combine(
     places: Sequence[Place],
     parts: Sequence[tuple[np.ndarray, np.ndarray]],
     block_bytes: int = BLOCK_BYTES,
-) -> list[Digest]:
-    """The digest of each tensor. ``parts``: per rank, the rows of ``fragments`` and their digests.
+) -> Digests:
+    """The digests of the tensors. ``parts``: per rank, the rows of ``fragments`` and their digests.
 
     ``CheckpointError``: the parts do not cover a tensor exactly once.
     """
@@ -42,19 +67,15 @@ def combine(
     counts = np.searchsorted(rows[:, 0], indices, side="right") - low
     chosen = np.repeat(low - _before(counts), counts) + np.arange(counts.sum())
     begins, lengths, crcs = rows[chosen, 1], rows[chosen, 2], crcs[chosen]
-    _check_cover(places, counts, begins, lengths)
+    nbytes = np.array([place.nbytes for place in places], dtype=np.int64)
+    _check_cover(places, nbytes, (counts, begins, lengths))
     starts = np.flatnonzero(begins % block_bytes == 0)
     blocks = _combined(crcs, lengths, np.diff(starts, append=len(begins)))
-    nbytes = np.array([place.nbytes for place in places], dtype=np.int64)
     per_tensor = -(-nbytes // block_bytes)
     sizes = np.full(len(blocks), block_bytes, dtype=np.int64)
     ends, some = np.cumsum(per_tensor), per_tensor > 0
     sizes[ends[some] - 1] = (nbytes - block_bytes * (per_tensor - 1))[some]
-    wholes = _combined(blocks, sizes, per_tensor)
-    every, bounds = blocks.tolist(), zip((ends - per_tensor).tolist(), ends.tolist(), strict=True)
-    cut = [tuple(every[begin:end]) for begin, end in bounds]
-    pairs = zip(wholes.tolist(), cut, strict=True)
-    return [Digest(whole, part or (whole,)) for whole, part in pairs]  # a tensor may be empty
+    return Digests(_combined(blocks, sizes, per_tensor), blocks, per_tensor)
 
 
 def _before(counts: np.ndarray) -> np.ndarray:
@@ -74,13 +95,14 @@ def combine_parts(crcs: np.ndarray, lengths: np.ndarray) -> int:
 
 
 def _check_cover(
-    places: Sequence[Place], counts: np.ndarray, begins: np.ndarray, lengths: np.ndarray
+    places: Sequence[Place], nbytes: np.ndarray, parts: tuple[np.ndarray, np.ndarray, np.ndarray]
 ) -> None:
+    counts, begins, lengths = parts
     ends = np.concatenate([[0], np.cumsum(lengths)])
     first = _before(counts)
     held = ends[first + counts] - ends[first]
     gaps = begins != ends[:-1] - np.repeat(ends[first], counts)
-    wrong = held != [place.nbytes for place in places]
+    wrong = held != nbytes
     wrong[np.repeat(np.arange(len(places)), counts)[gaps]] = True
     if wrong.any():
         i = int(np.argmax(wrong))

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from fsdpc import _C
-from fsdpc.checkpoint.digests import Digest
+from fsdpc.checkpoint.digests import Digest, Digests
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, Layout
 
@@ -28,7 +28,8 @@ _PATH = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)  # at most one fol
 @dataclass
 class Manifest:
     """``headers``: path of a safetensors file -> (bytes of the file, digest of its header).
-    ``tensors``: path -> name -> digest. ``files``: path of another file -> (bytes, digest).
+    ``tensors``: path -> name -> digest, of a manifest that was read; ``written``: path -> the text
+    of these, of one that is made. ``files``: path of another file -> (bytes, digest).
     ``published``: see ``steps``; ``metric``: see ``Checkpointer``.
     """
 
@@ -39,15 +40,18 @@ class Manifest:
     block_bytes: int = BLOCK_BYTES
     headers: dict[str, tuple[int, int]] = field(default_factory=dict)
     tensors: dict[str, dict[str, Digest]] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
     digest: int = 0  # of the text that was read
 
-    def add_set(self, layout: Layout, digests: list[Digest]) -> None:
+    def add_set(self, layout: Layout, digests: Digests) -> None:
         """Add a set whose tensors have these digests, in the set's order."""
+        texts = digests.texts()
         for file in layout.files:
             path = layout.path(file)
             self.headers[path] = (file.nbytes, _C.ckpt_crc32c(file.header))
-            self.tensors[path] = {place.name: digests[place.index] for place in file.places}
+            pairs = zip(file.places, texts, strict=False)
+            self.written[path] = _BETWEEN.join([_member(p.name, *forms) for p, forms in pairs])
 
     def add_file(self, path: str, content: bytes) -> None:
         self.files[path] = (len(content), _C.ckpt_crc32c(content))
@@ -67,16 +71,17 @@ class Manifest:
         }
         most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
         # Python's encoder has indents in Python alone, which takes long for many tensors.
-        parts = [_record(path, map(_digest_text, tensors.items()))
-                 for path, tensors in sorted(self.tensors.items())]  # fmt: skip
-        return _signed(f"{most},\n {_record('tensors', parts)}\n}}")
+        read = {path: _BETWEEN.join([_member(name, *_forms(digest)) for name, digest in t.items()])
+                for path, t in self.tensors.items()}  # fmt: skip
+        parts = [_record(path, text) for path, text in sorted((self.written | read).items())]
+        return _signed(f"{most},\n {_record('tensors', _BETWEEN.join(parts))}\n}}")
 
 
 def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object]) -> None:
     """Move what belongs to parts into manifests of theirs, which ``write`` puts into files."""
     for part in parts:
         own = Manifest(made.step, made.world)
-        for name in ("headers", "tensors", "files"):
+        for name in ("headers", "written", "files"):
             table = getattr(made, name)
             for path in [path for path in table if path.startswith(f"{part}/")]:
                 getattr(own, name)[path.removeprefix(f"{part}/")] = table.pop(path)
@@ -111,14 +116,17 @@ def _hex(crc: int) -> str:
     return f"{crc:08x}"
 
 
-def _record(key: str, members: Iterable[str]) -> str:
-    return f"{_text(key)}: {{{_BETWEEN.join(members)}}}"
+def _record(key: str, members: str) -> str:
+    return f"{_text(key)}: {{{members}}}"
 
 
-def _digest_text(item: tuple[str, Digest]) -> str:
-    name, digest = item
-    blocks = "" if len(digest.blocks) <= 1 else "".join(map(_hex, digest.blocks))
-    return f'{_text(name)}: ["{digest.whole:08x}"{_BETWEEN}"{blocks}"]'
+def _member(name: str, whole: str, blocks: str) -> str:
+    return f'{_text(name)}: ["{whole}"{_BETWEEN}"{blocks}"]'
+
+
+def _forms(digest: Digest) -> tuple[str, str]:
+    """As ``Digests.texts``."""
+    return _hex(digest.whole), "".join(map(_hex, digest.blocks)) if len(digest.blocks) > 1 else ""
 
 
 def decode(text: bytes) -> Manifest:

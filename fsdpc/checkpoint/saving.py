@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fsdpc.checkpoint import manifest as _manifest
-from fsdpc.checkpoint.digests import Digest, combine
+from fsdpc.checkpoint.digests import Digests, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
@@ -258,7 +258,7 @@ def _write_edges_in_turns(plan: Plan, ranks: Ranks, folder: Path, what: str) -> 
 
 def _digested(
     plan: Plan, parts: list[list[tuple[np.ndarray, np.ndarray]]]
-) -> list[tuple[Layout, list[Digest]]]:
+) -> list[tuple[Layout, Digests]]:
     return [
         (layout, combine([place for file in layout.files for place in file.places], received))
         for layout, received in zip(plan.layouts, parts, strict=True)
@@ -271,7 +271,7 @@ def _tensor_files(plan: Plan, folder: Path) -> list[Path]:
 
 def finish(
     draft: Draft,
-    sets: Sequence[tuple[Layout, list[Digest]]],
+    sets: Sequence[tuple[Layout, Digests]],
     files: dict[str, bytes],
     made: _manifest.Manifest,
     reach: Callable[[str], object] = lambda name: None,
