@@ -77,6 +77,9 @@ TensorMeta = _find("torch.distributed.tensor._dtensor_spec", "TensorMeta")
 StridedShard = _find("torch.distributed.tensor.placement_types", "_StridedShard")
 AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
+# Compares types, dtypes, devices, shapes and strides of many tensors with those of an earlier time.
+TensorGuards = _find("torch._C._dynamo.guards", "TensorGuards")
+
 # Sees every operation that torch runs; operations on tensors without values.
 TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode")
 TorchFunctionMode = _find("torch.overrides", "TorchFunctionMode")

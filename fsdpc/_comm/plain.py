@@ -50,9 +50,15 @@ class Malformed(ValueError):
 
 def encode(value: Any) -> bytes:
     """``TypeError`` names the path of what is no plain value."""
+    form, raw = parts_of(value)
+    text = json.dumps(form, separators=(",", ":")).encode()
+    return b"".join([_HEAD.pack(_MAGIC, len(text)), text, *raw])
+
+
+def parts_of(value: Any) -> tuple[Any, list[bytes]]:
+    """The form, and the raw bytes behind it. ``TypeError`` as ``encode``."""
     writer = _Writer()
-    text = json.dumps(writer.form(value, "", 0), separators=(",", ":")).encode()
-    return b"".join([_HEAD.pack(_MAGIC, len(text)), text, *writer.raw])
+    return writer.form(value, "", 0), writer.raw
 
 
 class _Writer:

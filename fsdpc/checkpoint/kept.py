@@ -6,7 +6,7 @@ nothing lives longer.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from fsdpc._fsdp1.collect import unit_modules
 from fsdpc._fsdp2.extension import is_opaque
 from fsdpc._fsdp2.state import states_below
 from fsdpc._states.groups import plain_options
+from fsdpc._torch import TensorGuards
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.entries import Entry, OptimParam, parts_of_some, settle
 from fsdpc.checkpoint.layout import Layout, PlannedSet, Table, lay_out
@@ -30,10 +31,45 @@ from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.write import planned_set
 
 
+class Forms:
+    """Where and in which form the values of tensors are: equal as long as that stays. Of two that
+    are compared one has let go of its tensors. ``RuntimeError``, ``ValueError``: no such place.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._places = list(map(Tensor.data_ptr, tensors))
+        self._tensors: list[Tensor] | None = tensors
+        self._guards: Any = None
+
+    def let_go(self) -> bool:
+        """Hold no tensors any more; False: torch has no word for their form. Local."""
+        tensors, self._tensors = self._tensors, None
+        if tensors is None:
+            return True
+        if any(map(is_opaque, {type(tensor): tensor for tensor in tensors}.values())):
+            return False
+        try:
+            self._guards = TensorGuards(
+                *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+            )
+        except (RuntimeError, ValueError):
+            return False
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Forms):
+            return NotImplemented
+        kept, now = (self, other) if self._guards is not None else (other, self)
+        if kept._guards is None or now._tensors is None:
+            return False
+        return kept._places == now._places and kept._guards.check(*now._tensors)
+
+
 @dataclass
 class Stamp:
-    """``values``: equal as long as the tensors have the same names, places, forms and memory.
-    ``tensors``: the parameters and buffers; ``locals``: what this rank has of them; ``units``.
+    """``values``: equal as long as the tensors have the same names, places, forms and memory; the
+    last is their ``Forms``. ``tensors``: the parameters and buffers; ``locals``: what this rank has
+    of them; ``units``.
     """
 
     values: list[Any]
@@ -92,6 +128,8 @@ class Reading:
                 entry.frozen = True
             self._found.entries.sort(key=lambda entry: entry.frozen)
         self._now = stamp_of(self._model, self._options) if self._whole else None
+        if self._now is not None and not self._now.values[-1].let_go():
+            self._now = None
         self.parts = parts_of_some(self._found.entries, self._everyone[1])
 
     @property
@@ -175,22 +213,22 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     for _, module in modules:
         found += module._parameters.values()
         found += module._buffers.values()
-    seen: dict[int, int] = {}
-    same = [seen.setdefault(id(tensor), len(seen)) for tensor in found]
-    unlike = {id(tensor): tensor for tensor in found}.values()
+    same = list(map(id, found))  # which are one, as long as all are what they were
+    unlike = dict(zip(same, found, strict=True)).values()
     tensors = [t for t in unlike if t is not None and type(t) is not ReleasedParameter]
     specs = [t._spec for t in tensors if isinstance(t, DTensor)]
     local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
     frozen = [tensor.requires_grad for tensor in tensors]
-    forms = _forms_of(local)
-    if forms is None:
+    try:
+        forms = Forms(local)
+    except (RuntimeError, ValueError):
         return None
     names = [
         (name, type(m), *m._parameters, None, *m._buffers, *sorted(m._non_persistent_buffers_set))
         for name, m in modules
     ]
     references = [weakref.ref(unit) for unit in bound]
-    values = [list(options), references, names, same, specs, frozen, *forms]
+    values = [list(options), references, names, same, specs, frozen, forms]
     return Stamp(values, tensors, local, bound)
 
 
@@ -201,7 +239,7 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
 class _KeptStates:
     model: list[Any]  # ``Reading.stamp``
     stamp: list[Any]
-    kinds: dict[str, dict[str, Any]]
+    state: State  # without entries
     names: list[list[str]]  # by groups
     # Tensors that have to be equal on the ranks that have them: by their place in the layout, which
     # of this rank's they are.
@@ -245,8 +283,8 @@ class StateReading:
             self.state = read_state(optimizer, found, ranks)
         else:
             pairs = zip(optimizer.param_groups, kept.names, strict=True)
-            groups = [{**plain_options(group), "params": names} for group, names in pairs]
-            self.state = State([], kept.kinds, groups)
+            self.state = kept.state
+            self.state.groups = [{**plain_options(g), "params": names} for g, names in pairs]
 
     def planned(self, layout: Callable[[Sequence[Entry]], Layout]) -> PlannedSet:
         """What this rank writes of it. Local. ``TypeError``: a dtype without a name."""
@@ -258,18 +296,26 @@ class StateReading:
         made = planned_set(layout(self.state.entries), self.state.entries)
         if self._now is not None and self._model is not None:
             held = {tensor.data_ptr() for tensor in self._now.tensors}
-            if all(not len(e.memory) or e.memory.data_ptr() in held for e in self.state.entries):
-                kinds, names = self.state.kinds, [g["params"] for g in self.state.groups]
-                names_of = [each.names[0] for each in self._params]
-                places = (place for file in made.layout.files for place in file.places)
-                known = {place.name: n for n, place in enumerate(places)}
-                wholes = {known[state_name(names_of[number], key)]: n
-                          for n, (number, key) in enumerate(self._now.sites)
-                          if kinds[names_of[number]][key] == "whole"}  # fmt: skip
-                _kept_states[self._optimizer] = _KeptStates(
-                    self._model, self._now.values, kinds, names, wholes, made.layout, made.tables
-                )
+            in_them = all(
+                not len(e.memory) or e.memory.data_ptr() in held for e in self.state.entries
+            )
+            if in_them and self._now.values[-1].let_go():
+                self._keep(made, self._now, self._model)
         return made
+
+    def _keep(self, made: PlannedSet, now: _StateStamp, model: list[Any]) -> None:
+        self.state.entries, kinds = [], self.state.kinds
+        names_of = [each.names[0] for each in self._params]
+        places = (place for file in made.layout.files for place in file.places)
+        known = {place.name: n for n, place in enumerate(places)}
+        sites = ((names_of[number], key) for number, key in now.sites())
+        wholes = {known[state_name(name, key)]: number
+                  for number, (name, key) in enumerate(sites)
+                  if kinds[name][key] == "whole"}  # fmt: skip
+        names = [group["params"] for group in self.state.groups]
+        _kept_states[self._optimizer] = _KeptStates(
+            model, now.values, self.state, names, wholes, made.layout, made.tables
+        )
 
 
 @dataclass
@@ -278,7 +324,7 @@ class _StateStamp:
 
     values: list[Any]
     tensors: list[Tensor]
-    sites: list[tuple[int, str]]
+    sites: Callable[[], Iterator[tuple[int, str]]]
 
 
 def _stamp_of_states(
@@ -289,25 +335,31 @@ def _stamp_of_states(
         return None
     numbers = {id(param): number for number, param in enumerate(params)}
     groups = [[numbers.get(id(param)) for param in g["params"]] for g in optimizer.param_groups]
-    keys: list[Any] = []
-    plain: list[Any] = []
-    tensors: list[Tensor] = []
-    sites: list[tuple[int, str]] = []
-    for number in (number for group in groups for number in group):
-        if number is None:
-            return None
-        state = optimizer.state.get(params[number], {})
-        keys.append(tuple(state))
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                tensors.append(value._local_tensor if isinstance(value, DTensor) else value)
-                sites.append((number, key))
-            else:
-                plain.append((type(value), value))
-    forms = _forms_of(tensors)
-    if forms is None or not all(kind in (int, float, bool, str, type(None)) for kind, _ in plain):
+    if any(None in group for group in groups):
         return None
-    return _StateStamp([groups, keys, plain, *forms], tensors, sites)
+    states = [optimizer.state.get(params[number], {}) for group in groups for number in group]
+    # Few tuples of keys, each once: new objects would call Python's garbage collector.
+    known: dict[Any, int] = {}
+    keys = [known.setdefault((*state,), len(known)) for state in states]
+    values = [value for state in states for value in state.values()]
+    plain = [(type(value), value) for value in values if not isinstance(value, Tensor)]
+    tensors = [value._local_tensor if isinstance(value, DTensor) else value
+               for value in values if isinstance(value, Tensor)]  # fmt: skip
+    if not all(kind in (int, float, bool, str, type(None)) for kind, _ in plain):
+        return None
+
+    def sites() -> Iterator[tuple[int, str]]:
+        members = (number for group in groups for number in group)
+        for number, state in zip(members, states, strict=True):
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    yield number, key
+
+    try:
+        forms = Forms(tensors)
+    except (RuntimeError, ValueError):
+        return None
+    return _StateStamp([groups, keys, list(known), plain, forms], tensors, sites)
 
 
 def _crcs_of(tensors: Sequence[Tensor]) -> list[int]:
@@ -321,7 +373,7 @@ def _crcs_of(tensors: Sequence[Tensor]) -> list[int]:
     crcs = [0] * len(tensors)
     for numbers in alike.values():
         together = torch.stack([tensors[number] for number in numbers]).view(-1)
-        rows = np.split(together.view(torch.uint8).cpu().numpy(), len(numbers))
+        rows = together.view(torch.uint8).cpu().numpy().reshape(len(numbers), -1)
         for number, row in zip(numbers, rows, strict=True):
             crcs[number] = _C.ckpt_crc32c(row)
     return crcs
@@ -347,25 +399,6 @@ def _has_states_by_name(param: OptimParam) -> bool:
     except NotImplementedError:
         return False
     return True
-
-
-def _forms_of(tensors: list[Tensor]) -> list[list[Any]] | None:
-    """Where and in which form their values are. None: torch has no word for it."""
-    if any(map(is_opaque, {type(tensor): tensor for tensor in tensors}.values())):
-        return None
-    known: dict[Any, int] = {}
-    try:
-        places = [tensor.data_ptr() for tensor in tensors]
-        # Few forms, each once: a new object for each tensor would call Python's garbage collector.
-        forms = [known.setdefault(_form_of(tensor), len(known)) for tensor in tensors]
-    except (RuntimeError, ValueError):  # NotImplementedError is one of the first
-        return None
-    return [places, forms, list(known)]
-
-
-def _form_of(tensor: Tensor) -> tuple[Any, ...]:
-    bits = tensor.is_conj(), tensor.is_neg()
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, bits
 
 
 def _equal(one: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> bool:

@@ -13,6 +13,8 @@ whole parameter, also where a flat parameter covers several.
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +36,7 @@ from fsdpc.checkpoint.entries import Entry, OptimParam, flat
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.ranks import Ranks
+from fsdpc.checkpoint.values import to_json
 from fsdpc.optim._spanned import AVERAGE, Blocks, Held
 from fsdpc.optim.average import average_of, wide
 
@@ -52,6 +55,11 @@ class State:
     entries: list[Entry] = field(default_factory=list)
     kinds: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
+
+    @functools.cached_property
+    def kinds_text(self) -> str:
+        """``kinds`` in JSON; not to be changed any more."""
+        return json.dumps(to_json(self.kinds, "the optimizer's state"))
 
 
 @dataclass

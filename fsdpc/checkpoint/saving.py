@@ -152,9 +152,9 @@ def _files(
     }
     files = {STATE_JSON: dump(body)}
     if optimizer is not None:
-        groups = to_json(state.groups, "param_groups")
-        kinds = to_json(state.kinds, "the optimizer's state")
-        files[OPTIMIZER_JSON] = dump({"kinds": kinds, "param_groups": groups})
+        groups = json.dumps(to_json(state.groups, "param_groups"))
+        text = f'{{"kinds": {state.kinds_text}, "param_groups": {groups}}}\n'
+        files[OPTIMIZER_JSON] = text.encode()
     return files
 
 

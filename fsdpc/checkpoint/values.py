@@ -10,19 +10,17 @@ import base64
 import json
 from typing import Any
 
-from fsdpc._comm.plain import Malformed, decode, encode
+from fsdpc._comm.plain import Malformed, decode, parts_of
 from fsdpc.checkpoint.errors import CheckpointError
 
 
 def to_json(value: Any, what: str) -> dict[str, Any]:
     """``TypeError`` names the place of what is no plain value."""
     try:
-        data = encode(value)
+        form, raw = parts_of(value)
     except TypeError as error:
         raise TypeError(f"{what}: {error}") from error
-    length = int.from_bytes(data[6:14], "little")
-    form = json.loads(data[14 : 14 + length])
-    return {"value": form, "bytes": base64.b64encode(data[14 + length :]).decode()}
+    return {"value": form, "bytes": base64.b64encode(b"".join(raw)).decode()}
 
 
 def from_json(form: Any, what: str) -> Any:

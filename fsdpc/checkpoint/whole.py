@@ -139,7 +139,7 @@ class Whole:
         the model's changes cannot be told. Local.
         """
         stamp, self._stamp = self._stamp, None
-        if stamp is None:
+        if stamp is None or not stamp.values[-1].let_go():
             return None
         known = {
             id(each): number for number, each in enumerate([None, *stamp.tensors, *stamp.units])

@@ -139,7 +139,8 @@ def test_only_of_a_model_that_has_not_changed(tmp_path: Path, kind: str):
             assert (now / file).read_bytes() == (anew / file).read_bytes(), what
 
 
-STATES = ("first", "", "step", "lr", "loaded", "more", "number", "fewer", "order")
+STATES = ("first", "", "step", "lr", "loaded", "more", "number", "fewer", "order",
+          "moved")  # fmt: skip
 KEPT = ("", "step", "lr")
 
 
@@ -174,6 +175,8 @@ def train_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, boo
             del state["count"]
         elif what == "order":
             optimizer.param_groups.reverse()
+        elif what == "moved":  # to another group
+            optimizer.param_groups[1]["params"].append(optimizer.param_groups[0]["params"].pop())
         reads.clear()
         saving = checkpoint.save(f"{path}/{number}", model, optimizer, async_=number % 2 == 1)
         if saving is not None:
