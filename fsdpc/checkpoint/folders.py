@@ -27,6 +27,7 @@ _COPY_BYTES = 8 << 20
 _SYNCS_AT_ONCE = 8
 _LONGEST_NAME = 200  # of a folder's; a temporary name has more
 _HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # bytes of a character that was cut
+OF_ONE_FILE = (errno.ENOENT, errno.EMLINK)  # links of others may be given
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _removing: dict[Path, threading.Thread] = {}
 
@@ -259,6 +260,17 @@ def clean(target: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
         else:
             path.unlink(missing_ok=True)
+
+
+def has_links(path: Path, target: Path) -> bool:
+    """Whether a file gets another name beside ``target``: tried, under one that ``clean`` knows."""
+    trial = target.parent / f"{NEW}{_short(target.name)}-{uuid.uuid4().hex[:8]}"
+    try:
+        os.link(path, trial, follow_symlinks=False)
+        trial.unlink()
+    except OSError as error:
+        return error.errno in OF_ONE_FILE
+    return True
 
 
 def lock(path: Path) -> int | None:

@@ -5,7 +5,6 @@ neither copied in memory nor written again.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fsdpc import _C
-from fsdpc.checkpoint.folders import Draft
+from fsdpc.checkpoint.folders import OF_ONE_FILE, Draft, has_links
 from fsdpc.checkpoint.held import Held
 from fsdpc.checkpoint.layout import FILE_TYPE, MEMORY, MEMORY_TYPE, NBYTES, PlannedSet, Table
 from fsdpc.checkpoint.ranks import Ranks
@@ -44,7 +43,7 @@ class _Written:
 
 # By the folder that holds checkpoints, and the file's path in a checkpoint.
 _written: OrderedDict[tuple[Path, str], _Written] = OrderedDict()
-_refused: set[Path] = set()  # on rank 0: such folders, on a file system without links
+_links: dict[Path, bool] = {}  # on rank 0: whether such folders' file systems have links
 
 
 class Unchanged:
@@ -103,18 +102,20 @@ class Unchanged:
         if before is None or (before.form, before.crcs) != self._now[path]:
             return False
         if self._ranks.rank == 0:
-            if self._target.parent in _refused:
-                return False
             held = _open(before.path)
             if held is None or held.stamp != before.stamp:
+                return False
+            folder = self._target.parent
+            if folder not in _links:
+                _links[folder] = has_links(before.path, self._target)
+            if not _links[folder]:
                 return False
             self._held[path] = held
         return True
 
     def link(self, draft: Draft, path: str) -> bool:
         """Whether the file is among them, and is in the draft now: on the rank that has it. Where
-        it cannot be linked any more, it is copied; where links are refused, it is the last such
-        copy, since one rank makes it while the others wait. ``OSError``.
+        it cannot be linked any more, it is copied. ``OSError``.
         """
         if path not in self.parts:
             return False
@@ -126,8 +127,8 @@ class Unchanged:
                 return True
             (draft.path / path).unlink()
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.EMLINK):  # of this file alone
-                _refused.add(self._target.parent)
+            if error.errno not in OF_ONE_FILE:
+                _links[self._target.parent] = False
         draft.copy(path, held)
         return True
 

@@ -241,12 +241,17 @@ def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
         file.write_bytes(file.read_bytes())
     dist.barrier()
     save("touched")
+    unchanged._links.clear()
     real, os.link = os.link, refuse
-    save("refused")
     copy_of, folders.Draft.copy = folders.Draft.copy, None  # by all ranks, not copied by one
+    save("refused")
+    unchanged._links.update({Path(path): True})  # as if links had been refused meanwhile
+    folders.Draft.copy = copy_of
+    save("copied")
+    folders.Draft.copy = None
     save("again")
     folders.Draft.copy, os.link = copy_of, real
-    unchanged._refused.clear()
+    unchanged._links.clear()
     save("own", link=rank != 0)
     save("shared")
     sharded[0].requires_grad_(True)
@@ -258,7 +263,7 @@ def refuse(*given: Any, **options: Any) -> None:
     raise OSError(errno.EPERM, "no links here")
 
 
-LAST = ("d", "touched", "refused", "again", "own", "shared", "thawed")
+LAST = ("d", "touched", "refused", "copied", "again", "own", "shared", "thawed")
 
 
 def test_files_of_frozen_parameters_are_linked_while_they_do_not_change(tmp_path: Path):
