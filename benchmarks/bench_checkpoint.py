@@ -33,8 +33,13 @@ read every few milliseconds. A save in the background keeps its staging ("stagin
 rank's part, which is there before "peak" begins.
 
 `--model many`: 20,000 parameters of 40 elements in 1,000 units of fully_shard, 3.2 MB, without an
-optimizer. "first": of a model that no save has seen; "cpu" is the processor time of rank 0.
-"copy": as many bytes from memory to memory, tensor by tensor.
+optimizer, and with AdamW. "first": of a model that no save has seen; "cpu" is the processor time of
+rank 0. "copy": as many bytes from memory to memory, tensor by tensor. `--peer no`: without DCP,
+whose save of 20,000 parameters takes minutes.
+
+`--every`: steps of bench_step.py's workload that each end with a save in the background beside the
+same steps without, in turns; a save waits for the one before. "frozen": all but the last block asks
+for no gradient, so that a save links the rest.
 """
 
 from __future__ import annotations
@@ -57,6 +62,7 @@ from bench_step import SAMPLE_SECONDS, end_rank, pss_mb, run_ranks, start_rank
 MODELS = {"10m": (6, 384), "85m": (12, 768)}
 WRITE_STEP, READ_STEP = 4 << 20, 1 << 20
 STEPS = 3
+BLOCKING = "blocking of a save in the background"
 UNITS, IN_UNIT, ELEMENTS = 1000, 20, 40
 
 
@@ -398,9 +404,12 @@ def many(make: Callable[..., object], units: int) -> object:
     return layers
 
 
-def many_job(rank: int, world: int, folder: str, out: Connection, units: int, rounds: int) -> None:
+def many_job(
+    rank: int, world: int, folder: str, out: Connection, units: int, rounds: int, peer: bool
+) -> None:
     """One rank; rank 0 sends the figures."""
     start_rank(rank, world, folder)
+    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_model_state_dict
     from torch.distributed.fsdp import fully_shard
@@ -408,20 +417,24 @@ def many_job(rank: int, world: int, folder: str, out: Connection, units: int, ro
     import fsdpc
     from fsdpc import checkpoint
 
-    ours, theirs = many(fsdpc.fully_shard, units), many(fully_shard, units)
+    ours, theirs = many(fsdpc.fully_shard, units), many(fully_shard, units) if peer else None
+    adamw = torch.optim.AdamW(ours.parameters())
+    for param in ours.parameters():
+        param.grad = torch.zeros_like(param)
+    adamw.step()
     blocked: list[float] = []
+    cpu: dict[str, list[float]] = {}
 
     def save(**options: bool) -> None:
-        begin = time.perf_counter()
+        begin, own = time.perf_counter(), time.thread_time()
         handle = checkpoint.save(f"{folder}/fsdpc", ours, overwrite=True, **options)
         if handle is not None:
+            cpu.setdefault(BLOCKING, []).append(time.thread_time() - own)
             blocked.append(reduced(time.perf_counter() - begin, "MAX"))
             handle.wait()
 
     def dcp_save() -> None:
         dcp.save(get_model_state_dict(theirs), checkpoint_id=f"{folder}/dcp")
-
-    cpu: dict[str, list[float]] = {}
 
     def measured(name: str, call: Callable[[], object]) -> float:
         def counted() -> None:
@@ -437,7 +450,10 @@ def many_job(rank: int, world: int, folder: str, out: Connection, units: int, ro
     calls: dict[str, Callable[[], object]] = {
         "fsdpc save": save,
         "fsdpc save in the background": lambda: save(async_=True),
-        "dcp save": dcp_save,
+        "fsdpc save with AdamW": lambda: checkpoint.save(
+            f"{folder}/adamw", ours, adamw, overwrite=True
+        ),
+        **({"dcp save": dcp_save} if peer else {}),
         "copy": lambda: [
             target.copy_(source) for target, source in zip(targets, sources, strict=True)
         ],
@@ -448,7 +464,7 @@ def many_job(rank: int, world: int, folder: str, out: Connection, units: int, ro
     blocked.clear()
     cases = {name: lambda a=(name, call): measured(*a) for name, call in calls.items()}
     seconds = common.interleave(cases, rounds)
-    seconds["blocking of a save in the background"] = blocked
+    seconds[BLOCKING] = blocked
     seconds |= {f"{name}, first": values for name, values in first.items() if name != "copy"}
     if rank == 0:
         spreads = {name: common.spread(values) for name, values in seconds.items()}
@@ -456,6 +472,68 @@ def many_job(rank: int, world: int, folder: str, out: Connection, units: int, ro
         sizes = {"units": units, "parameters": units * IN_UNIT}
         out.send({**sizes, "seconds": spreads, "cpu_s": cpus, "peak_mb": peaks})
     end_rank()
+
+
+def every_job(rank: int, world: int, folder: str, out: Connection, model: str, rounds: int) -> None:
+    """One rank; rank 0 sends the seconds of steps, and of those that were saved."""
+    start_rank(rank, world, folder)
+    found = {kind: every_step(rank, model, folder, kind, rounds) for kind in ("all", "frozen")}
+    if rank == 0:
+        ratios = {}
+        for kind, seconds in found.items():
+            pairs = zip(seconds["saved"], seconds["step"], strict=True)
+            ratios[kind] = common.spread([saved / step for saved, step in pairs])
+        spreads = {k: {n: common.spread(s) for n, s in v.items()} for k, v in found.items()}
+        out.send({"every": spreads, "ratio": ratios})
+    end_rank()
+
+
+def every_step(
+    rank: int, model: str, folder: str, kind: str, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of a step by rounds, alone and with its save, and for which a save blocks."""
+    from engines import WORKLOADS, build, random_batch
+
+    from fsdpc import checkpoint
+
+    work = WORKLOADS[model]
+    training, batch = build("fsdpc", work), random_batch(work, rank)
+    if kind == "frozen":
+        for name, param in training.model.named_parameters():
+            param.requires_grad_(f".{work.config.layers - 1}." in name)
+    blocked: list[float] = []
+
+    def steps(saves: bool) -> None:
+        for _ in range(STEPS):
+            training.step(batch)
+            if saves:
+                begin = time.perf_counter()
+                checkpoint.save(
+                    f"{folder}/{kind}", training.model, training.optimizer, overwrite=True,
+                    async_=True,
+                )  # fmt: skip
+                blocked.append(time.perf_counter() - begin)
+
+    def timed_steps(saves: bool) -> float:
+        settle(rank)
+        took = timed(lambda: steps(saves)) / STEPS
+        checkpoint.background.finish_running()
+        return took
+
+    timed_steps(True)
+    blocked.clear()
+    cases = {"step": lambda: timed_steps(False), "saved": lambda: timed_steps(True)}
+    return common.interleave(cases, rounds) | {"blocked": blocked}
+
+
+def print_every(result: dict) -> None:
+    rows = [
+        [kind, *(f"{steps[name]['median']:.3f}" for name in ("step", "saved", "blocked")),
+         f"{result['ratio'][kind]['median']:.3f}"]
+        for kind, steps in result["every"].items()
+    ]  # fmt: skip
+    heads = ["parameters that train", "step, s", "with its save, s", "blocked, s", "ratio"]
+    common.print_table(heads, rows)
 
 
 def print_many(result: dict) -> None:
@@ -517,6 +595,8 @@ def print_report(result: dict) -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="85m", choices=[*MODELS, "many"])
+    parser.add_argument("--every", action="store_true", help="a save after each step")
+    parser.add_argument("--peer", default="yes", choices=["yes", "no"], help="of --model many")
     parser.add_argument("--units", type=int, default=UNITS, help="of --model many")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="on the disk to measure")
@@ -539,8 +619,11 @@ def main() -> None:
     if free < 8 << 30:
         raise SystemExit(f"{args.folder} has {free >> 20} MB left; 8 GB are needed")
     if args.model == "many":
-        result = run_ranks(many_job, 2, args.units, args.rounds)
+        result = run_ranks(many_job, 2, args.units, args.rounds, args.peer == "yes")
         print_many(result)
+    elif args.every:
+        result = run_ranks(every_job, 2, args.model, args.rounds)
+        print_every(result)
     else:
         result = report(run_ranks(job, 2, args.model, args.rounds))
         print_report(result)

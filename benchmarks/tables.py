@@ -171,6 +171,8 @@ def checkpoint_tables(result: dict) -> str:
     """The tables of bench_checkpoint.py."""
     if "units" in result:
         return many_table(result)
+    if "every" in result:
+        return every_table(result)
     peaks = {name: f"{mb:.0f}" for name, mb in result["peak_mb"].items()}
     rows = [
         [name, figure(case["s"], 2), figure(case["ratio"], 2), peaks.get(name, "-")]
@@ -192,6 +194,19 @@ def checkpoint_tables(result: dict) -> str:
     )
 
 
+def every_table(result: dict) -> str:
+    """The table of bench_checkpoint.py for a save at every step."""
+    names = ("step", "saved", "blocked")
+    rows = [
+        [kind, *(figure(steps[name], 3) for name in names), figure(result["ratio"][kind], 3)]
+        for kind, steps in result["every"].items()
+    ]
+    heads = ["parameters that train", "step, s", "with its save, s", "of it the call, s", "ratio"]
+    text = f"2 ranks, one thread per rank. {run_line(result)}"
+    title = f"### A save at every step: {result['model']}"
+    return "\n\n".join([title, text, markdown(heads, rows)])
+
+
 def many_table(result: dict) -> str:
     """The table of bench_checkpoint.py for many small parameters."""
     rows = [
@@ -204,7 +219,7 @@ def many_table(result: dict) -> str:
         for name, took in result["seconds"].items()
     ]
     title = f"### Checkpoints of {result['parameters']:,} parameters in {result['units']:,} units"
-    text = f"2 ranks, one thread per rank; no optimizer. {run_line(result)}"
+    text = f"2 ranks, one thread per rank. {run_line(result)}"
     return "\n\n".join([title, text, markdown(["", "s", "cpu, s", "peak, MB"], rows)])
 
 
