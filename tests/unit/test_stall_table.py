@@ -74,50 +74,50 @@ from fsdpc import _C
 from fsdpc._comm.board import open_board
 open_board()
 _C.board_begin("gather of unit a")
-if sys.argv[1] == "unhandled":
-    import faulthandler
-    faulthandler.unregister(_C.board_open()[1])
+print("ready", flush=True)
+sys.stdin.readline()
+import faulthandler
+faulthandler.unregister(_C.board_open()[1])
 print("ready", flush=True)
 sys.stdin.read()
 """
 
 
 @pytest.fixture
-def child(request):
-    arguments = [sys.executable, "-c", CHILD, request.param]
+def child():
     with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         yield process
         process.kill()
 
 
-@pytest.mark.parametrize("child", ["handled"], indirect=True)
-def test_another_process_is_looked_at_while_it_runs_stopped_and_dead(child):
+def test_another_process_is_looked_at_in_every_state(child):
+    """While it runs, stopped, without a handler of the signal, and dead."""
     process = Process.find(child.pid)
     found = status_of(process, 5.0)
     assert (found.state in ("sleeps", "runs"), found.waits) == (True, "gather of unit a")
-    assert found.line in ("<string>:10 in <module>", "<string>:11 in <module>")  # still in print
+    assert found.line in ("<string>:7 in <module>", "<string>:8 in <module>")  # still in print
     os.kill(child.pid, signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     stopped = status_of(process, 5.0)
     assert (stopped.state, stopped.waits) == ("stopped", "gather of unit a")
-    child.kill()
-    child.wait()
-    assert status_of(process, 5.0) == Status("dead")
-
-
-@pytest.mark.parametrize("child", ["unhandled"], indirect=True)
-def test_a_process_without_a_handler_is_not_ended_by_the_signal(child):
-    found = status_of(Process.find(child.pid), 5.0)
+    os.kill(child.pid, signal.SIGCONT)
+    child.stdin.write("\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "ready\n"
+    found = status_of(process, 5.0)
     assert found.state in ("sleeps", "runs") and found.line == ""
     descriptor = board.open_descriptor(child.pid)
     assert descriptor is not None
     number = board._HEAD.unpack(os.pread(descriptor, board._HEAD.size, 0))[1]
     os.close(descriptor)
     os.kill(child.pid, number)  # ignored: even a signal that is on its way does no harm
-    assert status_of(Process.find(child.pid), 5.0).state in ("sleeps", "runs")
+    assert status_of(process, 5.0).state in ("sleeps", "runs")
+    child.kill()
+    child.wait()
+    assert status_of(process, 5.0) == Status("dead")
 
 
 @pytest.mark.long
