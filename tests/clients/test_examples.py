@@ -1,77 +1,88 @@
-"""The examples, run as their first lines say, in sizes that take seconds."""
+"""The examples, in sizes that take seconds; one as its first lines say, with torchrun."""
 
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ranks
+from harness import ranks, run_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def torchrun(name: str, *arguments: str) -> str:
+# Imported once, before the ranks are forked.
+LOADED_BY_RANKS = ("accelerate", "transformers", "lightning.pytorch")
+ELASTIC = {"TORCHELASTIC_RUN_ID": "test"}  # ranks that somebody else started, as torchrun does
+
+
+def printed(rank: int, world: int, name: str, options: list[str]) -> str:
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
+        patch.syspath_prepend(str(EXAMPLES))
+        patch.setattr(sys, "argv", [f"{name}.py", *options])
+        importlib.import_module(name).main()
+    return out.getvalue()
+
+
+def lines_of(name: str, *options: str, needs: str) -> list[str]:
+    """What rank 0 of 2 prints, on the harness's ranks: torchrun's would import all of it anew."""
+    for library in needs.split():
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    return run_ranks(printed, 2, env=ELASTIC, name=name, options=list(options))[0].splitlines()
+
+
+def falls(line: str) -> bool:
+    start, end = (float(word) for word in line.split() if word[0].isdigit())
+    return end < start
+
+
+def test_accelerate():
+    options = ("--batches", "6", "--width", "48")
+    lines = lines_of("accelerate_fsdpc", *options, needs="accelerate")
+    first, last = (line for line in lines if line.startswith("loss "))
+    assert falls(first)
+    assert last.endswith("from the checkpoint the same: True")
+
+
+def test_lightning():
+    options = ("--batches", "12", "--width", "48")
+    lines = lines_of("lightning_fsdpc", *options, needs="lightning")
+    (fall,) = (line for line in lines if line.startswith("loss "))
+    assert falls(fall)
+    assert "from the checkpoint the same: True" in lines
+
+
+def test_checkpoints_in_frameworks():
+    lines = lines_of("framework_checkpoints", needs="accelerate transformers")
+    for door in ("FullyShardedDataParallel", "fully_shard"):
+        (line,) = (line for line in lines if line.startswith(f"{door}: losses"))
+        assert line.endswith("from the checkpoint the same: True")
+
+
+def test_step_statistics():
+    """As its first lines say, with torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     root = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])
+    made = {"PYTHONPATH": root, "OMP_NUM_THREADS": "1", "FSDPC_TIMEOUT": "60", "FSDPC_POISON": "1"}
     result = subprocess.run(
-        [*command, str(EXAMPLES / name), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": root,
-            "OMP_NUM_THREADS": "1",
-            "FSDPC_TIMEOUT": "60",
-            "FSDPC_POISON": "1",
-        },
+        [*command, str(EXAMPLES / "step_statistics.py"), "--steps", "2", "--every", "2"],
+        env={**os.environ, **made},
         capture_output=True,
         text=True,
         timeout=600,
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def test_accelerate():
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    lines = torchrun("accelerate_fsdpc.py", "--batches", "6", "--width", "48").splitlines()
-    first, last = (line for line in lines if line.startswith("loss "))
-    start, end = (float(word) for word in first.split() if word[0].isdigit())
-    assert end < start
-    assert last.endswith("from the checkpoint the same: True")
-
-
-def test_step_statistics():
-    lines = torchrun("step_statistics.py", "--steps", "2", "--every", "2").splitlines()
-    assert [line.split()[2] for line in lines if line.startswith("step")] == [
-        "GPT",
-        "blocks.0",
-        "blocks.1",
-    ]
-
-
-def test_lightning():
-    pytest.importorskip("lightning", reason="lightning is not installed")
-    lines = torchrun("lightning_fsdpc.py", "--batches", "12", "--width", "48").splitlines()
-    (fall,) = (line for line in lines if line.startswith("loss "))
-    start, end = (float(word) for word in fall.split() if word[0].isdigit())
-    assert end < start
-    assert "from the checkpoint the same: True" in lines
-
-
-def test_checkpoints_in_frameworks():
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
-    pytest.importorskip("transformers", reason="transformers is not installed")
-    lines = torchrun("framework_checkpoints.py").splitlines()
-    for door in ("FullyShardedDataParallel", "fully_shard"):
-        (line,) = (line for line in lines if line.startswith(f"{door}: losses"))
-        assert line.endswith("from the checkpoint the same: True")
+    units = [line.split()[2] for line in result.stdout.splitlines() if line.startswith("step")]
+    assert units == ["GPT", "blocks.0", "blocks.1"]
 
 
 def trained_by(example, api: str, folder: Path) -> tuple[list[float], dict[str, torch.Tensor]]:
