@@ -423,64 +423,65 @@ def test_an_abort_that_blocks_holds_nobody_up(rank, world):
 # --- the end of a process ------------------------------------------------------------------------
 
 PROGRAM = """
+    import os
     import sys
     import numpy as np
     import torch.distributed as dist
     import fsdpc
     from fsdpc._comm import bootstrap as _bootstrap
 
-    rank, folder, how = int(sys.argv[1]), *sys.argv[2:]
-    store = dist.FileStore(folder + "/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    comm = _bootstrap.comm_for_group(dist.group.WORLD, device=0)
-    comm.all_reduce(np.ones(200_000))
-    if rank == 1:
-        if how == "raise":
-            raise RuntimeError("boom")
-        if how == "destroy":
-            dist.destroy_process_group()
+    def main(rank, folder, how):
+        store = dist.FileStore(f"{folder}/store-{how}", 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+        comm = _bootstrap.comm_for_group(dist.group.WORLD, device=0)
+        comm.all_reduce(np.ones(200_000))
+        if rank == 1:
+            if how == "raise":
+                raise RuntimeError("boom")
+            if how == "destroy":
+                dist.destroy_process_group()
+            sys.exit(0)
+        try:
+            comm.agree("text", "construction of unit 3")
+            print(how, "no error", flush=True)
+        except fsdpc.CommError as error:
+            print(how, type(error).__name__, error, flush=True)
         sys.exit(0)
-    try:
-        comm.agree("text", "construction of unit 3")
-        print("no error", flush=True)
-    except fsdpc.CommError as error:
-        print(type(error).__name__, error, flush=True)
+
+    started = {}
+    for how in sys.argv[2:]:
+        for rank in range(2):
+            child = os.fork()  # all is imported once; a child ends as a program does
+            if child == 0:
+                main(rank, sys.argv[1], how)
+            started[child] = how, rank
+    for child, (how, rank) in started.items():
+        print("ended", how, rank, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
+IN_ORDER = "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order"
+ENDS = {
+    "exit": IN_ORDER,
+    "destroy": IN_ORDER,
+    "raise": "PeerError construction of unit 3: rank 0 cannot go on: rank 1 gave up: RuntimeE",
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "how, expected",
-    [
-        (
-            "exit",
-            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order",
-        ),
-        (
-            "destroy",
-            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 left in good order",
-        ),
-        (
-            "raise",
-            "PeerError construction of unit 3: rank 0 cannot go on: rank 1 gave up: RuntimeE",
-        ),
-    ],
-)
-def test_processes_end_without_hanging(tmp_path, how, expected):
+def test_processes_end_without_hanging(tmp_path):
     began = time.monotonic()
-    programs = [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(PROGRAM), str(rank), str(tmp_path), how],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **GPU, "FSDPC_TIMEOUT": "400", "OMP_NUM_THREADS": "1"},
-        )
-        for rank in range(2)
-    ]
-    ended = [program.communicate(timeout=300) for program in programs]
-    assert [p.returncode for p in programs] == [0, 1 if how == "raise" else 0], ended
-    assert ended[0][0].startswith(expected), ended
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path), *ENDS],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, **GPU, "FSDPC_TIMEOUT": "400", "OMP_NUM_THREADS": "1"},
+    )
+    lines = done.stdout.splitlines()
+    for how, expected in ENDS.items():
+        (said,) = (line for line in lines if line.startswith(f"{how} "))
+        assert said.startswith(f"{how} {expected}"), done
+        codes = [f"ended {how} 0 0", f"ended {how} 1 {int(how == 'raise')}"]
+        assert set(codes) <= set(lines), done
     assert time.monotonic() - began < 300  # the deadline did not have to speak
 
 
