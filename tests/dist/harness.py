@@ -414,7 +414,7 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
 
     noticed.PROCESS = os.getpid()  # else each model reads all pages' table in 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
-    with device_watch(request["faults"]), jitter.delays_of(rank), layout:
+    with device_watch(request["faults"]), jitter.delays_of(rank, module.__name__), layout:
         run = functools.partial(
             function, rank=rank, world=world, **pickle.loads(request["arguments"])
         )

@@ -1,4 +1,5 @@
 """Random delays in the ranks, so that races show: FSDPC_TEST_JITTER=seed, `pytest --jitter seed`.
+Tests whose graphs race most have them always, from seed 1; an empty FSDPC_TEST_JITTER disables all.
 
 A rank sleeps for up to a few milliseconds before and after modules' forwards, before nodes of the
 autograd graph (those of outputs, and some above them, gradient accumulation too) and around the
@@ -19,6 +20,7 @@ LONGEST_S = 0.004
 PHASE = 25  # places a rank passes before it draws again whether it is slow
 BUDGET_S = 4.0  # all sleeps of a rank together
 ABOVE = 3  # levels of the graph above an output whose nodes may be delayed
+ALWAYS = ("test_features_graph", "test_features_experts", "test_late_")  # begins of files' names
 
 
 class Delays:
@@ -64,9 +66,10 @@ class Delays:
         return found
 
 
-def delays_of(rank: int) -> Any:
-    """The context in which a rank runs its test; does nothing without a seed."""
-    seed = os.environ.get("FSDPC_TEST_JITTER", "")
+def delays_of(rank: int, module: str) -> Any:
+    """The context in which a rank runs a test of the module; does nothing without a seed."""
+    always = "1" if module.rpartition(".")[2].startswith(ALWAYS) else ""
+    seed = os.environ.get("FSDPC_TEST_JITTER", always)
     return jittered(seed, rank) if seed else nullcontext()
 
 

@@ -24,6 +24,16 @@ def test_ranks_are_late_at_random_places(rank, world):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+def test_files_whose_graphs_race_have_delays_always(monkeypatch):
+    monkeypatch.delenv("FSDPC_TEST_JITTER", raising=False)
+    for name, late in (("dist.test_late_frozen", True), ("test_memory", False)):
+        with jitter.delays_of(0, name) as delays:
+            assert (delays is not None) == late, name
+    monkeypatch.setenv("FSDPC_TEST_JITTER", "")
+    with jitter.delays_of(0, "test_late_frozen") as delays:
+        assert delays is None
+
+
 def model_step(delays):
     model = toy()
     model(tokens(0, 0)).sum().backward()
