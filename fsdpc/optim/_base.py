@@ -103,6 +103,10 @@ class Members(NamedTuple):
     copies: list[tuple[Tensor, Tensor]]  # (parameter, contiguous copy that replaces its values)
 
 
+NOT_OF_GROUPS = set("self params offload matrices split ns_dtype head_dim block".split())
+TUPLES = {"betas", "adamw_betas", "ns_coefficients"}
+
+
 class FusedOptimizer(Optimizer):
     """Base class: one pass in C over parameters, gradients and states, on the host or by kernels on
     a GPU.
@@ -129,10 +133,14 @@ class FusedOptimizer(Optimizer):
     _where: int | None = None  # the GPU of slices, which belong to no unit
     _meter: Meter | None = None
 
-    def _open(self, params: Any, offload: Disk | Host | None, **options: Any) -> None:
-        """Construct, with these options for groups. ``ValueError`` in torch's words for numbers
-        that are out of range.
+    def _open(self, given: dict[str, Any], **more: Any) -> None:
+        """Construct from a constructor's arguments, its ``locals()``: those that are not
+        ``NOT_OF_GROUPS``, and ``more``, are options of groups. ``ValueError`` in torch's words for
+        numbers that are out of range.
         """
+        options = {name: given[name] for name in given if name not in NOT_OF_GROUPS} | more
+        for name in TUPLES & options.keys():
+            options[name] = None if options[name] is None else tuple(options[name])
         if isinstance(options["lr"], Tensor) and options["lr"].numel() != 1:
             raise ValueError("Tensor lr must be 1-element")
         check_number(options["lr"], "learning rate")
@@ -145,8 +153,8 @@ class FusedOptimizer(Optimizer):
             )
         for number, beta in enumerate(options.get("betas", ())):
             check_number(beta, f"beta parameter at index {number}", below=1.0)
-        super().__init__(params, options)
-        self._offload(offload)
+        super().__init__(given["params"], options)
+        self._offload(given["offload"])
 
     def _offload(self, where: Disk | Host | None) -> None:
         """Keep states on a disk, or those of parameters on a GPU in host memory."""

@@ -45,21 +45,7 @@ class Adam(FusedOptimizer):
         decoupled_weight_decay: bool = False,
         offload: Disk | Host | None = None,
     ) -> None:
-        self._open(
-            params,
-            offload,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            decoupled_weight_decay=decoupled_weight_decay,
-        )
+        self._open(locals())
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["amsgrad"] else self._state_names[:2]

@@ -82,15 +82,7 @@ class AdamMini(BlockOptimizer):
         offload: Disk | Host | None = None,
     ) -> None:
         self._head_dim, self._block = head_dim, block
-        self._open(
-            params,
-            offload,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
+        self._open(locals())
 
     # --- blocks ----------------------------------------------------------------------------------
 

@@ -36,14 +36,7 @@ class Lion(FusedOptimizer):
         maximize: bool = False,
         offload: Disk | Host | None = None,
     ) -> None:
-        self._open(
-            params,
-            offload,
-            lr=lr,
-            betas=tuple(betas),
-            weight_decay=weight_decay,
-            maximize=maximize,
-        )
+        self._open(locals())
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
         beta1, beta2 = group["betas"]

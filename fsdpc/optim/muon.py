@@ -93,23 +93,7 @@ class Muon(MatrixOptimizer):
         if ns_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"ns_dtype must be torch.bfloat16 or torch.float32, got {ns_dtype}")
         self._matrices, self._split, self._dtype = matrices, split, ns_dtype
-        self._open(
-            params,
-            None,
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=tuple(ns_coefficients),
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-            use_muon=None,
-            adamw_lr=adamw_lr,
-            adamw_betas=tuple(adamw_betas),
-            adamw_eps=adamw_eps,
-            adamw_weight_decay=adamw_weight_decay,
-        )
+        self._open(locals(), use_muon=None)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_dtype": self._dtype}

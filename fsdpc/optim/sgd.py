@@ -47,19 +47,7 @@ class SGD(FusedOptimizer):
     ) -> None:
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
-        self._open(
-            params,
-            offload,
-            lr=lr,
-            momentum=momentum,
-            dampening=dampening,
-            weight_decay=weight_decay,
-            nesterov=nesterov,
-            maximize=maximize,
-            foreach=foreach,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        self._open(locals())
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return self._state_names if group["momentum"] != 0 else ()

@@ -57,23 +57,7 @@ class Shampoo(Preconditioned):
     ) -> None:
         self._refuse_offload(offload)
         self._matrices, self._split = matrices, split
-        self._open(
-            params,
-            None,
-            lr=lr,
-            betas=tuple(betas),
-            eps=eps,
-            weight_decay=weight_decay,
-            precondition_frequency=precondition_frequency,
-            max_precondition_dim=max_precondition_dim,
-            grafting=grafting,
-            grafting_eps=grafting_eps,
-            use_shampoo=None,
-            adamw_lr=adamw_lr,
-            adamw_betas=adamw_betas,
-            adamw_eps=adamw_eps,
-            adamw_weight_decay=adamw_weight_decay,
-        )
+        self._open(locals(), use_shampoo=None)
 
     def _rule(
         self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor

@@ -111,23 +111,7 @@ class SOAP(Preconditioned):
     ) -> None:
         self._refuse_offload(offload)
         self._matrices, self._split = matrices, split
-        self._open(
-            params,
-            None,
-            lr=lr,
-            betas=tuple(betas),
-            shampoo_beta=shampoo_beta,
-            eps=eps,
-            weight_decay=weight_decay,
-            precondition_frequency=precondition_frequency,
-            max_precondition_dim=max_precondition_dim,
-            correct_bias=correct_bias,
-            use_soap=None,
-            adamw_lr=adamw_lr,
-            adamw_betas=adamw_betas,
-            adamw_eps=adamw_eps,
-            adamw_weight_decay=adamw_weight_decay,
-        )
+        self._open(locals(), use_soap=None)
 
     def _rule(
         self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor
