@@ -172,18 +172,6 @@ fsdpc_unit_free(fsdpc_unit *unit)
 }
 
 int
-fsdpc_unit_born(const fsdpc_unit *unit)
-{
-    return unit->born;
-}
-
-const char *
-fsdpc_unit_name(const fsdpc_unit *unit)
-{
-    return unit->name;
-}
-
-int
 fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
 {
     char *copy = fsdpc_mem_strdup(name);
@@ -193,54 +181,6 @@ fsdpc_unit_rename(fsdpc_unit *unit, const char *name)
     fsdpc_mem_free(unit->name);
     unit->name = copy;
     return FSDPC_OK;
-}
-
-const fsdpc_footprint *
-fsdpc_unit_footprint(const fsdpc_unit *unit)
-{
-    return &unit->footprint;
-}
-
-const fsdpc_layout *
-fsdpc_unit_layout(const fsdpc_unit *unit)
-{
-    return unit->layout;
-}
-
-fsdpc_comm *
-fsdpc_unit_comm(const fsdpc_unit *unit)
-{
-    return unit->shard;
-}
-
-int
-fsdpc_unit_rank(const fsdpc_unit *unit)
-{
-    return unit->rank;
-}
-
-void *
-fsdpc_unit_master(const fsdpc_unit *unit)
-{
-    return unit->master;
-}
-
-void *
-fsdpc_unit_grad(const fsdpc_unit *unit)
-{
-    return unit->grad;
-}
-
-void *
-fsdpc_unit_full(const fsdpc_unit *unit)
-{
-    return unit->direct ? unit->master : unit->range.address;
-}
-
-bool
-fsdpc_unit_is_direct(const fsdpc_unit *unit)
-{
-    return unit->direct;
 }
 
 int

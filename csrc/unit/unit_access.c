@@ -1,18 +1,58 @@
-/* What exchanges and the tree read and set of a unit. */
+/* What others read and set of a unit. */
 #include <string.h>
 
 #include "unit/unit_impl.h"
 
-struct fsdpc_unit_use *
-fsdpc_unit_use(const fsdpc_unit *unit)
-{
-    return unit->use;
-}
+#define GET(TYPE, NAME, VALUE)        \
+    TYPE NAME(const fsdpc_unit *unit) \
+    {                                 \
+        return VALUE;                 \
+    }
+#define SET(TYPE, NAME, PLACE)              \
+    void NAME(fsdpc_unit *unit, TYPE value) \
+    {                                       \
+        unit->PLACE = value;                \
+    }
 
-void
-fsdpc_unit_set_use(fsdpc_unit *unit, struct fsdpc_unit_use *use)
+/* clang-format off */
+GET(int, fsdpc_unit_born, unit->born)
+GET(const char *, fsdpc_unit_name, unit->name)
+GET(const fsdpc_footprint *, fsdpc_unit_footprint, &unit->footprint)
+GET(const fsdpc_layout *, fsdpc_unit_layout, unit->layout)
+GET(fsdpc_comm *, fsdpc_unit_comm, unit->shard)
+GET(int, fsdpc_unit_rank, unit->rank)
+GET(void *, fsdpc_unit_master, unit->master)
+GET(void *, fsdpc_unit_grad, unit->grad)
+GET(void *, fsdpc_unit_full, unit->direct ? unit->master : unit->range.address)
+GET(bool, fsdpc_unit_is_direct, unit->direct)
+GET(struct fsdpc_unit_use *, fsdpc_unit_use, unit->use)
+GET(uint64_t, fsdpc_unit_gathers, unit->gathers)
+GET(fsdpc_device *, fsdpc_unit_device, unit->device)
+GET(fsdpc_comm *, fsdpc_unit_replicate, unit->replicate)
+GET(bool, fsdpc_unit_reshards, unit->reshard)
+GET(bool, fsdpc_unit_keeps, unit->keeps)
+GET(double, fsdpc_unit_divide, unit->divide)
+GET(bool, fsdpc_unit_is_spare, unit->range.spare)
+GET(bool, fsdpc_unit_is_hooked, unit->grads.hooked)
+GET(bool, fsdpc_unit_withholds, unit->grads.withheld)
+GET(bool, fsdpc_unit_has_local, unit->grads.local_any)
+GET(bool, fsdpc_unit_sends_local, unit->grads.local_any && !unit->grads.hooked && !unit->grads.withheld)
+GET(const uint8_t *, fsdpc_unit_local_used, unit->grads.local_used)
+GET(uint8_t *, fsdpc_unit_used, unit->grads.used)
+GET(void *, fsdpc_unit_partial, unit->partial)
+SET(struct fsdpc_unit_use *, fsdpc_unit_set_use, use)
+SET(bool, fsdpc_unit_set_reshards, reshard)
+SET(bool, fsdpc_unit_set_keeps, keeps)
+SET(double, fsdpc_unit_set_divide, divide)
+SET(bool, fsdpc_unit_set_hooked, grads.hooked)
+SET(bool, fsdpc_unit_set_withholds, grads.withheld)
+SET(bool, fsdpc_unit_set_add, grads.add)
+/* clang-format on */
+
+fsdpc_range *
+fsdpc_unit_range(fsdpc_unit *unit)
 {
-    unit->use = use;
+    return &unit->range;
 }
 
 void
@@ -21,130 +61,10 @@ fsdpc_unit_count_gather(fsdpc_unit *unit)
     unit->gathers++;
 }
 
-uint64_t
-fsdpc_unit_gathers(const fsdpc_unit *unit)
-{
-    return unit->gathers;
-}
-
-fsdpc_device *
-fsdpc_unit_device(const fsdpc_unit *unit)
-{
-    return unit->device;
-}
-
-fsdpc_comm *
-fsdpc_unit_replicate(const fsdpc_unit *unit)
-{
-    return unit->replicate;
-}
-
-bool
-fsdpc_unit_reshards(const fsdpc_unit *unit)
-{
-    return unit->reshard;
-}
-
-void
-fsdpc_unit_set_reshards(fsdpc_unit *unit, bool reshard)
-{
-    unit->reshard = reshard;
-}
-
-bool
-fsdpc_unit_keeps(const fsdpc_unit *unit)
-{
-    return unit->keeps;
-}
-
-void
-fsdpc_unit_set_keeps(fsdpc_unit *unit, bool keeps)
-{
-    unit->keeps = keeps;
-}
-
-double
-fsdpc_unit_divide(const fsdpc_unit *unit)
-{
-    return unit->divide;
-}
-
-void
-fsdpc_unit_set_divide(fsdpc_unit *unit, double divide)
-{
-    unit->divide = divide;
-}
-
-fsdpc_range *
-fsdpc_unit_range(fsdpc_unit *unit)
-{
-    return &unit->range;
-}
-
-bool
-fsdpc_unit_is_spare(const fsdpc_unit *unit)
-{
-    return unit->range.spare;
-}
-
 const char *
 fsdpc_unit_peer_master(const fsdpc_unit *unit, int r)
 {
     return unit->peers[r];
-}
-
-bool
-fsdpc_unit_is_hooked(const fsdpc_unit *unit)
-{
-    return unit->grads.hooked;
-}
-
-void
-fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked)
-{
-    unit->grads.hooked = hooked;
-}
-
-bool
-fsdpc_unit_withholds(const fsdpc_unit *unit)
-{
-    return unit->grads.withheld;
-}
-
-void
-fsdpc_unit_set_withholds(fsdpc_unit *unit, bool withholds)
-{
-    unit->grads.withheld = withholds;
-}
-
-bool
-fsdpc_unit_has_local(const fsdpc_unit *unit)
-{
-    return unit->grads.local_any;
-}
-
-bool
-fsdpc_unit_sends_local(const fsdpc_unit *unit)
-{
-    return unit->grads.local_any && !unit->grads.hooked && !unit->grads.withheld;
-}
-
-const uint8_t *
-fsdpc_unit_local_used(const fsdpc_unit *unit)
-{
-    return unit->grads.local_used;
-}
-
-void
-fsdpc_unit_set_add(fsdpc_unit *unit, bool add)
-{
-    unit->grads.add = add;
-}
-
-uint8_t *
-fsdpc_unit_used(const fsdpc_unit *unit)
-{
-    return unit->grads.used;
 }
 
 void
@@ -159,12 +79,6 @@ void
 fsdpc_unit_clear_used(fsdpc_unit *unit)
 {
     memset(unit->grads.used, 0, (size_t)unit->layout->param_count);
-}
-
-void *
-fsdpc_unit_partial(const fsdpc_unit *unit)
-{
-    return unit->partial;
 }
 
 fsdpc_unit_memory

@@ -71,8 +71,8 @@ def code(text: str) -> str:
 
 
 def names_defined(text: str) -> set[str]:
-    """Functions and variables that other files see."""
-    functions = re.findall(r"^(fsdpc_\w+)\(", text, re.MULTILINE)
+    """Functions and variables that other files see. GET and SET make a function a row."""
+    functions = re.findall(r"^(?:[GS]ET\([^,]+, )?(fsdpc_\w+)[(,]", text, re.MULTILINE)
     variables = re.findall(
         r"^(?!static\b|extern\b|typedef\b)\w[\w ]*\b[ *]*\b(fsdpc_\w+)(?:\[\w*\])?(?: =|;)",
         text,
