@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
+import env
 import pytest
 import torch
 from combinations import subset
@@ -179,8 +180,16 @@ def test_swapped_units_are_named(rank, world):
     assert "first" in text and "second" in text and "mark_data_dependent" in text, text
 
 
-@ranks(2, 3, env=WIRE)
-def test_marked_experts(rank, world):
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("kind", ["wire", "nccl"])
+def test_marked_experts(world, kind):
+    if kind == "nccl" and env.missing() is not None:
+        pytest.skip(str(env.missing()))
+    given = WIRE if kind == "wire" else env.environment()
+    run_ranks(train_marked_experts, world, env=given, kind=kind)
+
+
+def train_marked_experts(rank, world, kind):
     """A marked mixture of experts trains like the unsharded one."""
     model = mixture(count=3)
     reference = Reference(model, loss_of=mixture_loss)
@@ -191,4 +200,4 @@ def test_marked_experts(rank, world):
         batch = random_batch(rank, step, 1, 3)
         mixture_loss(sharded, batch).backward()
         reference.backward(batch)
-        check_gradients("wire", sharded, reference, f"of step {step}")
+        check_gradients(kind, sharded, reference, f"of step {step}")

@@ -19,7 +19,7 @@ SKIPPED: dict[str, str] = {
     "dist/test_eval_uneven.py": UNEVEN,
     "dist/test_fully_shard.py::test_sums_in_low_precision": "NCCL rounds each partial sum",
     "dist/test_features_graph.py::test_ranks_evaluate_different_numbers_of_batches": UNEVEN,
-    "dist/test_features_experts.py": UNMARKED + "; test_device_experts.py marks them",
+    "dist/test_features_experts.py": UNMARKED + "; parity/test_runs.py marks them",
     "dist/test_optim_in_backward.py": "refused by name for units on a GPU: test_device_optim.py",
     "dist/test_optim_offload.py": "states on a disk are refused by name for units on a GPU",
     "dist/test_with_collectives.py": "collectives of host memory, and fake process groups",
