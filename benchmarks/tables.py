@@ -393,6 +393,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "checkpoint": checkpoint_tables,
     "curves": curve_tables,
     "checkouts": checkouts_tables,
+    "checkouts_85m": checkouts_tables,
     "step": step_tables,
     "comm": comm_tables,
     "kernels": kernel_tables,
