@@ -8,8 +8,7 @@ The first writes results/curves.json and, with --picture, the curves as an SVG. 
 trains the same model from the same weights on the same batches; the figures are bits per byte of
 the last training steps (mean of 20) and of validation.
 Lion, SGD, SOAP and Adafactor have learning rates of their own. --only with --json keeps what the
-file has of the other cases, if the model, the batches, Python's library, torch and machine are the
-same. With --device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
+file has of the other cases, if the model, the batches, Python and torch are the same. With --device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
 
 With --codes the cases are those of QuantizedPolicy instead: AdamW, and weights and gradients in
 codes, to results/codes_curves.json. "0.1 % off" is the plain run from disturbed weights, which says
@@ -298,14 +297,14 @@ def show(results: dict[str, Any], first: str) -> None:
     common.print_table(["", f"last {LAST} steps", "validation", f"against {first}"], rows)
 
 
-def earlier(file: str, head: dict[str, Any]) -> dict[str, Any]:
-    """What the file has of runs of the same model, steps, batches and machine."""
+def earlier(file: str, head: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """What the file has of runs of the same model, steps, batches, Python and torch."""
     path = common.RESULTS / file
-    kept = json.loads(path.read_text()) if path.exists() else {"run": {}}
-    keys = ("python", "torch", "machine")
-    same = all(kept.get(key) == value for key, value in head.items() if key != "run")
-    same = same and all(kept["run"].get(key) == head["run"][key] for key in keys)
-    return kept["cases"] if same else {}
+    kept = json.loads(path.read_text()) if path.exists() else {}
+    if any(kept.get(key) != value for key, value in head.items()):
+        return {}
+    same = [(key, run[key]) for key in ("python", "torch")]
+    return {n: c for n, c in kept["cases"].items() if all(c["run"][k] == v for k, v in same)}
 
 
 def main() -> None:
@@ -335,12 +334,13 @@ def main() -> None:
             for name, text in found.items():
                 print(f"{world} ranks, {name}: {text[:16]}")
         raise SystemExit(0 if equal else "the runs differ")
-    head = {"run": common.describe_run(kept=options.json), "ranks": options.world}
+    run_here = common.describe_run(kept=options.json)
+    head = {"ranks": options.world}
     head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch", "device")}
     cases, file = (CODES, "codes_curves.json") if options.codes else (OPTIMIZERS, "curves.json")
-    results = earlier(file, head) if options.only and options.json else {}
+    results = earlier(file, head, run_here) if options.only and options.json else {}
     for name in [name for name in cases if re.search(options.only, name)]:
-        results |= run(options.world, options, [name])
+        results[name] = {"run": run_here, **run(options.world, options, [name])[name]}
         if options.json:  # after each case, because all of them take long
             common.write_json(file, {**head, "cases": results})
     show(results, PLAIN if options.codes else "AdamW")

@@ -301,7 +301,8 @@ def curve_tables(result: dict) -> str:
     head = ["bits per byte", "last 20 steps", "validation", "against AdamW"]
     sizes = ", ".join(f"{k} {result[k]}" for k in ("ranks", "steps", "layers", "width", "batch"))
     title = f"### Training curves of optimizers: {sizes}"
-    return "\n\n".join([title, run_line(result["run"]), markdown(head, rows)])
+    runs = list(dict.fromkeys(run_line(case["run"]) for case in cases.values()))
+    return "\n\n".join([title, "  \n".join(runs), markdown(head, rows)])
 
 
 def offload_tables(result: dict) -> str:
