@@ -354,14 +354,13 @@ asan-c:
 # On several ranks only what reaches most of the core: everything would take an hour. In one process
 # all but what calls nothing of the extension: the planner, except where its numbers are compared with
 # the core's, and rules of the source tree, documents and tests; and but thousands of the same calls (references).
-# Of the checkpoints' tests those stay away that try one save or load again and again, with something else of
-# Python's going wrong each time.
+# ASAN_LEAVES: tests that repeat one call of the core very often, or call little of the core.
 NOT_OF_THE_CORE := benchmarks combinations comparisons compatibility_doc compatibility_doc2 cuda_build \
     device_audit gpu_benchmarks import interruptible layering plan_command plan_doctor plan_time readmes \
     references stub stuck torch_names wall world
 ASAN_TESTS := $(filter-out $(NOT_OF_THE_CORE:%=tests/unit/test_%.py),$(wildcard tests/unit/test_*.py)) \
     tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_experts.py)
-ASAN_LEAVES := whatever_file_operation another_process_replaces folders_of_steps fuzzed_indexes every_flipped_bit \
+ASAN_LEAVES := whatever_file_operation another_process_replaces folders_of_steps fuzzed_indexes \
     disjoint_in_whole_pages
 empty :=
 ASAN_CHOICE := not ($(subst $(empty) $(empty), or ,$(strip $(ASAN_LEAVES))))

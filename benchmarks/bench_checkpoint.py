@@ -613,6 +613,8 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
+    if args.every and args.model == "many":
+        raise SystemExit("--every needs a model that trains: 10m or 85m")
     run = common.describe_run(kept=bool(args.json))
     tempfile.tempdir = args.folder  # where run_ranks makes its folder
     free = shutil.disk_usage(args.folder).free

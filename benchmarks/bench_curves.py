@@ -8,7 +8,8 @@ The first writes results/curves.json and, with --picture, the curves as an SVG. 
 trains the same model from the same weights on the same batches; the figures are bits per byte of
 the last training steps (mean of 20) and of validation.
 Lion, SGD, SOAP and Adafactor have learning rates of their own. --only with --json keeps what the
-file has of the other cases, if the model, the batches, Python and torch are the same. With --device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
+file has of the other cases, if the model, the batches, Python and torch are the same. With
+--device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
 
 With --codes the cases are those of QuantizedPolicy instead: AdamW, and weights and gradients in
 codes, to results/codes_curves.json. "0.1 % off" is the plain run from disturbed weights, which says
@@ -226,7 +227,7 @@ def digest(name: str, options: argparse.Namespace) -> str:
     )
     found = hashlib.sha256()
     for key, value in model.state_dict().items():
-        found.update(key.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+        found.update(key.encode() + value.contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return found.hexdigest()
 
 
@@ -240,6 +241,7 @@ def rank_main(
     os.environ["MASTER_PORT"] = str(port)
     if options.device == "cuda":
         torch.cuda.set_device(0)
+        os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     elif options.codes:
         os.environ["FSDPC_HOST"] = f"{rank}"  # ranks that share memory code nothing
     backend = "nccl" if options.device == "cuda" else "gloo"
@@ -301,8 +303,10 @@ def earlier(file: str, head: dict[str, Any], run: dict[str, Any]) -> dict[str, A
     """What the file has of runs of the same model, steps, batches, Python and torch."""
     path = common.RESULTS / file
     kept = json.loads(path.read_text()) if path.exists() else {}
-    if any(kept.get(key) != value for key, value in head.items()):
+    if not kept:
         return {}
+    if any(kept.get(key) != value for key, value in head.items()):
+        raise SystemExit(f"{file} has other runs: leave --only away to replace them")
     same = [(key, run[key]) for key in ("python", "torch")]
     return {n: c for n, c in kept["cases"].items() if all(c["run"][k] == v for k, v in same)}
 
@@ -326,6 +330,8 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--picture", default="", help="an SVG file")
     options = parser.parse_args()
+    if options.worlds and options.codes:
+        parser.error("--worlds compares optimizers, not codes")
     if options.worlds:
         names = [name for name in EQUAL if re.search(options.only, name)]
         runs = {world: run(world, options, names) for world in options.worlds}

@@ -288,7 +288,8 @@ def activation_curve_tables(result: dict) -> str:
 def curve_tables(result: dict) -> str:
     """Where the curves of bench_curves.py end."""
     cases = result["cases"]
-    base = cases["AdamW"]["validation"]
+    first = "AdamW" if "AdamW" in cases else "float32"
+    base = cases[first]["validation"]
     rows = [
         [
             name,
@@ -298,9 +299,9 @@ def curve_tables(result: dict) -> str:
         ]
         for name, case in cases.items()
     ]
-    head = ["bits per byte", "last 20 steps", "validation", "against AdamW"]
+    head = ["bits per byte", "last 20 steps", "validation", f"against {first}"]
     sizes = ", ".join(f"{k} {result[k]}" for k in ("ranks", "steps", "layers", "width", "batch"))
-    title = f"### Training curves of optimizers: {sizes}"
+    title = f"### Training curves of {'optimizers' if first == 'AdamW' else 'codes'}: {sizes}"
     runs = list(dict.fromkeys(run_line(case["run"]) for case in cases.values()))
     return "\n\n".join([title, "  \n".join(runs), markdown(head, rows)])
 
@@ -393,15 +394,14 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "hosts": hosts_tables,
     "checkpoint": checkpoint_tables,
     "curves": curve_tables,
+    "codes_curves": curve_tables,
     "checkouts": checkouts_tables,
-    "checkouts_85m": checkouts_tables,
     "step": step_tables,
     "comm": comm_tables,
     "kernels": kernel_tables,
     "gpu": gpu_tables,
     "optim": optim_tables,
     "muon": muon_tables,
-    "muon_4ranks": muon_tables,
     "activations": activations_tables,
 }
 

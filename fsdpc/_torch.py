@@ -78,7 +78,8 @@ StridedShard = _find("torch.distributed.tensor.placement_types", "_StridedShard"
 AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
 # Compares types, dtypes, devices, shapes and strides of many tensors with those of an earlier time.
-TensorGuards = _find("torch._C._dynamo.guards", "TensorGuards")
+# None: a save keeps nothing of what it has read.
+TensorGuards = _maybe("torch._C._dynamo.guards", "TensorGuards")
 
 # Sees every operation that torch runs; operations on tensors without values.
 TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode")

@@ -33,7 +33,7 @@ _AT_ONCE = 1 << 26  # values that a layer decodes at a time
 def encode_rows(rows: Tensor, codec: str) -> Tensor:
     """The codes of each row of a matrix. Local."""
     size = (*rows.shape[:-1], _C.row_codes_bytes(codec, rows.shape[-1]))
-    # The padding is written, too, so that equal weights have equal bytes.
+    # The padding is zero, so that equal weights have equal bytes.
     coded = torch.zeros(size, dtype=torch.uint8, device=rows.device)
     _C.encode_rows(codec, rows.detach().contiguous(), coded, kernel_ordinal(rows))
     return coded

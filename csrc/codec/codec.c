@@ -378,8 +378,11 @@ encode_keeping(fsdpc_codec codec, const fsdpc_kernels *kernels, float *wide, int
     }
     FSDPC_TRY(encode_wide(codec, kernels, wide, n, codes, scales));
     FSDPC_TRY(decode_wide(codec, kernels, codes, scales, n, back));
-    for (int64_t i = 0; i < n; i++) {
-        lost[i] = isfinite(back[i]) && !zero[i / block] ? wide[i] - back[i] : lost[i];
+    for (int64_t at = 0; at < n; at += block) {
+        const int64_t end = n - at < block ? n : at + block;
+        for (int64_t i = at; i < end && !zero[at / block]; i++) {
+            lost[i] = isfinite(back[i]) ? wide[i] - back[i] : lost[i];
+        }
     }
     return FSDPC_OK;
 }

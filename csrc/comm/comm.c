@@ -436,7 +436,7 @@ fsdpc_comm_all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t byte
         return fsdpc_error(FSDPC_E_INVAL, "%s: %zu bytes for each of %d ranks overflow", what,
                            bytes, comm->world);
     }
-    if (all == bytes || bytes == 0) {
+    if (comm->world == 1 || bytes == 0) {
         return FSDPC_OK;
     }
     FSDPC_TRY(check_buffer(pieces, bytes, what));

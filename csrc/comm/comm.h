@@ -144,8 +144,8 @@ int fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *par
 /* Sums of piece_numel elements at `buffer`. */
 int fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                 const char *what);
-/* The kind "nccl" has it. The i-th other rank, in the order of ranks, gets the `bytes` bytes at pieces + i * bytes; what
- * it has for this rank is at landing + i * bytes afterwards. FSDPC_E_UNAVAILABLE */
+/* Only the kind "nccl" has an all-to-all; others: FSDPC_E_UNAVAILABLE. The i-th other rank, in the order of ranks, gets the
+ * `bytes` bytes at pieces + i * bytes; what that rank has for this one is at landing + i * bytes afterwards. */
 bool fsdpc_comm_has_all_to_all(const fsdpc_comm *comm);
 int fsdpc_comm_all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes,
                           const char *what);

@@ -274,7 +274,8 @@ typedef struct fsdpc_coding {
     size_t stride;
     float *lost; /* one per value, or NULL: fsdpc_codec_encode */
 } fsdpc_coding;
-/* Values to codes (FSDPC_UNCODED: copies of them), or back. A launch for up to 48; the list is read before the call
+/* Encode: values to codes, with FSDPC_UNCODED copies of the values. Decode: codes to values; FSDPC_E_INVAL for
+ * FSDPC_UNCODED. A launch for up to 48; the list is read before the call
  * returns. */
 int fsdpc_device_encode(fsdpc_device *device, const fsdpc_coding *list, int count);
 int fsdpc_device_decode(fsdpc_device *device, const fsdpc_coding *list, int count);

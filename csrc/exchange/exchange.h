@@ -115,7 +115,8 @@ size_t fsdpc_exchange_largest_slot(const fsdpc_exchange *exchange);
 int fsdpc_exchange_reduce_slots(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_gather_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
-/* Of both, what is beside the slots, and so in a GPU's allocator: coded pieces that are gathered, and what coding lost. */
+/* Part of gather_bytes and reduce_bytes: memory beside the slots (gathered codes, and the error that coding left), which on
+ * a GPU is in torch's allocator. */
 size_t fsdpc_exchange_coded_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);
 uint64_t fsdpc_exchange_spare_count(const fsdpc_exchange *exchange);

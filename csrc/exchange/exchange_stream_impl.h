@@ -82,9 +82,9 @@ struct fsdpc_streams {
     fsdpc_comm_part *parts;    /* of the unit being gathered or reduced */
     fsdpc_coding *codings;     /* of the unit being gathered or reduced, two per segment */
     fsdpc_landed *landed;      /* of the unit being reduced, per segment */
-    size_t *offsets;           /* its pieces as they are sent, and what coding them lost */
+    size_t *offsets;           /* of that unit's pieces as they are sent, and of what coding lost */
     struct fsdpc_lost *lost;   /* per unit */
-    char *coded;               /* its coded pieces: of each such segment those of all ranks */
+    char *coded;               /* of the unit being gathered: all ranks' coded pieces, by segment */
     size_t coded_bytes;        /* of the unit with the most; 0: none is coded */
     bool replicas;             /* some unit has replicas */
     struct fsdpc_turns turns;

@@ -2,7 +2,7 @@
  * other ranks of its host (exchange_wire_host.c).
  *
  * A gather casts this rank's pieces into their place in the slot, and a flight (comm/flight.h) brings the
- * others' there. A prefetch only begins the flight, which lands when the values are needed. A reduction packs
+ * others' there. A prefetch only begins the flight, which lands when the values, or those of a later one, are needed. A reduction packs
  * into the next of a few buffers and begins a flight that brings every rank its own pieces of all ranks'
  * gradients; this rank sums them in the order of ranks when the buffer is needed again, or at the end of
  * backward. Gradients that travel coded (exchange_wire_coded.c) are coded behind the packed ones, and decoded for the
@@ -188,9 +188,6 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
     FSDPC_TRY(fsdpc_flight_gather(x->comm, x->wire->parts, layout->segment_count, route,
                                   fsdpc_wire_mark(x, turn, &mark), what, flight));
     x->wire->flying[x->wire->flying_count++] = id;
-    if (x->wire->host) {
-        fsdpc_wire_say_change(x); /* ranks of this host may wait before another flight */
-    }
     fsdpc_wire_count(x, unit, *flight);
     return FSDPC_OK;
 }
@@ -219,8 +216,8 @@ empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     struct fsdpc_wire_host *host = x->wire->host;
     const int slot = fsdpc_unit_use(unit)->slot, before = x->slot_unit[slot];
-    x->slot_unit[slot] = -1;
     FSDPC_TRY(fsdpc_wire_land_gather(x, before));
+    x->slot_unit[slot] = -1;
     if (!host) {
         return FSDPC_OK;
     }
@@ -230,12 +227,13 @@ empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
                                 unit);
 }
 
-/* Beside another unit in the same slot: in memory of this rank's own. */
+/* Beside another unit in the same slot: in memory of this rank's own, which goes with the unit's release, so that no
+ * gather that is in flight before may fail in place of this one. */
 static int
 start_apart(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     const int id = fsdpc_unit_use(unit)->id;
-    FSDPC_TRY(fsdpc_wire_land_gather(x, id));
+    FSDPC_TRY(fsdpc_wire_land_gathers(x));
     FSDPC_TRY(fsdpc_arena_spare(x->arena, fsdpc_unit_range(unit)));
     fsdpc_exchange_note(x, FSDPC_TRACE_SPARE, unit, fsdpc_unit_range(unit)->bytes);
     return fill(x, unit, x->wire->host ? FSDPC_WIRE_APART(id) : FSDPC_WIRE_GATHER(id),
@@ -267,7 +265,7 @@ start(fsdpc_exchange *x, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* A failed gather leaves no values in the slot. */
+/* A gather that fails while another one has still to land before it stays in flight. */
 static int
 gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
@@ -281,6 +279,9 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
     if (wait && !use->ready) {
         int status = fsdpc_wire_land_gather(x, use->id);
         FSDPC_KEEP(status == FSDPC_OK ? await_others(x, unit) : FSDPC_OK);
+        if (status != FSDPC_OK && x->wire->gathers[use->id]) {
+            return status;
+        }
         if (status != FSDPC_OK) {
             x->slot_unit[use->slot] = -1;
             use->begun = false;

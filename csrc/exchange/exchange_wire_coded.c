@@ -3,8 +3,8 @@
  * gradients that it sends; those that have landed are decoded on their way to the sum (grad.c).
  *
  * [Note: error feedback] What coding loses of a gradient is kept here, by the rank that codes, and added to the unit's next
- * gradient. So a sum over steps is off by what is kept, not by what all steps lost. Blocks that are not finite change
- * nothing. It lives as long as the exchange. */
+ * gradient. So a sum over steps is off by what is kept, not by what all steps lost. Blocks that are
+ * not finite, and blocks of zeros, change nothing. What is kept lives as long as the exchange. */
 #include <string.h>
 
 #include "base/mem.h"

@@ -124,9 +124,10 @@ bool fsdpc_wire_brings(const fsdpc_exchange *x, fsdpc_route route, int owner);
 void fsdpc_wire_name_gather(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES]);
 /* The unit's values are in a slot that the ranks of this host share. */
 bool fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* [Note: landed in order] Other ranks of this host wait for this rank's part of a gather, and begin nothing new meanwhile.
- * So a gather lands before this rank waits for any later flight, also one that this rank does not need: it may run
- * other units than the others, and would wait for them as they wait for it. */
+/* [Note: landed in order] Other ranks of this host may wait for this rank's part of a gather; until it has landed they begin
+ * no other flight. So this rank lands each gather before it waits for any later flight of the exchange, even a gather whose
+ * values this rank does not need. Otherwise ranks that run different units wait for each other. Between two exchanges, and
+ * in the communicator's own collectives, the deadline ends such a wait. */
 
 /* Waits for gathers that began before the flight, then for the flight, and frees the flight, also after a failure.
  * *summed (optional) as fsdpc_flight_is_summed. FSDPC_E_MISMATCH: another rank means another one. */
@@ -136,7 +137,7 @@ int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, 
 int fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what);
 int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);
 int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
-/* Waits until this rank's part of the unit's gather has landed. A no-op if none is in flight, or if `id` is -1. */
+/* Waits until this rank's part of the unit's gather has landed, and those of gathers that began before. A no-op if none is in flight, or if `id` is -1. */
 int fsdpc_wire_land_gather(fsdpc_exchange *x, int id);
 /* The same for all units. */
 int fsdpc_wire_land_gathers(fsdpc_exchange *x);

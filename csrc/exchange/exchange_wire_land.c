@@ -17,6 +17,17 @@ fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->wire->host && !fsdpc_unit_is_spare(unit);
 }
 
+/* A failed gather leaves no values in the slot. */
+static void
+forget_gather(fsdpc_exchange *x, int id)
+{
+    struct fsdpc_unit_use *use = fsdpc_unit_use(x->units[id]);
+    if (x->slot_unit[use->slot] == id) {
+        x->slot_unit[use->slot] = -1;
+    }
+    use->begun = false;
+}
+
 static int
 land_first(fsdpc_exchange *x)
 {
@@ -27,9 +38,14 @@ land_first(fsdpc_exchange *x)
     fsdpc_unit *unit = x->units[id];
     const int slot = fsdpc_unit_use(unit)->slot;
     fsdpc_wire_name_gather(unit, what);
-    FSDPC_TRY(fsdpc_wire_land(x, &wire->gathers[id], what, NULL));
+    int status = fsdpc_wire_land(x, &wire->gathers[id], what, NULL);
     const bool shared = fsdpc_wire_is_shared(x, unit);
-    FSDPC_TRY(fsdpc_wire_decode(x, unit, shared ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL));
+    const fsdpc_route route = shared ? FSDPC_BY_CARRIERS : FSDPC_TO_ALL;
+    FSDPC_KEEP(status == FSDPC_OK ? fsdpc_wire_decode(x, unit, route) : FSDPC_OK);
+    if (status != FSDPC_OK) {
+        forget_gather(x, id);
+        return status;
+    }
     if (shared) {
         fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, wire->host->fills[slot]);
     }

@@ -14,8 +14,8 @@ typedef struct fsdpc_footprint_options {
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
     bool foreign; /* the gathered values are made elsewhere */
     int senders;  /* ranks whose gradients land apart, because this rank cannot read their memory */
-    bool
-        to_all; /* only those of units with codes, which also leave apart, in one stretch per rank (a GPU) */
+    /* A GPU: senders count only for units whose gradients travel coded; those also need one stretch per receiver. */
+    bool to_all;
     size_t range_grain; /* size of a page of host memory, or the device's grain */
     size_t page_bytes;  /* of host memory */
 } fsdpc_footprint_options;

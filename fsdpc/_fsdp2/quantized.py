@@ -39,8 +39,9 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     - ``"mxfp8"``: E4M3 and a power of two per 32, as OCP's MX formats.
     - ``"nf4"``: 4 bits and a float32 scale per 64, the levels of QLoRA.
 
-    ``reduce_codec`` is None or in which codes the same parameters' gradients go over a wire to the
-    rank that sums them: one of the above but for nf4, or
+    ``reduce_codec`` names the codes in which gradients of the same parameters go to the rank that
+    sums them, over a wire or between GPUs; None: they go as they are. One of the above but for nf4,
+    or
 
     - ``"int4"``: -7 to 7 in 4 bits and a float32 scale per 128. A value is off by at most the
       largest magnitude of its block / 14: smaller ones become 0.
@@ -50,7 +51,7 @@ class QuantizedPolicy(MixedPrecisionPolicy):
 
     Ranks of one host sum before they code, and a rank adds its own part as it is. So nothing is
     coded where all ranks share memory, in sums over replicas, and by ``set_collectives("c10d")``.
-    GPUs share none: over NCCL codes go from each rank to all others, and units with coded
+    GPUs share no memory: over NCCL codes go from each rank to all others, and units with coded
     parameters are summed as on a wire, to the bit. Where a GPU's collectives are staged through
     host memory, ``fully_shard`` raises ``NotImplementedError``.
 

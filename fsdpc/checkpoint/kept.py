@@ -33,7 +33,8 @@ from fsdpc.checkpoint.write import planned_set
 
 class Forms:
     """Where and in which form the values of tensors are: equal as long as that stays. Of two that
-    are compared one has let go of its tensors. ``RuntimeError``, ``ValueError``: no such place.
+    are compared one has let go of its tensors. Never equal under autocast, in inference mode and
+    with a tensor that occurs twice. ``RuntimeError``, ``ValueError``: no such place.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -45,14 +46,16 @@ class Forms:
         """Hold no tensors any more; False: torch has no word for their form. Local."""
         tensors, self._tensors = self._tensors, None
         if tensors is None:
-            return True
-        if any(map(is_opaque, {type(tensor): tensor for tensor in tensors}.values())):
+            return self._guards is not None
+        if TensorGuards is None or any(
+            map(is_opaque, {type(tensor): tensor for tensor in tensors}.values())
+        ):
             return False
         try:
             self._guards = TensorGuards(
                 *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
             )
-        except (RuntimeError, ValueError):
+        except (RuntimeError, TypeError, ValueError):
             return False
         return True
 
@@ -213,7 +216,7 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     for _, module in modules:
         found += module._parameters.values()
         found += module._buffers.values()
-    same = list(map(id, found))  # which are one, as long as all are what they were
+    same = list(map(id, found))  # equal numbers: one object under several names
     unlike = dict(zip(same, found, strict=True)).values()
     tensors = [t for t in unlike if t is not None and type(t) is not ReleasedParameter]
     specs = [t._spec for t in tensors if isinstance(t, DTensor)]

@@ -172,7 +172,7 @@ class WeightStream:
         now = None if kept is None else stamp_of(self._model, everyone)
         if kept is None or now is None or kept[0] != now.values:
             return Whole(self._model, everyone, self._rooms, **self._options)
-        now.values = kept[0]
+        now.values = kept[0]  # whose forms hold no tensors
         kept[1].hold(now)
         return kept[1]
 

@@ -138,7 +138,8 @@ class FusedOptimizer(Optimizer):
         ``NOT_OF_GROUPS``, and ``more``, are options of groups. ``ValueError`` in torch's words for
         numbers that are out of range.
         """
-        options = {name: given[name] for name in given if name not in NOT_OF_GROUPS} | more
+        known = [name for name in given if name not in NOT_OF_GROUPS and name[:2] != "__"]
+        options = {name: given[name] for name in known} | more
         for name in TUPLES & options.keys():
             options[name] = None if options[name] is None else tuple(options[name])
         if isinstance(options["lr"], Tensor) and options["lr"].numel() != 1:

@@ -145,8 +145,9 @@ def _process(tree: Any, held: Sequence[Line]) -> int:
     the host's memory.
     """
     if device := gpu_of(tree):
-        slots = sum(h.actual for h in held if h.role in SLOTS) - tree.memory_stats()["coded_bytes"]
-        return torch.cuda.memory_allocated(device) + slots
+        coded = 0 if tree.core is None else tree.memory_stats()["coded_bytes"]
+        slots = sum(h.actual for h in held if h.role in SLOTS)
+        return torch.cuda.memory_allocated(device) + slots - coded
     return sum(process_bytes().values())
 
 

@@ -287,5 +287,15 @@ def groups(rank: int, world: int, path: str) -> None:
     checkpoint.load(f"{path}/again", model)
 
 
+@pytest.mark.parametrize("guards", [None, lambda *tensors: None])
+def test_nothing_is_kept_where_torch_compares_no_tensors(monkeypatch, guards):
+    """None, and a signature that has changed: names that are torch's own."""
+    monkeypatch.setattr(kept, "TensorGuards", guards)
+    tensors = [torch.zeros(2)]
+    forms = kept.Forms(tensors)
+    assert not forms.let_go() and not forms.let_go()
+    assert forms != kept.Forms(tensors)
+
+
 def test_by_other_ranks(tmp_path: Path):
     run_ranks(groups, 3, path=str(tmp_path))

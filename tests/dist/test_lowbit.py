@@ -24,6 +24,7 @@ from toys import by_door
 import fsdpc
 import fsdpc.checkpoint
 from fsdpc import _C, lowbit
+from fsdpc._engine.device import kernel_ordinal
 from fsdpc.checkpoint.convert import convert
 
 WIDTH = 64
@@ -373,6 +374,7 @@ def test_own_codes_refusals(rank, world, door):
 @ranks(1, env=env.environment())
 def test_kernels_code_rows_as_the_processor_does(rank, world):
     """On the simulated GPU, also codes that do not begin at a multiple of 16 bytes."""
+    assert kernel_ordinal(torch.empty(1)) == 0
     for width in (64, 70, 3):
         for dtype in (torch.float32, LOW):
             rows = torch.randn(9, width, dtype=dtype)

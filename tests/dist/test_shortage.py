@@ -7,6 +7,7 @@ import re
 import resource
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from toys import wrap
 import fsdpc
 from fsdpc import optim
 from fsdpc._comm import bootstrap as _bootstrap
-from fsdpc.plan import noticed
+from fsdpc.plan import noticed, shortage
 from fsdpc.wrap import ModuleWrapPolicy
 
 sys.path.append(str(Path(__file__).parents[1] / "simgpu" / "python"))
@@ -272,3 +273,9 @@ def test_a_forked_process_counts_its_share_of_its_parents_memory(rank, world):
     whole = noticed.private_bytes()
     noticed.PROCESS = 0  # another one
     assert 0 < noticed.private_bytes() < whole
+
+
+def test_what_a_gpu_holds_before_there_are_slots(monkeypatch):
+    monkeypatch.setattr(shortage, "gpu_of", lambda tree: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 7)
+    assert shortage._process(SimpleNamespace(units=[], depths=[], core=None), []) == 7

@@ -287,3 +287,12 @@ def test_a_step_that_raises_changes_nothing():
         optimizer.step()
     assert all(map(torch.equal, params, before))
     assert optimizer.state[params[0]]["step"] == 1
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Adam", "AdamW", "Muon", "SGD"])
+def test_groups_have_torchs_options(name: str):
+    """What a constructor passes on is saved in checkpoints."""
+    params = [nn.Parameter(torch.zeros(4, 4))]
+    more = {"Muon": {"adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "use_muon"}}
+    theirs = getattr(torch.optim, name)(params, **({} if name != "SGD" else {"lr": 1e-3})).defaults
+    assert getattr(optim, name)(params, lr=1e-3).defaults.keys() == {*theirs, *more.get(name, ())}

@@ -66,6 +66,13 @@ run_rows(bool encode, const struct request *r)
 static int
 run_request(bool encode, const struct request *r)
 {
+    if (!r->device) {
+        return run_rows(encode, r);
+    }
+    if (r->rows > INT32_MAX) {
+        return fsdpc_error(FSDPC_E_INVAL, "a GPU codes at most %d rows at once, not %lld",
+                           INT32_MAX, (long long)r->rows);
+    }
     const fsdpc_coding coding = {.codec = r->codec,
                                  .pieces = (int)r->rows,
                                  .rows = 1,
@@ -74,13 +81,6 @@ run_request(bool encode, const struct request *r)
                                  .type = r->values.dtype,
                                  .coded = r->coded.data,
                                  .stride = r->row_bytes};
-    if (!r->device) {
-        return run_rows(encode, r);
-    }
-    if (r->rows > INT32_MAX) {
-        return fsdpc_error(FSDPC_E_INVAL, "a GPU codes at most %d rows at once, not %lld",
-                           INT32_MAX, (long long)r->rows);
-    }
     return r->rows == 0 ? FSDPC_OK
            : encode     ? fsdpc_device_encode(r->device, &coding, 1)
                         : fsdpc_device_decode(r->device, &coding, 1);

@@ -1,4 +1,4 @@
-/* Digests, headers, and ranges of files. Ranges come as a table of int64, a row per range: address
+/* Digests, headers, ranges of files, and copies of many pieces. Ranges come as a table of int64, a row per range: address
  * in memory (0: none), offset in the file, bytes, offset in the tensor, type in memory, type in the
  * file. The caller keeps that memory alive. The GIL is released while a file is read or written.
  */
@@ -151,7 +151,10 @@ ckpt_copy(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count, 
         }
         Py_END_ALLOW_THREADS;
     } else {
-        PyErr_SetString(PyExc_ValueError, "moves must have 3 columns: two addresses and bytes");
+        PyErr_SetString(
+            PyExc_ValueError,
+            "moves must be rows of 3: address, target and bytes, with bytes >= 0 and no "
+            "address 0 unless bytes is 0");
     }
     PyBuffer_Release(&view);
     return good ? Py_NewRef(Py_None) : NULL;

@@ -108,11 +108,13 @@ fsdpc_nccl_result
 nccl_put_all(nccl_call *call)
 {
     fsdpc_nccl_result result = FSDPC_NCCL_SUCCESS;
-    for (int i = 0; call; i++) {
-        nccl_call *next = call->next;
-        if (!is_whole(call)) {
+    for (const nccl_call *each = call; each; each = each->next) {
+        if (!is_whole(each)) {
             return nccl_misuse(call->comm, "a group without a send and a receive for each rank");
         }
+    }
+    for (int i = 0; call; i++) {
+        nccl_call *next = call->next;
         nccl_counters.joined += i > 0;
         fsdpc_nccl_result one = nccl_put(call);
         result = result ? result : one;
