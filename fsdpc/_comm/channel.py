@@ -74,32 +74,29 @@ class Channel:
         except _C.CommError as error:
             self.publish(f"rank {self.rank} gave up: {error}")
             raise
-
-    def _gather(self, mine: bytes, what: str) -> list[bytes]:
-        number, self._round = self._round, self._round + 1
-        keys, everything = [f"{number}/{rank}" for rank in range(self.world)], f"{number}/all"
-        try:
-            self._check_failure(what)
-            self._store.set(keys[self.rank], mine)
-            if self.rank == 0:
-                self._await(keys, keys, what)
-                pieces = self._read(keys)
-                self._store.set(everything, _joined(pieces))
-            else:
-                self._await([everything], keys, what)
-                pieces = self._split(self._store.get(everything), what)
-            if number > 0:  # all ranks are in this round, so none reads the one before
-                self._store.delete_key(f"{number - 1}/{self.rank}")
-                if self.rank == 0:
-                    self._store.delete_key(f"{number - 1}/all")
-        except _C.CommError:
-            raise
-        except RuntimeError as error:  # torch's errors of stores and connections
+        except RuntimeError as error:  # torch's errors of stores and connections: no way to publish
             raise _C.CommError(
                 f"{what}: rank {self.rank}: the process group's store does not respond "
                 f"(communicator {self.name}); the process that hosts the store, mostly rank 0's, "
                 f"may have ended: {error}"
             ) from error
+
+    def _gather(self, mine: bytes, what: str) -> list[bytes]:
+        number, self._round = self._round, self._round + 1
+        keys, everything = [f"{number}/{rank}" for rank in range(self.world)], f"{number}/all"
+        self._check_failure(what)
+        self._store.set(keys[self.rank], mine)
+        if self.rank == 0:
+            self._await(keys, keys, what)
+            pieces = self._read(keys)
+            self._store.set(everything, _joined(pieces))
+        else:
+            self._await([everything], keys, what)
+            pieces = self._split(self._store.get(everything), what)
+        if number > 0:  # all ranks are in this round, so none reads the one before
+            self._store.delete_key(f"{number - 1}/{self.rank}")
+            if self.rank == 0:
+                self._store.delete_key(f"{number - 1}/all")
         return pieces
 
     def _split(self, everything: bytes, what: str) -> list[bytes]:
@@ -204,15 +201,22 @@ class Channel:
     def _say(self, words: Callable[[Any], Any]) -> None:
         """Best effort: the store may be gone, which is no error."""
         try:
-            store = self._parallel()
-            store.set_timeout(timedelta(seconds=_EXIT_S))
-            words(store)
+            words(self._parallel(timedelta(seconds=_EXIT_S)))
         except Exception:
             pass
 
-    def _parallel(self) -> Any:
+    def _parallel(self, timeout: timedelta | None = None) -> Any:
+        """A connection of its own, which torch tries for as long as the store's timeout says."""
         clone = getattr(self._store, "clone", None)
-        return self._store if clone is None else clone()
+        if clone is None:
+            return self._store
+        before = self._store.timeout
+        if timeout is not None:
+            self._store.set_timeout(timeout)
+        try:
+            return clone()
+        finally:
+            self._store.set_timeout(before)
 
 
 def _joined(pieces: list[bytes]) -> bytes:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +16,14 @@ import torch.distributed as dist
 
 from fsdpc import _C
 from fsdpc._comm.channel import LEFT, Channel
+
+SERVER = """
+import time
+import torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+time.sleep(60)
+"""
 
 
 class Counted:
@@ -120,3 +132,22 @@ def test_a_rank_that_does_not_come_is_named_among_many(late):
     text = f"waited 2 s in a unit for rank {late} (FSDPC_TIMEOUT"
     assert timeouts and all(text in str(error) for error in timeouts)
     assert all(isinstance(error, (_C.CommTimeout, _C.PeerError)) for error in errors)
+
+
+def test_a_store_that_is_gone_is_an_error_at_once_and_holds_nobody_up_at_exit():
+    """The store's own timeout is that of the process group, which may be half an hour."""
+    command = [sys.executable, "-c", SERVER]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
+        port = int(server.stdout.readline())
+        store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60))
+        channel = Channel(store, "test", 1, 2, timeout=30, name="test")
+        server.kill()
+    begun = time.monotonic()
+    with pytest.raises(_C.CommError, match="store does not respond"):
+        channel.gather(b"x", "a test")
+    assert time.monotonic() - begun < 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fsdpc._comm.channel._EXIT_S", 1)
+        channel.leave()
+    assert time.monotonic() - begun < 20
+    assert store.timeout == timedelta(seconds=60)
