@@ -1065,7 +1065,7 @@ def test_copies_of_memory():
     _C.ckpt_copy(np.array([[one + 8, other, 3], [one, other + 4, 2], [0, 0, 0]]))
     assert target.tolist() == [8, 9, 10, 0, 0, 1] + [0] * 10
     for moves in ([one, other], [[one, other, -1]], [[0, other, 1]], [[one, 0, 1]]):
-        with pytest.raises(ValueError, match="moves must have 3 columns"):
+        with pytest.raises(ValueError, match="moves must be rows of 3"):
             _C.ckpt_copy(np.array(moves))
 
 
