@@ -106,7 +106,14 @@ stream_of(const nccl_comm *comm)
     return stream;
 }
 
-/* NCCL makes one kernel of a group, in which all transfers make progress. */
+/* NCCL makes one kernel of a group, in which all transfers make progress. The group must be closed after a failure as well. */
+static fsdpc_nccl_result
+end_group(const fsdpc_nccl *nccl, fsdpc_nccl_result result)
+{
+    const fsdpc_nccl_result end = nccl->group_end();
+    return result == FSDPC_NCCL_SUCCESS ? end : result;
+}
+
 static fsdpc_nccl_result
 issue_all_to_all(const nccl_comm *comm, const fsdpc_nccl_order *o)
 {
@@ -126,8 +133,7 @@ issue_all_to_all(const nccl_comm *comm, const fsdpc_nccl_order *o)
         }
         at += o->count;
     }
-    const fsdpc_nccl_result end = nccl->group_end();
-    return result == FSDPC_NCCL_SUCCESS ? end : result;
+    return end_group(nccl, result);
 }
 
 static fsdpc_nccl_result
@@ -174,8 +180,6 @@ order_of(enum fsdpc_nccl_kind kind, const fsdpc_comm_part *part, fsdpc_cu_stream
     return o;
 }
 
-/* NCCL makes one kernel of a group. The group must be closed after a failure as well: group_end
- * returns the error. */
 static fsdpc_nccl_result
 issue_parts(const nccl_comm *comm, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
             int count, fsdpc_cu_stream stream, size_t *bytes)
@@ -187,8 +191,7 @@ issue_parts(const nccl_comm *comm, enum fsdpc_nccl_kind kind, const fsdpc_comm_p
         result = o.count ? issue(comm, &o) : FSDPC_NCCL_SUCCESS;
         result = result == FSDPC_NCCL_IN_PROGRESS ? FSDPC_NCCL_SUCCESS : result;
     }
-    const fsdpc_nccl_result end = comm->nccl->group_end();
-    return result == FSDPC_NCCL_SUCCESS ? end : result;
+    return end_group(comm->nccl, result);
 }
 
 void

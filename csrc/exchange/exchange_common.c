@@ -1,6 +1,7 @@
-/* What every kind of exchange uses: the trace, the cast of a piece, poison, slots, errors. */
+/* What every kind of exchange uses: the trace, the cast of a piece, poison, slots, what coding lost, errors. */
 #include "exchange/exchange_impl.h"
 #include "base/board.h"
+#include "base/mem.h"
 #include "base/status.h"
 
 void
@@ -98,4 +99,45 @@ fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who,
                        who,
                        known ? fsdpc_unit_layout(x->units[unit])->params[param].name : "(unknown)",
                        known ? fsdpc_unit_name(x->units[unit]) : "(unknown)", other);
+}
+
+/* --- error feedback ------------------------------------------------------------------------------- */
+
+int
+fsdpc_exchange_open_lost(fsdpc_exchange *x, fsdpc_device *device, int receivers)
+{
+    x->lost = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *x->lost);
+    if (!x->lost) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
+    }
+    for (int u = 0; u < x->unit_count; u++) {
+        struct fsdpc_exchange_room *lost = &x->lost[u];
+        lost->bytes = fsdpc_unit_footprint(x->units[u])->lost_bytes * (size_t)receivers;
+        if (lost->bytes > 0) {
+            FSDPC_TRY(fsdpc_device_alloc(device, lost->bytes, (void **)&lost->memory));
+            x->lost_bytes += lost->bytes;
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
+fsdpc_exchange_zero_lost(fsdpc_exchange *x, fsdpc_device *device)
+{
+    for (int u = 0; u < x->unit_count; u++) {
+        if (x->lost[u].memory) {
+            FSDPC_TRY(fsdpc_device_zero(device, x->lost[u].memory, x->lost[u].bytes));
+        }
+    }
+    return FSDPC_OK;
+}
+
+void
+fsdpc_exchange_close_lost(fsdpc_exchange *x, fsdpc_device *device)
+{
+    for (int u = 0; x->lost && u < x->unit_count; u++) {
+        fsdpc_device_free(device, x->lost[u].memory, x->lost[u].bytes);
+    }
+    fsdpc_mem_free(x->lost);
+    x->lost = NULL;
 }

@@ -47,6 +47,12 @@ struct fsdpc_unit_use {
         consumed; /* rounds of reduction in this backward; "stream": 1, it was summed */
 };
 
+/* Memory that belongs to a slot or a unit; each use says what lies in the memory. */
+struct fsdpc_exchange_room {
+    char *memory;
+    size_t bytes;
+};
+
 struct fsdpc_exchange {
     const struct fsdpc_exchange_i *ops;
     fsdpc_comm *comm;
@@ -73,8 +79,10 @@ struct fsdpc_exchange {
     uint32_t step;
     uint64_t sent_bytes; /* "wire": to other hosts so far */
     size_t coded_bytes;  /* "wire", "stream": for coded pieces, beside the slots */
-    size_t
-        lost_bytes; /* "wire", "stream": what coding lost of gradients, beside the reduce slots */
+    size_t lost_bytes;   /* of all `lost` */
+    /* "wire", "stream": per unit what coding lost of its gradients, of each segment with error feedback. Memory NULL: of
+     * none; `lost` NULL: of no unit. */
+    struct fsdpc_exchange_room *lost;
     uint64_t copied_bytes; /* by the gather in progress, for the trace */
 
     struct fsdpc_shared *shared;   /* "shared" kind's own state */
@@ -104,5 +112,10 @@ bool fsdpc_exchange_slot_is_in_use(const fsdpc_exchange *x, const fsdpc_unit *un
  * travel coded, which get the values that decoding gives. */
 int fsdpc_exchange_cast_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int r,
                               int64_t begin, int64_t n);
+
+/* Memory for `lost`, zeros, of so many receivers; zeros again; frees the memory, also of a failed opening. */
+int fsdpc_exchange_open_lost(fsdpc_exchange *x, fsdpc_device *device, int receivers);
+int fsdpc_exchange_zero_lost(fsdpc_exchange *x, fsdpc_device *device);
+void fsdpc_exchange_close_lost(fsdpc_exchange *x, fsdpc_device *device);
 
 #endif

@@ -15,21 +15,6 @@ fsdpc_stream_sends_codes(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->world > 1 && fsdpc_footprint_codes(fsdpc_unit_layout(unit), NULL) > 0;
 }
 
-static int
-open_lost(fsdpc_exchange *x)
-{
-    struct fsdpc_streams *s = x->streams;
-    for (int u = 0; u < x->unit_count; u++) {
-        struct fsdpc_lost *lost = &s->lost[u];
-        lost->bytes = fsdpc_unit_footprint(x->units[u])->lost_bytes * (size_t)(x->world - 1);
-        if (lost->bytes > 0) {
-            FSDPC_TRY(fsdpc_device_alloc(s->device, lost->bytes, (void **)&lost->memory));
-            x->lost_bytes += lost->bytes;
-        }
-    }
-    return FSDPC_OK;
-}
-
 int
 fsdpc_stream_coded_open(fsdpc_exchange *x)
 {
@@ -42,9 +27,8 @@ fsdpc_stream_coded_open(fsdpc_exchange *x)
     s->codings = fsdpc_mem_calloc(2 * most, sizeof *s->codings);
     s->landed = fsdpc_mem_calloc(most, sizeof *s->landed);
     s->offsets = fsdpc_mem_calloc(2 * most, sizeof *s->offsets);
-    s->lost = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *s->lost);
-    return s->codings && s->landed && s->offsets && s->lost
-               ? open_lost(x)
+    return s->codings && s->landed && s->offsets
+               ? fsdpc_exchange_open_lost(x, s->device, x->world - 1)
                : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
 }
 
@@ -52,13 +36,10 @@ void
 fsdpc_stream_coded_close(fsdpc_exchange *x)
 {
     struct fsdpc_streams *s = x->streams;
-    for (int u = 0; s->lost && u < x->unit_count; u++) {
-        fsdpc_device_free(s->device, s->lost[u].memory, s->lost[u].bytes);
-    }
+    fsdpc_exchange_close_lost(x, s->device);
     fsdpc_mem_free(s->codings);
     fsdpc_mem_free(s->landed);
     fsdpc_mem_free(s->offsets);
-    fsdpc_mem_free(s->lost);
 }
 
 /* The ranks before this one, and those behind. */
@@ -96,7 +77,7 @@ encode(fsdpc_exchange *x, const fsdpc_unit *unit, char *packed, char *pieces, si
     struct fsdpc_streams *s = x->streams;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     size_t *lost = s->offsets + layout->segment_count;
-    char *kept = s->lost[fsdpc_unit_use(unit)->id].memory;
+    char *kept = x->lost[fsdpc_unit_use(unit)->id].memory;
     fsdpc_footprint_landing(layout, s->offsets);
     fsdpc_footprint_lost(layout, lost);
     for (int i = 0; i < layout->segment_count; i++) {
@@ -116,7 +97,7 @@ fsdpc_stream_sum_coded(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const 
     struct fsdpc_streams *s = x->streams;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     const size_t stride = fsdpc_footprint_landing(layout, NULL);
-    char *pieces = buffer + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
+    char *pieces = buffer + fsdpc_footprint_packed(layout);
     char *landing = pieces + stride * (size_t)(x->world - 1);
     FSDPC_TRY(encode(x, unit, buffer, pieces, stride));
     FSDPC_TRY(fsdpc_comm_all_to_all(s->reduce_comm, pieces, landing, stride, what));
@@ -127,14 +108,9 @@ fsdpc_stream_sum_coded(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const 
 int
 fsdpc_stream_forget(fsdpc_exchange *x)
 {
-    int status = FSDPC_OK;
     struct fsdpc_streams *s = x->streams;
     fsdpc_stream *caller = fsdpc_device_use(s->device, s->reduce);
-    for (int u = 0; u < x->unit_count; u++) {
-        const struct fsdpc_lost *lost = &s->lost[u];
-        FSDPC_KEEP(lost->memory ? fsdpc_device_zero(s->device, lost->memory, lost->bytes)
-                                : FSDPC_OK);
-    }
+    const int status = fsdpc_exchange_zero_lost(x, s->device);
     fsdpc_device_use(s->device, caller);
     return status;
 }

@@ -34,12 +34,6 @@ struct fsdpc_behind {
     uint64_t capture, number;
 };
 
-/* What coding left of a unit's gradients: of each segment all receivers', end to end. Memory NULL: no error feedback. */
-struct fsdpc_lost {
-    char *memory;
-    size_t bytes;
-};
-
 /* Paths on which the ranks have agreed: a hash set that is cleared when it has `most`. */
 struct fsdpc_paths {
     uint64_t *table;
@@ -83,7 +77,6 @@ struct fsdpc_streams {
     fsdpc_coding *codings;     /* of the unit being gathered or reduced, two per segment */
     fsdpc_landed *landed;      /* of the unit being reduced, per segment */
     size_t *offsets;           /* of that unit's pieces as they are sent, and of what coding lost */
-    struct fsdpc_lost *lost;   /* per unit */
     char *coded;               /* of the unit being gathered: all ranks' coded pieces, by segment */
     size_t coded_bytes;        /* of the unit with the most; 0: none is coded */
     bool replicas;             /* some unit has replicas */

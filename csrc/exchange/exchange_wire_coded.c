@@ -12,7 +12,7 @@
 #include "exchange/exchange_wire_impl.h"
 
 /* The last one is for gathers beside a slot in use, which land at once. */
-static struct fsdpc_wire_coded *
+static struct fsdpc_exchange_room *
 coded_of(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     const int slot = fsdpc_unit_use(unit)->slot;
@@ -20,29 +20,9 @@ coded_of(const fsdpc_exchange *x, const fsdpc_unit *unit)
 }
 
 static void
-grow(struct fsdpc_wire_coded *coded, size_t bytes)
+grow(struct fsdpc_exchange_room *coded, size_t bytes)
 {
     coded->bytes = bytes > coded->bytes ? bytes : coded->bytes;
-}
-
-static int
-open_lost(fsdpc_exchange *x)
-{
-    x->wire->kept = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *x->wire->kept);
-    if (!x->wire->kept) {
-        return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
-    }
-    for (int u = 0; u < x->unit_count; u++) {
-        struct fsdpc_wire_coded *lost = &x->wire->kept[u];
-        lost->bytes =
-            fsdpc_unit_footprint(x->units[u])->lost_bytes * (size_t)fsdpc_comm_receivers(x->comm);
-        if (lost->bytes > 0) {
-            FSDPC_TRY(fsdpc_device_alloc(fsdpc_comm_device(x->comm), lost->bytes,
-                                         (void **)&lost->memory));
-            x->lost_bytes += lost->bytes;
-        }
-    }
-    return FSDPC_OK;
 }
 
 /* One for all units: sums are made one after the other. */
@@ -81,7 +61,7 @@ fsdpc_wire_coded_open(fsdpc_exchange *x, int slot_count)
         x->coded_bytes += wire->coded[s].bytes;
     }
     FSDPC_TRY(open_sum_room(x));
-    return open_lost(x);
+    return fsdpc_exchange_open_lost(x, fsdpc_comm_device(x->comm), fsdpc_comm_receivers(x->comm));
 }
 
 void
@@ -89,13 +69,10 @@ fsdpc_wire_coded_close(fsdpc_exchange *x, bool keep)
 {
     struct fsdpc_wire *wire = x->wire;
     for (int i = 0; i < wire->coded_count && !keep; i++) {
-        struct fsdpc_wire_coded *coded = &wire->coded[i];
+        struct fsdpc_exchange_room *coded = &wire->coded[i];
         fsdpc_device_free(fsdpc_comm_device(x->comm), coded->memory, coded->bytes);
     }
-    for (int u = 0; wire->kept && u < x->unit_count; u++) {
-        fsdpc_device_free(fsdpc_comm_device(x->comm), wire->kept[u].memory, wire->kept[u].bytes);
-    }
-    fsdpc_mem_free(wire->kept);
+    fsdpc_exchange_close_lost(x, fsdpc_comm_device(x->comm));
     fsdpc_mem_free(wire->sum_room);
     fsdpc_mem_free(wire->coded);
 }
@@ -127,7 +104,7 @@ decode_piece(fsdpc_exchange *x, fsdpc_unit *unit, int segment, int owner)
 int
 fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_part *part)
 {
-    struct fsdpc_wire_coded *coded = coded_of(x, unit);
+    struct fsdpc_exchange_room *coded = coded_of(x, unit);
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     const fsdpc_segment *seg = &layout->segments[segment];
     if (!coded->memory) {
@@ -147,12 +124,7 @@ fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_comm_p
 int
 fsdpc_wire_forget(fsdpc_exchange *x)
 {
-    for (int u = 0; u < x->unit_count; u++) {
-        if (x->wire->kept[u].memory) {
-            memset(x->wire->kept[u].memory, 0, x->wire->kept[u].bytes);
-        }
-    }
-    return FSDPC_OK;
+    return fsdpc_exchange_zero_lost(x, fsdpc_comm_device(x->comm));
 }
 
 int

@@ -17,12 +17,6 @@ struct fsdpc_wire_reduce {
     uint64_t uses;
 };
 
-/* Memory that belongs to a slot or a unit; each use below says what lies in the memory. */
-struct fsdpc_wire_coded {
-    char *memory;
-    size_t bytes;
-};
-
 struct fsdpc_wire {
     fsdpc_flight **gathers;    /* per unit, NULL: none in flight */
     int *flying, flying_count; /* the units of these, in the order of their flights */
@@ -31,10 +25,8 @@ struct fsdpc_wire {
     fsdpc_comm_part *parts; /* of the unit being sent */
     /* Per slot, and one for gathers beside a slot in use: the coded pieces of the unit in flight, of each coded segment
      * those of all ranks, end to end. */
-    struct fsdpc_wire_coded *coded;
+    struct fsdpc_exchange_room *coded;
     int coded_count;
-    /* Per unit: the error that coding left of its gradients, receiver by receiver. Memory NULL: no error feedback. */
-    struct fsdpc_wire_coded *kept;
     /* Of its parts, of its segments, of their codes, and of what those lost. */
     size_t *landing_offsets;
     void *sum_room;               /* for chunks of coded pieces, decoded; NULL: there are none */
@@ -111,7 +103,7 @@ int fsdpc_wire_encode(fsdpc_exchange *x, fsdpc_unit *unit, int segment, fsdpc_co
 int fsdpc_wire_encode_grads(const fsdpc_exchange *x, const fsdpc_unit *unit,
                             const fsdpc_segment *seg, const char *packed, fsdpc_route route,
                             char *lost, char *codes, fsdpc_comm_part *part);
-/* Error feedback: drops what is kept. */
+/* Error feedback: drops what is kept, receiver by receiver. */
 int fsdpc_wire_forget(fsdpc_exchange *x);
 /* Decodes what a flight has brought; nothing where the unit is not coded. */
 int fsdpc_wire_decode(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route);

@@ -17,7 +17,7 @@ static char *
 codes_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
 {
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    return (char *)to->memory + fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
+    return (char *)to->memory + fsdpc_footprint_packed(layout);
 }
 
 static char *
@@ -34,7 +34,7 @@ list_parts(fsdpc_exchange *x, const struct fsdpc_wire_reduce *to, fsdpc_route ro
     const size_t segments = (size_t)layout->segment_count;
     size_t *offsets = x->wire->landing_offsets, *landings = offsets + segments;
     size_t *codes = landings + segments, *lost = codes + segments;
-    char *kept = x->wire->kept[fsdpc_unit_use(to->unit)->id].memory;
+    char *kept = x->lost[fsdpc_unit_use(to->unit)->id].memory;
     fsdpc_footprint_landing(layout, landings);
     fsdpc_footprint_codes(layout, codes);
     fsdpc_footprint_lost(layout, lost);

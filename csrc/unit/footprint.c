@@ -78,6 +78,12 @@ fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets)
 }
 
 size_t
+fsdpc_footprint_packed(const fsdpc_layout *layout)
+{
+    return fsdpc_round_up(layout->reduce_bytes, layout->align_bytes);
+}
+
+size_t
 fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets)
 {
     return place_segments(layout, layout->world, CODED, offsets);
@@ -107,7 +113,7 @@ static size_t
 landing_bytes(const fsdpc_layout *layout, const fsdpc_footprint_options *options, int senders)
 {
     const size_t landing = fsdpc_footprint_landing(layout, NULL) * (size_t)senders;
-    return fsdpc_round_up(layout->reduce_bytes, layout->align_bytes) - layout->reduce_bytes +
+    return fsdpc_footprint_packed(layout) - layout->reduce_bytes +
            (options->to_all ? landing : fsdpc_footprint_codes(layout, NULL)) + landing;
 }
 

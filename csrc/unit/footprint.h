@@ -43,6 +43,8 @@ size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
 
 /* Bytes of one rank's pieces of the gradients of another rank, in the reduce dtype or coded, aligned as above. */
 size_t fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets);
+/* Bytes of packed gradients, aligned as above: codes begin behind them. */
+size_t fsdpc_footprint_packed(const fsdpc_layout *layout);
 /* Bytes of all ranks' coded pieces of gradients, of segments that have such, aligned as above; 0: none has. */
 size_t fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets);
 /* Bytes of what coding lost of one rank's pieces, in float32, of segments with error feedback, aligned as above. */
