@@ -14,6 +14,7 @@ SKIPPED: dict[str, str] = {
     "dist/test_quantized_reduce.py::test_sums_are_those_of": "groups of several hosts on CPU ranks",
     "dist/test_quantized_reduce.py::test_where_nothing": "groups of several hosts on CPU ranks",
     "dist/test_quantized_reduce.py::test_bytes": "what NCCL sends is not counted",
+    "dist/test_quantized.py::test_bytes": "what NCCL sends is not counted",
     "dist/test_memory.py": "figures of shared memory, and the simulator's own growth",
     "dist/test_state_memory.py": "figures of the process, where the simulated GPU keeps its memory",
     "dist/test_eval_uneven.py": UNEVEN,
