@@ -86,7 +86,7 @@ enum {
 const fsdpc_mark *fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark);
 /* Counts what a flight of the unit sends. */
 void fsdpc_wire_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_flight *flight);
-/* The turn of unfreezing a parameter; below zero. */
+/* The number below zero by which a mark says that its rank unfreezes this parameter. */
 int32_t fsdpc_wire_thaw_turn(int unit, int param);
 /* FSDPC_E_MISMATCH: the marks of a flight that has landed differ; the error says how. */
 int fsdpc_wire_compare(const fsdpc_exchange *x, const fsdpc_flight *landed, const char *what);

@@ -1,8 +1,8 @@
 /* Waits for ranks of this host, among ranks that send.
  *
  * [Note: no deadlock] All ranks fill slots and pack in one order. Whoever waits here has begun all that comes before,
- * and lands its part of every gather in flight before it sleeps: so of the ranks that wait none can be the first. Of
- * ranks that differ, see [Note: landed in order].
+ * and lands its part of every gather in flight before it sleeps: so the ranks of a host cannot wait for each other in a circle.
+ * For ranks that run different units see [Note: landed in order].
  */
 #include "base/board.h"
 #include "base/status.h"
