@@ -341,7 +341,7 @@ def _stamp_of_states(
     if any(None in group for group in groups):
         return None
     states = [optimizer.state.get(params[number], {}) for group in groups for number in group]
-    # Equal tuples of keys are one object: thousands of new ones would start Python's garbage collector.
+    # Equal tuples of keys are one object: many new objects would start the garbage collector.
     known: dict[Any, int] = {}
     keys = [known.setdefault((*state,), len(known)) for state in states]
     values = [value for state in states for value in state.values()]
