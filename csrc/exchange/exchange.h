@@ -25,7 +25,8 @@
 
 typedef struct fsdpc_exchange fsdpc_exchange;
 
-enum { FSDPC_TAG_BITS = 36 };
+/* Passes between two at which all ranks meet are fewer than 1 << FSDPC_PASS_BITS. */
+enum { FSDPC_TAG_BITS = 36, FSDPC_PASS_BITS = 20 };
 
 typedef struct fsdpc_exchange_plan {
     fsdpc_comm *comm;    /* borrowed */

@@ -12,6 +12,10 @@
  *            holds had changed since the pass `before`, without a backward of all ranks between the two;
  *   touched  the last pass before which anything may have changed: a sample, a write that autograd has counted
  *            (also to a parameter without elements here), the memory; or the first pass after a backward.
+ * It also numbers the weights that it has had since all ranks met (`weights`: a tag whose last bits are the number): weights
+ * that are put back have the number they had before. Ranks that have changed theirs once and twice between two passes
+ * that both gather have the same tags but other numbers. A rank that is not sure has number 0: something has changed, but
+ * not in most units.
  * A rank that has begun a later pass without gradients, or waits elsewhere, has run fewer batches. Where that rank
  * has changed its weights and this rank has not touched its own, reading that rank's values is a mismatch.
  * Of two ranks in passes of one tag nobody knows whether both have run equally many batches, and a program may
@@ -135,6 +139,84 @@ shares(const fsdpc_exchange *x, int rank, int other)
     return 2 * shared > units;
 }
 
+/* --- numbers of weights ---------------------------------------------------------------------- */
+
+/* Of the samples of what the rank's weights are now. */
+static uint64_t
+hash_weights(const fsdpc_exchange *x, int rank)
+{
+    uint64_t hash = 0, now[EACH];
+    for (int u = 0; u < x->unit_count; u++) {
+        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
+        const int ends[] = {outermost(layout, rank, 1), outermost(layout, rank, -1)};
+        for (int k = 0; ends[0] >= 0 && k < SAMPLES; k++) {
+            if (k % EACH == 0) {
+                read_samples(x->units[u], rank, ends[k / EACH], now);
+            }
+            hash = (hash ^ now[k % EACH]) * UINT64_C(0x9e3779b97f4a7c15);
+            hash ^= hash >> 29;
+        }
+    }
+    return hash ? hash : 1;
+}
+
+static uint64_t
+number_of(uint64_t weights)
+{
+    return weights & (((uint64_t)1 << FSDPC_PASS_BITS) - 1);
+}
+
+static bool
+is_known(const fsdpc_exchange *x, int rank, uint64_t number, uint64_t hash)
+{
+    return atomic_load(&x->shared->ranks[rank].known[number % FSDPC_KNOWN_WEIGHTS]) == hash;
+}
+
+/* The number of this rank's weights, which may be new. */
+static uint64_t
+find_number(const fsdpc_exchange *x)
+{
+    struct fsdpc_shared *s = x->shared;
+    const uint64_t hash = hash_weights(x, x->rank);
+    for (uint64_t n = s->newest; n > 0 && n + FSDPC_KNOWN_WEIGHTS > s->newest; n--) {
+        if (is_known(x, x->rank, n, hash)) {
+            return n;
+        }
+    }
+    s->newest++;
+    atomic_store(&s->ranks[x->rank].known[s->newest % FSDPC_KNOWN_WEIGHTS], hash);
+    return s->newest;
+}
+
+static void
+forget_numbers(fsdpc_exchange *x)
+{
+    x->shared->newest = 0;
+    for (int n = 0; n < FSDPC_KNOWN_WEIGHTS; n++) {
+        atomic_store(&x->shared->ranks[x->rank].known[n], 0);
+    }
+}
+
+/* `weights` of a pass, its samples taken. A pass with gradients goes on with the numbers of those before it, whose ranks may
+ * read its values. */
+static uint64_t
+number_weights(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched, enum found found)
+{
+    const uint64_t last = atomic_load(&x->shared->ranks[x->rank].weights);
+    const uint64_t met = (grad ? last : tag) >> FSDPC_PASS_BITS << FSDPC_PASS_BITS;
+    if (grad && last >> FSDPC_TAG_BITS != tag >> FSDPC_TAG_BITS) {
+        return tag >> FSDPC_PASS_BITS << FSDPC_PASS_BITS;
+    }
+    if (!grad && (last >> FSDPC_PASS_BITS != met >> FSDPC_PASS_BITS || x->shared->newest == 0)) {
+        forget_numbers(x);
+        return met | find_number(x);
+    }
+    if (number_of(last) == 0 || (found == SAME && !touched)) {
+        return last;
+    }
+    return found == MOST ? met | find_number(x) : met;
+}
+
 /* --- publishing ------------------------------------------------------------------------------ */
 
 void
@@ -162,6 +244,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
     }
     /* Last: who finds the samples as the values are finds the change in the tags. */
     (void)(found != SAME && compare_rank(x, x->shared->samples, x->rank, true));
+    atomic_store(&own->weights, number_weights(x, tag, grad, touched, found));
     atomic_store(&own->sampled, tag);
 }
 
@@ -206,6 +289,44 @@ lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
     return compare_rank(x, seen ? s->seen : s->samples, r, false) == SAME;
 }
 
+/* Both ranks number their weights since the same meeting, and see the same changes. */
+static bool
+numbered_alike(const fsdpc_exchange *x, int r)
+{
+    const uint64_t own = atomic_load(&x->shared->ranks[x->rank].weights);
+    const uint64_t other = atomic_load(&x->shared->ranks[r].weights);
+    return own >> FSDPC_PASS_BITS == other >> FSDPC_PASS_BITS && number_of(own) > 0 &&
+           number_of(other) > 0 && shares(x, x->rank, r) && shares(x, r, x->rank);
+}
+
+/* Both ranks have begun this pass, and have changed their weights a different number of times. */
+static bool
+other_number(const fsdpc_exchange *x, int r, int *who)
+{
+    const uint64_t own = atomic_load(&x->shared->ranks[x->rank].weights);
+    const uint64_t other = atomic_load(&x->shared->ranks[r].weights);
+    const uint64_t changed = atomic_load(&x->shared->ranks[x->rank].changed);
+    const uint64_t theirs = atomic_load(&x->shared->ranks[r].changed);
+    *who = changed > theirs || (changed == theirs && own > other) ? x->rank : r;
+    return own != other && numbered_alike(x, r);
+}
+
+/* A rank that waits elsewhere has weights again that it has had before, and this rank has other ones. */
+static bool
+older_number(const fsdpc_exchange *x, int r)
+{
+    const uint64_t own = number_of(atomic_load(&x->shared->ranks[x->rank].weights));
+    if (!x->shared->compared || !numbered_alike(x, r)) {
+        return false;
+    }
+    const uint64_t hash = hash_weights(x, r);
+    bool found = false;
+    for (int n = 0; n < FSDPC_KNOWN_WEIGHTS; n++) {
+        found = found || is_known(x, r, (uint64_t)n, hash);
+    }
+    return found && !is_known(x, r, own, hash);
+}
+
 /* A rank waits elsewhere, and this rank has read its values: one of the two has changed its weights. */
 static bool
 waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
@@ -239,7 +360,8 @@ differs(fsdpc_exchange *x, int r, int *who)
     uint64_t before;
     *who = r;
     if (ready < x->tag) {
-        return atomic_load(&other->sampled) == ready && waits_elsewhere(x, r, touched, who);
+        return atomic_load(&other->sampled) == ready &&
+               (waits_elsewhere(x, r, touched, who) || older_number(x, r));
     }
     if (!x->shared->checks) {
         return false;
@@ -251,6 +373,9 @@ differs(fsdpc_exchange *x, int r, int *who)
     if (atomic_load(&other->changed) >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS &&
         touched <= atomic_load(&other->before)) {
         return ready > x->tag || shares(x, r, x->rank);
+    }
+    if (other_number(x, r, who)) {
+        return true;
     }
     *who = x->rank;
     return changed_here(x, 0, &before) && atomic_load(&other->touched) <= before &&

@@ -6,6 +6,8 @@
 
 #include "exchange/exchange_impl.h"
 
+enum { FSDPC_KNOWN_WEIGHTS = 16 };
+
 struct fsdpc_rank_ctl {
     _Atomic uint64_t ready; /* tag for which this rank's masters are final */
     _Atomic uint64_t first; /* synchronised backwards in which all first posts of units are made */
@@ -15,9 +17,10 @@ struct fsdpc_rank_ctl {
      * unit << 32 | parameter, UINT64_MAX if unknown. */
     _Atomic uint64_t thaws, thawed;
     /* Tags of passes: [Note: changed weights] in exchange_shared_changes.c. */
-    _Atomic uint64_t changed, before, touched, sampled;
+    _Atomic uint64_t changed, before, touched, sampled, weights;
     _Atomic uint64_t early; /* tag of the last forward whose end did not wait for all ranks */
-    char pad[128 - 88];
+    char pad[128 - 96];
+    _Atomic uint64_t known[FSDPC_KNOWN_WEIGHTS]; /* hashes of weights by their numbers, or 0 */
 };
 
 struct fsdpc_slot_ctl {
@@ -55,6 +58,7 @@ struct fsdpc_shared {
     _Atomic uint64_t *seen;
     uint64_t *seen_at; /* per rank */
     uint64_t earlier;  /* this rank's `changed` before the last one */
+    uint64_t newest;   /* the largest number of this rank's `known` weights */
     bool checks;       /* this pass is without gradients: exchange_shared_changes.c */
     bool compared;     /* samples were taken before this pass */
     int reduce_total;  /* base slots, then one overflow slot per unit */

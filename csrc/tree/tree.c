@@ -231,7 +231,7 @@ fsdpc_tree_detach(fsdpc_tree *tree)
     return status;
 }
 
-static const uint64_t pass_step = (uint64_t)1 << 20,
+static const uint64_t pass_step = (uint64_t)1 << FSDPC_PASS_BITS,
                       last_step = ((uint64_t)1 << FSDPC_TAG_BITS) / 2;
 
 /* Ranks may run different numbers of forwards without gradients, and change their weights afterwards. A

@@ -539,6 +539,27 @@ FAULTS = [
         mended=True,
     ),
     Fault(
+        "numbers of weights not compared",
+        CHANGES,
+        "    if (other_number(x, r, who)) {",
+        "    if (false && other_number(x, r, who)) {",
+        mended=True,
+    ),
+    Fault(
+        "earlier weights of a rank that waits elsewhere not looked for",
+        CHANGES,
+        " || older_number(x, r));",
+        " || (false && older_number(x, r)));",
+        mended=True,
+    ),
+    Fault(
+        "weights have no numbers in a pass with gradients",
+        CHANGES,
+        "    if (grad && last >> FSDPC_TAG_BITS != tag >> FSDPC_TAG_BITS) {",
+        "    if (grad) {",
+        mended=True,
+    ),
+    Fault(
         "samples renewed before the change is known",
         CHANGES,
         "enum found found = compare_rank(x, x->shared->samples, x->rank, false);",

@@ -236,9 +236,11 @@ draw_case(uint64_t seed)
     }
     c.parts = sim_random(&state) % 4 == 0;
     const bool strays = c.fault == SIM_STRAYS;
-    c.idle = c.evaluates && !c.in_step && c.fault != SIM_CHANGES &&
-             sim_random(&state) % (strays ? 2 : 4) == 0;
+    /* Of 4. Weights that some ranks change early are told apart by what nobody gathers, and by being put back. */
+    const unsigned often = c.fault == SIM_CHANGES ? 3 : strays ? 2 : 1;
+    c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
+    c.swaps = c.evaluates && sim_random(&state) % 4 < 1 + often / 2;
     return c;
 }
 
@@ -249,20 +251,21 @@ static const char *const fault_names[SIM_FAULTS] = {"none",   "dies",   "stops",
 static void
 print_case(const sim_case *c)
 {
-    printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s; %d gather slots, "
-           "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
-           c->world, c->units, c->steps, c->rounds, c->own_order ? ", own order" : "",
-           c->skips ? ", units skipped" : "", c->nested ? ", nested" : "",
-           c->rootless ? ", no root" : "", c->late ? ", late gradients" : "",
-           c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
-           c->idle ? ", idle batches" : "", c->meets ? ", meetings" : "",
-           c->parts ? ", no last meeting" : "", c->poison ? ", poison" : "",
-           c->wide ? ", wide" : "", c->gather_slots, c->reduce_slots,
-           c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
-           c->spurious ? ", spurious wakes" : "", c->lingers ? ", late sleepers" : "",
-           c->computes ? ", slow modules" : "", c->holds ? ", held up" : "",
-           c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
-           c->weak ? ", late stores" : "", c->in_step ? ", in step" : "", fault_names[c->fault]);
+    printf(
+        "  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s; %d gather slots, "
+        "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
+        c->world, c->units, c->steps, c->rounds, c->own_order ? ", own order" : "",
+        c->skips ? ", units skipped" : "", c->nested ? ", nested" : "",
+        c->rootless ? ", no root" : "", c->late ? ", late gradients" : "",
+        c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
+        c->idle ? ", idle batches" : "", c->swaps ? ", weights put back" : "",
+        c->meets ? ", meetings" : "", c->parts ? ", no last meeting" : "",
+        c->poison ? ", poison" : "", c->wide ? ", wide" : "", c->gather_slots, c->reduce_slots,
+        c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
+        c->spurious ? ", spurious wakes" : "", c->lingers ? ", late sleepers" : "",
+        c->computes ? ", slow modules" : "", c->holds ? ", held up" : "",
+        c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
+        c->weak ? ", late stores" : "", c->in_step ? ", in step" : "", fault_names[c->fault]);
     if (c->fault) {
         printf(" (rank %d at %llu%s, deadline %g s)", c->victim, (unsigned long long)c->at,
                c->place ? " of a place" : "", c->timeout_s);

@@ -22,8 +22,9 @@ enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
-    int done;  /* passes, backwards and meetings */
-    bool gone; /* this rank has left before the end */
+    bool swapped; /* its weights, to be put back */
+    int done;     /* passes, backwards and meetings */
+    bool gone;    /* this rank has left before the end */
     fsdpc_comm *comm;
     fsdpc_unit *units[SIM_UNITS];
     fsdpc_tree *tree;
@@ -739,7 +740,8 @@ evaluate(model *m)
             if (changes_early(m, k) && m->rank == c->victim) {
                 sim_note_fault();
             }
-            set_version(m, m->version + 1);
+            set_version(m, m->version + (m->swapped ? -1 : 1));
+            m->swapped = c->swaps && !m->swapped;
         }
     }
     return FSDPC_OK;
@@ -761,6 +763,7 @@ step(model *m)
     if (!m->gone) {
         FSDPC_TRY(c->parts && m->step == c->steps - 1 ? FSDPC_OK : meet(m));
         set_version(m, m->version + 1);
+        m->swapped = false;
     }
     return FSDPC_OK;
 }

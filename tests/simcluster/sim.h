@@ -50,6 +50,7 @@ typedef struct sim_case {
     bool late;     /* units get more gradients after they have been reduced */
     bool idle;     /* in some batches of evaluations ranks run nothing */
     bool meets;    /* in a barrier after each evaluation */
+    bool swaps;    /* every second change puts the weights back */
     bool parts;    /* each rank ends by itself after the last backward */
     bool computes; /* for some time, in modules and after passes */
     bool in_step;  /* all ranks run the same units in the same order, and nothing keeps one */
