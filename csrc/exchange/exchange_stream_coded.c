@@ -42,7 +42,7 @@ fsdpc_stream_coded_close(fsdpc_exchange *x)
     fsdpc_mem_free(s->offsets);
 }
 
-/* The ranks before this one, and those behind. */
+/* Adds one coding for the pieces of the ranks before this one and one for those behind it. Returns how many. */
 static int
 list_segment(const fsdpc_exchange *x, const fsdpc_segment *seg, char *packed, char *pieces,
              size_t stride, float *lost, fsdpc_coding *list)
