@@ -349,8 +349,9 @@ asan-c:
 	@$(MAKE) -j$(JOBS) ctest-run SAN=address,undefined
 	@$(MAKE) -j$(JOBS) simgpu-run SAN=address,undefined
 
-# The Python package with an instrumented extension lies in build/asan, not in place. The runtime
-# must come first into the process; leaks of the interpreter and of torch are not ours to report.
+# The Python package with an instrumented extension lies in build/asan, not in place; the core in it is that of
+# the C tests. The runtime must come first into the process; leaks of the interpreter and of torch are not ours
+# to report.
 # On several ranks only what reaches most of the core: everything would take an hour. In one process
 # all but what calls nothing of the extension: the planner, except where its numbers are compared with
 # the core's, and rules of the source tree, documents and tests; and but thousands of the same calls (references).
@@ -367,11 +368,13 @@ ASAN_CHOICE := not ($(subst $(empty) $(empty), or ,$(strip $(ASAN_LEAVES))))
 ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \
     LD_PRELOAD=$$($(CC) -print-file-name=libasan.so):$$($(CC) -print-file-name=libubsan.so) \
     PYTHONPATH=build/asan PYTHONSAFEPATH=1
+ASAN_CORE := build/c/address-undefined/libcore.a
 asan-py: $(STAMPS)/tools
 	$(call say,Python tests under ASan and UBSan)
 	@rm -rf build/asan && mkdir -p build
-	@FSDPC_SANITIZE=address,undefined FSDPC_PROBE=1 $(PY) setup.py --quiet build --build-lib build/asan \
-	  >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
+	@$(MAKE) -j$(JOBS) $(ASAN_CORE) SAN=address,undefined
+	@FSDPC_SANITIZE=address,undefined FSDPC_PROBE=1 FSDPC_CORE=$(ASAN_CORE) \
+	  $(PY) setup.py --quiet build --build-lib build/asan >build/asan.log 2>&1 || { cat build/asan.log; exit 1; }
 	@$(ASAN_ENV) $(PY) -c 'import fsdpc._probe as c; assert "build/asan" in c.__file__, c.__file__'
 	@$(ASAN_ENV) $(PY) -m pytest -q -p no:cacheprovider $(PYTEST_JOBS) --combinations $(COMBINATIONS) \
 	  -m "not long" -k "$(ASAN_CHOICE)" $(ASAN_TESTS) $(ARGS)

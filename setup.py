@@ -8,6 +8,8 @@ Environment switches, all off by default:
   FSDPC_COVERAGE=1                                            writes gcov data
   FSDPC_DEBUG=1                                               keeps the assertions, -O1
   FSDPC_PROBE=1                                               makes fsdpc._probe in any build
+  FSDPC_CORE=path                                             links this archive of the core instead
+                                                              of compiling all but csrc/py
   FSDPC_JOBS=N                                                compilers at a time
   NVCC=path|none                                              the CUDA compiler, or a build without
 Each combination has its own object directory, and a file is compiled again only when it or a
@@ -194,6 +196,9 @@ class ParallelBuild(build_ext):
 
 
 COMPILE_ARGS, LINK_ARGS, VARIANT = flags()
+if ARCHIVE := os.environ.get("FSDPC_CORE"):
+    SOURCES = [file for file in SOURCES if file.startswith("csrc/py/") or file == IMAGE_HOLDER]
+    LINK_ARGS += [ARCHIVE, "-Wl,--exclude-libs,ALL"]  # its names are not hidden from others
 
 
 def extension(name: str, sources: list[str], depends: list[str]) -> Extension:

@@ -472,10 +472,10 @@ own_coding(const fsdpc_cuda_coding_params &p, int64_t *first)
     return p.coding[i];
 }
 
-/* Those without a codec as well. */
-#define FOR_CODECS_AND_PLAIN(what)             \
+/* Those without a codec as well, by `plain`. */
+#define FOR_CODECS_AND_PLAIN(what, plain)      \
     if (codec == FSDPC_UNCODED) {              \
-        FOR_CODEC_BLOCKS(what, FSDPC_UNCODED)  \
+        FOR_CODEC_BLOCKS(plain, FSDPC_UNCODED) \
     } else {                                   \
         FOR_CODECS(what)                       \
     }
@@ -493,11 +493,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     int64_t first;
     const fsdpc_cuda_coding &c = own_coding(p, &first);
     const int codec = c.codec;
-    if (codec == FSDPC_UNCODED) {
-        FOR_CODEC_BLOCKS(COPY, FSDPC_UNCODED)
-    } else {
-        FOR_CODECS(ENCODE)
-    }
+    FOR_CODECS_AND_PLAIN(ENCODE, COPY)
 }
 
 extern "C" __global__ void
@@ -523,8 +519,8 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     const int64_t first =
         (int64_t)((int)blockIdx.x - l.from.first_block) * FSDPC_CUDA_CODING_BLOCKS;
     if (l.sum_type == FSDPC_F64) {
-        FOR_CODECS_AND_PLAIN(SUM_F64)
+        FOR_CODECS_AND_PLAIN(SUM_F64, SUM_F64)
     } else {
-        FOR_CODECS_AND_PLAIN(SUM_F32)
+        FOR_CODECS_AND_PLAIN(SUM_F32, SUM_F32)
     }
 }

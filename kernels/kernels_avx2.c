@@ -16,49 +16,12 @@
 enum { LANES = 8, NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 
 typedef __m256 vec;
+typedef __m256d doubles;
+typedef __m256i integers;
 
-INLINE vec
-vset(float value)
-{
-    return _mm256_set1_ps(value);
-}
-
-INLINE vec
-vadd(vec a, vec b)
-{
-    return _mm256_add_ps(a, b);
-}
-
-INLINE vec
-vmul(vec a, vec b)
-{
-    return _mm256_mul_ps(a, b);
-}
-
-INLINE vec
-vload_F32(const void *src)
-{
-    return _mm256_loadu_ps(src);
-}
-
-INLINE vec
-vload_BF16(const void *src)
-{
-    __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128(src));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
-}
-
-INLINE vec
-vload_F16(const void *src)
-{
-    return _mm256_cvtph_ps(_mm_loadu_si128(src));
-}
-
-INLINE void
-vstore_F32(void *dst, vec values)
-{
-    _mm256_storeu_ps(dst, values);
-}
+#define WIDE(name) _mm256_##name
+#define HALF(name) _mm_##name##_si128
+#define AS_FLOATS(integers) _mm256_castsi256_ps(integers)
 
 INLINE __m128i
 round_bf16(vec values)
@@ -75,56 +38,7 @@ round_bf16(vec values)
     return _mm_packus_epi32(low, high);
 }
 
-INLINE void
-vstore_BF16(void *dst, vec values)
-{
-    _mm_storeu_si128(dst, round_bf16(values));
-}
-
-INLINE void
-vstore_F16(void *dst, vec values)
-{
-    _mm_storeu_si128(dst, _mm256_cvtps_ph(values, NEAREST));
-}
-
-INLINE void
-vstream_F32(void *dst, vec values)
-{
-    _mm256_stream_ps(dst, values);
-}
-
-INLINE void
-vstream_BF16(void *dst, vec values)
-{
-    _mm_stream_si128(dst, round_bf16(values));
-}
-
-INLINE void
-vstream_F16(void *dst, vec values)
-{
-    _mm_stream_si128(dst, _mm256_cvtps_ph(values, NEAREST));
-}
-
-INLINE void
-vstream_fence(void)
-{
-    _mm_sfence();
-}
-
-/* The square of a float is exact in double. |x| is compared as an integer: there a NaN is larger
- * than infinity, and infinity than any number. */
-typedef struct norm_state {
-    __m256d low, high;
-    __m256i max;
-} norm_state;
-
-INLINE void
-norm_clear(norm_state *state)
-{
-    state->low = _mm256_setzero_pd();
-    state->high = _mm256_setzero_pd();
-    state->max = _mm256_setzero_si256();
-}
+#include "vector_x86.inc"
 
 INLINE void
 norm_add(norm_state *state, vec values)

@@ -16,49 +16,12 @@
 enum { LANES = 16, NEAREST = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC };
 
 typedef __m512 vec;
+typedef __m512d doubles;
+typedef __m512i integers;
 
-INLINE vec
-vset(float value)
-{
-    return _mm512_set1_ps(value);
-}
-
-INLINE vec
-vadd(vec a, vec b)
-{
-    return _mm512_add_ps(a, b);
-}
-
-INLINE vec
-vmul(vec a, vec b)
-{
-    return _mm512_mul_ps(a, b);
-}
-
-INLINE vec
-vload_F32(const void *src)
-{
-    return _mm512_loadu_ps(src);
-}
-
-INLINE vec
-vload_BF16(const void *src)
-{
-    __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256(src));
-    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-}
-
-INLINE vec
-vload_F16(const void *src)
-{
-    return _mm512_cvtph_ps(_mm256_loadu_si256(src));
-}
-
-INLINE void
-vstore_F32(void *dst, vec values)
-{
-    _mm512_storeu_ps(dst, values);
-}
+#define WIDE(name) _mm512_##name
+#define HALF(name) _mm256_##name##_si256
+#define AS_FLOATS(integers) _mm512_castsi512_ps(integers)
 
 INLINE __m256i
 round_bf16(vec values)
@@ -72,56 +35,7 @@ round_bf16(vec values)
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
 }
 
-INLINE void
-vstore_BF16(void *dst, vec values)
-{
-    _mm256_storeu_si256(dst, round_bf16(values));
-}
-
-INLINE void
-vstore_F16(void *dst, vec values)
-{
-    _mm256_storeu_si256(dst, _mm512_cvtps_ph(values, NEAREST));
-}
-
-INLINE void
-vstream_F32(void *dst, vec values)
-{
-    _mm512_stream_ps(dst, values);
-}
-
-INLINE void
-vstream_BF16(void *dst, vec values)
-{
-    _mm256_stream_si256(dst, round_bf16(values));
-}
-
-INLINE void
-vstream_F16(void *dst, vec values)
-{
-    _mm256_stream_si256(dst, _mm512_cvtps_ph(values, NEAREST));
-}
-
-INLINE void
-vstream_fence(void)
-{
-    _mm_sfence();
-}
-
-/* The square of a float is exact in double. |x| is compared as an integer: there a NaN is larger
- * than infinity, and infinity than any number. */
-typedef struct norm_state {
-    __m512d low, high;
-    __m512i max;
-} norm_state;
-
-INLINE void
-norm_clear(norm_state *state)
-{
-    state->low = _mm512_setzero_pd();
-    state->high = _mm512_setzero_pd();
-    state->max = _mm512_setzero_si512();
-}
+#include "vector_x86.inc"
 
 INLINE void
 norm_add(norm_state *state, vec values)

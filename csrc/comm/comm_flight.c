@@ -141,7 +141,8 @@ take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, c
     return post_data(flight, load, tag, what);
 }
 
-/* The same by a blocking collective, only if all ranks mean the same. */
+/* The same by a blocking collective, where nothing travels in the background: first the marks, then, if all are
+ * equal, the data. */
 static int
 go_at_once(fsdpc_flight *flight, const fsdpc_load *load, const char *what)
 {
@@ -158,7 +159,7 @@ go_at_once(fsdpc_flight *flight, const fsdpc_load *load, const char *what)
                           : fsdpc_comm_all_gather_parts(comm, load->parts, load->count, what);
 }
 
-/* Every mark is this rank's until another one comes: a process group may be a fake, which moves nothing. */
+/* All ranks' marks begin as this rank's own: a fake process group, which moves nothing, leaves them equal. */
 static int
 make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
 {

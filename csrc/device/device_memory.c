@@ -37,43 +37,37 @@ check_copy(size_t bytes, const void *a, const void *b)
                : fsdpc_error(FSDPC_E_INVAL, "copy: a buffer of %zu bytes is NULL", bytes);
 }
 
-int
-fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes)
-{
-    FSDPC_TRY(check_copy(bytes, dst, host));
-    if (bytes && device->i->copy_in) {
-        return device->i->copy_in(device->context, dst, host, bytes);
-    }
-    if (bytes) {
-        memcpy(dst, host, bytes);
-    }
-    return FSDPC_OK;
-}
-
-int
-fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes)
-{
-    FSDPC_TRY(check_copy(bytes, host, src));
-    if (bytes && device->i->copy_out) {
-        return device->i->copy_out(device->context, host, src, bytes);
-    }
-    if (bytes) {
-        memcpy(host, src, bytes);
-    }
-    return FSDPC_OK;
-}
-
-int
-fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t bytes)
+/* `own`: the device's way to copy so, NULL for one in the processor's memory. */
+static int
+copy_by(int (*own)(void *, void *, const void *, size_t), const fsdpc_device *device, void *dst,
+        const void *src, size_t bytes)
 {
     FSDPC_TRY(check_copy(bytes, dst, src));
-    if (bytes && device->i->copy) {
-        return device->i->copy(device->context, dst, src, bytes);
+    if (bytes && own) {
+        return own(device->context, dst, src, bytes);
     }
     if (bytes) {
         memcpy(dst, src, bytes);
     }
     return FSDPC_OK;
+}
+
+int
+fsdpc_device_copy_in(fsdpc_device *device, void *dst, const void *host, size_t bytes)
+{
+    return copy_by(device->i->copy_in, device, dst, host, bytes);
+}
+
+int
+fsdpc_device_copy_out(fsdpc_device *device, void *host, const void *src, size_t bytes)
+{
+    return copy_by(device->i->copy_out, device, host, src, bytes);
+}
+
+int
+fsdpc_device_copy(fsdpc_device *device, void *dst, const void *src, size_t bytes)
+{
+    return copy_by(device->i->copy, device, dst, src, bytes);
 }
 
 /* --- addresses and pieces of memory -------------------------------------------------------------- */

@@ -42,29 +42,21 @@ fsdpc_stream_coded_close(fsdpc_exchange *x)
     fsdpc_mem_free(s->offsets);
 }
 
-/* The ranks before this one, and those behind. */
+/* Adds one coding for the pieces of the ranks before this one and one for those behind it. Returns how many. */
 static int
 list_segment(const fsdpc_exchange *x, const fsdpc_segment *seg, char *packed, char *pieces,
              size_t stride, float *lost, fsdpc_coding *list)
 {
     int count = 0;
     const size_t bytes = (size_t)seg->piece_numel * fsdpc_dtype_bytes(seg->reduce);
-    const int64_t row = seg->row_numel > 0 ? seg->row_numel : seg->piece_numel;
     for (int behind = 0; behind < 2; behind++) {
         const int first = behind ? x->rank + 1 : 0, end = behind ? x->world : x->rank;
         const size_t before = (size_t)(behind ? x->rank : 0);
         if (first < end) {
-            list[count++] = (fsdpc_coding){
-                .codec = seg->reduce_codec,
-                .pieces = end - first,
-                .rows = seg->piece_numel / row,
-                .row = row,
-                .values = packed + seg->reduce_offset + bytes * (size_t)first,
-                .type = seg->reduce,
-                .coded = pieces + stride * before,
-                .stride = stride,
-                .lost = lost ? lost + before * (size_t)seg->piece_numel : NULL,
-            };
+            list[count] = fsdpc_grad_coding(seg, end - first,
+                                            packed + seg->reduce_offset + bytes * (size_t)first,
+                                            pieces + stride * before, stride);
+            list[count++].lost = lost ? lost + before * (size_t)seg->piece_numel : NULL;
         }
     }
     return count;
@@ -78,7 +70,6 @@ encode(fsdpc_exchange *x, const fsdpc_unit *unit, char *packed, char *pieces, si
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
     size_t *lost = s->offsets + layout->segment_count;
     char *kept = x->lost[fsdpc_unit_use(unit)->id].memory;
-    fsdpc_footprint_landing(layout, s->offsets);
     fsdpc_footprint_lost(layout, lost);
     for (int i = 0; i < layout->segment_count; i++) {
         const fsdpc_segment *seg = &layout->segments[i];
@@ -96,12 +87,12 @@ fsdpc_stream_sum_coded(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const 
 {
     struct fsdpc_streams *s = x->streams;
     const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    const size_t stride = fsdpc_footprint_landing(layout, NULL);
+    const size_t stride = fsdpc_footprint_landing(layout, s->offsets);
     char *pieces = buffer + fsdpc_footprint_packed(layout);
     char *landing = pieces + stride * (size_t)(x->world - 1);
     FSDPC_TRY(encode(x, unit, buffer, pieces, stride));
     FSDPC_TRY(fsdpc_comm_all_to_all(s->reduce_comm, pieces, landing, stride, what));
-    FSDPC_TRY(fsdpc_grad_sum_apart(unit, buffer, landing, s->landed, s->offsets));
+    FSDPC_TRY(fsdpc_grad_sum_apart(unit, buffer, landing, s->landed, s->offsets, stride));
     return fsdpc_unit_replicate(unit) ? fsdpc_stream_sum_partial(x, unit, what) : FSDPC_OK;
 }
 

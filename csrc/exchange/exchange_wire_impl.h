@@ -124,8 +124,8 @@ bool fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit);
 /* Waits for gathers that began before the flight, then for the flight, and frees the flight, also after a failure.
  * *summed (optional) as fsdpc_flight_is_summed. FSDPC_E_MISMATCH: another rank means another one. */
 int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed);
-/* Another rank is known to differ: all ranks are told what this one means instead of its next flight, and this one what
- * they mean. FSDPC_E_MISMATCH. */
+/* For a rank that knows that another one does something else: instead of its next flight it exchanges with all ranks what
+ * each is about to do (`next`, `what`). Returns FSDPC_E_MISMATCH. */
 int fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what);
 int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);
 int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);

@@ -183,29 +183,35 @@ done:
     return status;
 }
 
+fsdpc_coding
+fsdpc_grad_coding(const fsdpc_segment *seg, int pieces, char *values, char *coded, size_t stride)
+{
+    const int64_t row = seg->row_numel > 0 ? seg->row_numel : seg->piece_numel;
+    return (fsdpc_coding){.codec = seg->reduce_codec,
+                          .pieces = pieces,
+                          .rows = seg->piece_numel / row,
+                          .row = row,
+                          .values = values,
+                          .type = seg->reduce,
+                          .coded = coded,
+                          .stride = stride};
+}
+
 int
-fsdpc_grad_sum_apart(fsdpc_unit *unit, const void *buffer, const char *landing, fsdpc_landed *list,
-                     size_t *offsets)
+fsdpc_grad_sum_apart(fsdpc_unit *unit, char *buffer, char *landing, fsdpc_landed *list,
+                     const size_t *offsets, size_t stride)
 {
     int count = 0;
     const fsdpc_layout *layout = unit->layout;
     const struct fsdpc_grad_target to = fsdpc_grad_target(unit);
-    const size_t stride = fsdpc_footprint_landing(layout, offsets);
     for (int s = 0; s < layout->segment_count; s++) {
         const fsdpc_segment *seg = &layout->segments[s];
-        const int64_t row = seg->row_numel > 0 ? seg->row_numel : seg->piece_numel;
         if (!seg->trainable || seg->piece_numel == 0) {
             continue;
         }
         list[count++] = (fsdpc_landed){
-            .from = {.codec = seg->reduce_codec,
-                     .pieces = 1,
-                     .rows = seg->piece_numel / row,
-                     .row = row,
-                     .values = (char *)(uintptr_t)buffer + own_piece(unit, seg),
-                     .type = seg->reduce,
-                     .coded = (char *)(uintptr_t)landing + offsets[s],
-                     .stride = stride},
+            .from = fsdpc_grad_coding(seg, 1, buffer + own_piece(unit, seg), landing + offsets[s],
+                                      stride),
             .sum = (char *)to.sum + seg->grad_offset,
             .sum_type = seg->accumulate,
         };
@@ -322,19 +328,28 @@ fsdpc_unit_scale_grads(fsdpc_unit *unit, const uint8_t *mask, double factor)
     return FSDPC_OK;
 }
 
+static char *
+shard_sum(const fsdpc_unit *unit, int param, int64_t *length)
+{
+    const fsdpc_segment *seg = segment_of(unit, param);
+    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
+    *length = span.length;
+    return (char *)unit->grad + seg->grad_offset +
+           (size_t)span.piece_begin * fsdpc_dtype_bytes(seg->accumulate);
+}
+
 int
 fsdpc_unit_zero_grad(fsdpc_unit *unit, int param)
 {
     FSDPC_TRY(fsdpc_unit_settle(unit));
     const fsdpc_segment *seg = segment_of(unit, param);
-    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
-    size_t item = fsdpc_dtype_bytes(seg->accumulate);
-    char *acc = (char *)unit->grad + seg->grad_offset + (size_t)span.piece_begin * item;
-    FSDPC_TRY(fsdpc_device_zero(unit->shard_device, acc, (size_t)span.length * item));
+    int64_t length;
+    char *acc = shard_sum(unit, param, &length);
+    FSDPC_TRY(fsdpc_device_zero(unit->shard_device, acc,
+                                (size_t)length * fsdpc_dtype_bytes(seg->accumulate)));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
-    int64_t length;
     void *out = fsdpc_unit_grad_part(unit, param, &length);
     return fsdpc_device_zero(unit->shard_device, out,
                              (size_t)length * fsdpc_dtype_bytes(seg->storage));
@@ -345,26 +360,14 @@ fsdpc_unit_scale_grad(fsdpc_unit *unit, int param, double factor)
 {
     FSDPC_TRY(fsdpc_unit_settle(unit));
     const fsdpc_segment *seg = segment_of(unit, param);
-    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
-    char *acc = (char *)unit->grad + seg->grad_offset +
-                (size_t)span.piece_begin * fsdpc_dtype_bytes(seg->accumulate);
-    FSDPC_TRY(fsdpc_device_scale(unit->shard_device, acc, seg->accumulate, span.length, factor));
+    int64_t length;
+    char *acc = shard_sum(unit, param, &length);
+    FSDPC_TRY(fsdpc_device_scale(unit->shard_device, acc, seg->accumulate, length, factor));
     if (!unit->grad_out) {
         return FSDPC_OK;
     }
-    int64_t length;
     void *out = fsdpc_unit_grad_part(unit, param, &length);
     return fsdpc_device_scale(unit->shard_device, out, seg->storage, length, factor);
-}
-
-static char *
-shard_sum(const fsdpc_unit *unit, int param, int64_t *length)
-{
-    const fsdpc_segment *seg = segment_of(unit, param);
-    fsdpc_span span = fsdpc_layout_span(unit->layout, param, unit->rank);
-    *length = span.length;
-    return (char *)unit->grad + seg->grad_offset +
-           (size_t)span.piece_begin * fsdpc_dtype_bytes(seg->accumulate);
 }
 
 int

@@ -11,10 +11,13 @@ int fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count);
  * coded there, and pass through `room` on their way to the sum. `landing` NULL: `buffer` holds the sum. */
 int fsdpc_grad_sum_landed(fsdpc_unit *unit, const void *buffer, const char *landing, int own,
                           int count, void *room);
-/* The same on a device that queues, in one launch; nothing passes through the host. `list`, `offsets`: room for one per
- * segment. */
-int fsdpc_grad_sum_apart(fsdpc_unit *unit, const void *buffer, const char *landing,
-                         fsdpc_landed *list, size_t *offsets);
+/* The same on a device that queues, in one launch; nothing passes through the host. `list`: room for one per segment.
+ * `offsets`, `stride`: what fsdpc_footprint_landing says. */
+int fsdpc_grad_sum_apart(fsdpc_unit *unit, char *buffer, char *landing, fsdpc_landed *list,
+                         const size_t *offsets, size_t stride);
+/* Pieces of a segment, not empty, as they lie packed (`values`) and as they travel. */
+fsdpc_coding fsdpc_grad_coding(const fsdpc_segment *seg, int pieces, char *values, char *coded,
+                               size_t stride);
 /* Of `room` for a unit of this layout and so many senders; 0: nothing is coded. */
 size_t fsdpc_grad_room_bytes(const fsdpc_layout *layout, int count);
 

@@ -66,12 +66,12 @@ from fsdpc._torch import group_timeouts
 
 KINDS = ("auto", "shm", "wire", "c10d", "nccl")
 
-# Of a group, by the GPU's number (None: the CPU).
+# The communicators of a group, by the GPU's number (None: the CPU).
 _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] = (
     weakref.WeakKeyDictionary()
 )
 _wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-# The reports of a communicator's stalls.
+# What reports a stall of a communicator's ranks.
 _followed: weakref.WeakKeyDictionary[_C.Comm, _verdict.Group] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 

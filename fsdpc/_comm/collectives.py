@@ -308,7 +308,7 @@ class Hosts:
         )
 
     def poll(self) -> None:
-        """``RuntimeError`` without a store ends the reports, not the run."""
+        """Without a store (``RuntimeError``) there are no reports, and the run goes on."""
         self._polls_since = time.monotonic()
         with suppress(RuntimeError):
             self._stall.poll(self)
@@ -320,8 +320,8 @@ class Hosts:
         return time.monotonic() - self._polls_since < _SILENCE_S
 
     def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:
-        """The last table of this wait; else, if this rank gives up, one that is made now, at most
-        some seconds later. Where the store does not answer, a table of this host.
+        """The latest table of this wait, or None. A rank that gives up and has none waits a few
+        seconds for one; where the store does not answer, it gets a table of this host's ranks.
         """
         if not gives_up:
             return self._stall.verdict

@@ -154,7 +154,7 @@ class _Packed:
 
     @property
     def nbytes(self) -> int:
-        """Of memory."""
+        """Bytes of the packed values and their scales."""
         return sum(t.nbytes for t in (self.low, getattr(self, "scales", None)) if t is not None)
 
     def unpack(self) -> Tensor:

@@ -39,7 +39,7 @@ class Entry:
     spans: np.ndarray = field(default_factory=lambda: NO_SPANS)
     replica: tuple[int, int] = (0, 1)
     first_writes: bool = False
-    home: torch.Tensor | None = None  # ``memory`` is a copy of it: what is read goes there after
+    home: torch.Tensor | None = None  # if set, ``memory`` is its copy, written back after a load
     borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)  # read; others write and verify
     steady: bool = True  # only optimizers write the values, no forward
     on_host: bool = False  # even where CPU tensors count as memory of a simulated GPU

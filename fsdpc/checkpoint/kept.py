@@ -32,9 +32,10 @@ from fsdpc.checkpoint.write import planned_set
 
 
 class Forms:
-    """Where and in which form the values of tensors are: equal as long as that stays. Of two that
-    are compared one has let go of its tensors. Never equal under autocast, in inference mode and
-    with a tensor that occurs twice. ``RuntimeError``, ``ValueError``: no such place.
+    """Addresses, shapes, strides and dtypes of tensors. The ``Forms`` of an earlier save, which
+    has let go of its tensors, equals that of this save while none of these has changed. Never equal
+    under autocast, in inference mode and with a tensor that occurs twice. ``RuntimeError``,
+    ``ValueError``: a tensor has no address.
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
@@ -43,7 +44,7 @@ class Forms:
         self._guards: Any = None
 
     def let_go(self) -> bool:
-        """Hold no tensors any more; False: torch has no word for their form. Local."""
+        """Drop the tensors; False: torch's guards cannot describe them. Local."""
         tensors, self._tensors = self._tensors, None
         if tensors is None:
             return self._guards is not None

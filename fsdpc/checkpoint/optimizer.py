@@ -64,8 +64,8 @@ class State:
 
 @dataclass
 class StateRow:
-    """Elements of whole parameters that have one state, and that state. ``shape``: of what has one
-    element per element.
+    """A state of the optimizer, and the elements of which parameters it is. ``shape``: that of
+    values in the state which have one element for each of those.
     """
 
     covers: list[tuple[Entry, np.ndarray]]

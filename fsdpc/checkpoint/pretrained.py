@@ -245,8 +245,9 @@ def _tie(model: nn.Module) -> None:
 
 
 def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
-    """Memory without values for what is on the meta device; ties stay, and values that are there.
-    Local. ``CheckpointError``: a tensor on the meta device that is no parameter or buffer.
+    """Give parameters and buffers on the meta device memory without values. Tensors that are tied
+    stay tied, and others keep their values. Local. ``CheckpointError``: a tensor on the meta
+    device that is no parameter or buffer.
     """
     stray = plain_meta(model)
     if stray:

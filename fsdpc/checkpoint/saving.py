@@ -53,11 +53,11 @@ class Plan:
     parts: list[str] = field(default_factory=list)  # folders with manifests of their own
     metric: float | None = None
     published: int | None = None  # see ``steps``; None: by the folders beside ``target``
-    links: bool = True  # files that have not changed, see ``Unchanged``
+    links: bool = True  # link files that have not changed, see ``Unchanged``
 
     @property
     def layouts(self) -> list[Layout]:
-        """Of the sets."""
+        """The layout of each set."""
         return [each.layout for each in self.sets]
 
 

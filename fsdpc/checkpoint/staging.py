@@ -320,7 +320,7 @@ _kept = [_NONE]  # the memory of the last snapshot of host memory
 def _host_snapshot(moves: np.ndarray, total: int) -> Tensor:
     """``moves``: address, offset in the snapshot, which becomes the address there, bytes."""
     if total > len(_kept[0]):
-        _kept[0] = _NONE  # the old one goes first
+        _kept[0] = _NONE  # freed first: both would not fit where memory is short
         _kept[0] = torch.empty(total, dtype=torch.uint8, device="cpu")
     moves[:, 1] += _kept[0].data_ptr()
     small = moves[:, 2] < _FOR_THREADS

@@ -480,7 +480,7 @@ def _optimizer_parts(form: Any) -> tuple[dict[Any, Any] | None, list[dict[str, A
 
 
 def _scalars(states: dict[Any, Any]) -> dict[Any, Any]:
-    """The states with values that are no tensors read."""
+    """The states, in which values that are no tensors have been read from the file."""
     return {
         param: {key: v if _is_tensor(v) else _values(v) for key, v in state.items()}
         for param, state in states.items()

@@ -68,6 +68,22 @@ class Scaling(NamedTuple):
         scaled = self.scale != 1.0 or self.control.grad_scale is not None
         return scaled and not self.keeps_grads
 
+    def rule(
+        self,
+        group: Mapping[str, Any],
+        beta1: float | Tensor,
+        beta2: float | Tensor,
+        eps: float = 0.0,
+        *,
+        decoupled: bool = True,
+        maximize: bool = False,
+        nesterov: bool = False,
+    ) -> Rule:
+        """The numbers of a group in this step."""
+        numbers = (group["lr"], beta1, beta2, eps, group["weight_decay"], self.scale, self.clip)
+        flags = (decoupled, maximize, nesterov)
+        return Rule(*map(float, numbers), *flags, keeps_grads=self.keeps_grads)
+
 
 class Check(NamedTuple):
     """A search for infinities that a scaler leaves to the step, which reads all gradients."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fsdpc._companions.matrices import ADAPTED, Matrix, is_matrix
 from fsdpc._engine.writeback import owner_of
-from fsdpc.optim._base import Members, Rule, Scaling, check_number
+from fsdpc.optim._base import Members, Scaling, check_number
 from fsdpc.optim._owned import Piece
 from fsdpc.optim._places import ParamSpan, clean, names_of
 from fsdpc.optim._spanned import Stretch, part
@@ -207,19 +207,8 @@ class MatrixOptimizer(WholeOptimizer):
         """AdamW."""
         given = {name: group[f"adamw_{name}"] for name in ("betas", "eps", "weight_decay")}
         own = {name: group[name] if of is None else of for name, of in given.items()}
-        beta1, beta2 = own["betas"][:2]
-        rule = Rule(
-            float(group["lr"]) * group["adamw_factor"],
-            beta1,
-            beta2,
-            own["eps"],
-            float(own["weight_decay"]),
-            scaling.scale,
-            scaling.clip,
-            True,
-            False,
-            keeps_grads=scaling.keeps_grads,
-        )
+        own["lr"] = float(group["lr"]) * group["adamw_factor"]
+        rule = scaling.rule(own, *own["betas"][:2], own["eps"])
         self._run(
             "adam",
             rule,

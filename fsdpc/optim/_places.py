@@ -60,7 +60,7 @@ class Group:
 
     @property
     def identity(self) -> int:
-        """Equal for groups that are the same object to their owner; 0 for this rank alone."""
+        """A dictionary key, the same for two that stand for one group; 0 for this rank alone."""
         found = self.group if self.comm is None else self.comm
         return 0 if found is None else id(found)
 

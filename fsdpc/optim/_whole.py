@@ -100,7 +100,7 @@ class WholeOptimizer(BlockOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()  # it knows the groups from before
+        self._forget()  # what was planned for the groups before
         self._owners = None
 
     def _forget(self) -> None:

@@ -57,18 +57,12 @@ class Adam(FusedOptimizer):
                 self.state[param]["max_exp_avg_sq"] = self._zeros(param, "max_exp_avg_sq")
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
-        beta1, beta2 = group["betas"]
-        return Rule(
-            float(group["lr"]),
-            float(beta1),
-            float(beta2),
-            float(group["eps"]),
-            float(group["weight_decay"]),
-            scaling.scale,
-            scaling.clip,
-            group["decoupled_weight_decay"],
-            group["maximize"],
-            keeps_grads=scaling.keeps_grads,
+        return scaling.rule(
+            group,
+            *group["betas"],
+            group["eps"],
+            decoupled=group["decoupled_weight_decay"],
+            maximize=group["maximize"],
         )
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdpc import _C
 from fsdpc._companions.spans import touched
-from fsdpc.optim._base import Members, Rule, Scaling
+from fsdpc.optim._base import Members, Scaling
 from fsdpc.optim._chunks import MASTER, Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
@@ -334,18 +334,7 @@ class AdamMini(BlockOptimizer):
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         beta1, beta2 = group["betas"]
-        rule = Rule(
-            float(group["lr"]),
-            beta1,
-            beta2,
-            group["eps"],
-            float(group["weight_decay"]),
-            scaling.scale,
-            scaling.clip,
-            True,
-            group["maximize"],
-            keeps_grads=scaling.keeps_grads,
-        )
+        rule = scaling.rule(group, beta1, beta2, group["eps"], maximize=group["maximize"])
         stretches = list(self._stretches(found.params, found.values, found.grads))
         states = [self.state[stretch.param] for stretch in stretches]
         sources = [self._source(stretch) for stretch in stretches]

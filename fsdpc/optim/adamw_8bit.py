@@ -133,7 +133,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
                     held[kind][int(which)] = place
 
     def _show_states(self, param: Tensor) -> None:
-        """All are made before the step."""
+        """Nothing to do: states are made before the step."""
 
     def state_dict(self) -> dict[str, Any]:
         """torch's state dict with float32 moments: 8 bytes per parameter for the time of the call

@@ -39,16 +39,4 @@ class Lion(FusedOptimizer):
         self._open(locals())
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
-        beta1, beta2 = group["betas"]
-        return Rule(
-            float(group["lr"]),
-            beta1,
-            beta2,
-            0.0,
-            float(group["weight_decay"]),
-            scaling.scale,
-            scaling.clip,
-            True,
-            group["maximize"],
-            keeps_grads=scaling.keeps_grads,
-        )
+        return scaling.rule(group, *group["betas"], maximize=group["maximize"])

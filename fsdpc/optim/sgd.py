@@ -56,18 +56,13 @@ class SGD(FusedOptimizer):
         """Buffers are made in the step, which must know which of them are new."""
 
     def _rule(self, group: dict[str, Any], scaling: Scaling) -> Rule:
-        return Rule(
-            float(group["lr"]),
-            float(group["momentum"]),
-            float(group["dampening"]),
-            0.0,
-            float(group["weight_decay"]),
-            scaling.scale,
-            scaling.clip,
-            False,
-            group["maximize"],
-            group["nesterov"],
-            keeps_grads=scaling.keeps_grads,
+        return scaling.rule(
+            group,
+            group["momentum"],
+            group["dampening"],
+            decoupled=False,
+            maximize=group["maximize"],
+            nesterov=group["nesterov"],
         )
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:

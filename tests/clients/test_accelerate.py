@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from harness import run_ranks
@@ -89,13 +91,19 @@ def run(rank, world, kind, precision="no", dtype=None, **plugin):
     return seen, dtypes, {key: value.clone() for key, value in state.items()}
 
 
+@functools.cache
+def on_ddp():
+    """What ``run`` returns on two ranks of DDP."""
+    return run_ranks(run, 2, kind="ddp")
+
+
 @both_ways
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_training_equals_ddp(use_orig_params, strategy):
     """Accumulation, clipping, a schedule; then the whole state dict, on rank 0."""
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
     got = run_ranks(run, 2, kind="fsdpc", **options)
-    expected = run_ranks(run, 2, kind="ddp")
+    expected = on_ddp()
     for (losses, *_), (reference, *_) in zip(got, expected, strict=True):
         assert losses == pytest.approx(reference, rel=1e-6, abs=0)
     state, reference = got[0][-1], expected[0][-1]
@@ -118,7 +126,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_of_the_plugin(name):
     got = run_ranks(run, 2, kind="fsdpc", use_orig_params=True, **OPTIONS[name])
-    expected = run_ranks(run, 2, kind="ddp")
+    expected = on_ddp()
     for (losses, *_), (reference, *_) in zip(got, expected, strict=True):
         assert losses == pytest.approx(reference, rel=1e-6, abs=0)
     assert list(got[0][-1]) == list(expected[0][-1])

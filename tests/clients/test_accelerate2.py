@@ -4,6 +4,8 @@ load.
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from harness import run_ranks
@@ -66,6 +68,12 @@ def run(rank, world, kind, precision="no", **plugin):
     return seen, get_model_state_dict(model, options=options)
 
 
+@functools.cache
+def on_ddp():
+    """What ``run`` returns on two ranks of DDP."""
+    return run_ranks(run, 2, kind="ddp")
+
+
 OPTIONS = {
     "plain": {},
     "kept after forward": {"reshard_after_forward": False},
@@ -77,7 +85,7 @@ OPTIONS = {
 @pytest.mark.parametrize("name", OPTIONS)
 def test_training_equals_ddp(name):
     got = run_ranks(run, 2, kind="fsdpc", **OPTIONS[name])
-    expected = run_ranks(run, 2, kind="ddp")
+    expected = on_ddp()
     for (losses, _), (reference, _) in zip(got, expected, strict=True):
         assert losses == pytest.approx(reference, rel=1e-5, abs=0)
     for key, value in expected[0][1].items():

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,37 +115,37 @@ def run(rank, world, kind, name, folder, resume=None, adapters=False, own=False,
     return trainer.seen, norms
 
 
-@both_models
-@pytest.mark.parametrize("use_orig_params", ["true", "false"])
-def test_training_equals_ddp(name, use_orig_params, tmp_path: Path):
-    got = run_ranks(
-        run, 2, kind="fsdpc", name=name, folder=str(tmp_path), use_orig_params=use_orig_params
-    )
-    expected = run_ranks(run, 2, kind="ddp", name=name, folder=str(tmp_path))
-    for (losses, norms), (reference, reference_norms) in zip(got, expected, strict=True):
+@functools.cache
+def on_ddp(**options):
+    """What ``run`` returns on two ranks of DDP."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run_ranks(run, 2, kind="ddp", folder=folder, **options)
+
+
+def check_equals_ddp(folder: Path, options: dict[str, Any], **sharding: Any) -> None:
+    got = run_ranks(run, 2, kind="fsdpc", folder=str(folder), **options, **sharding)
+    for (losses, norms), (reference, reference_norms) in zip(got, on_ddp(**options), strict=True):
         assert len(losses) == 2 * STEPS and len(norms) == STEPS
         assert losses == pytest.approx(reference, rel=1e-6, abs=0)
         assert norms == pytest.approx(reference_norms, rel=1e-5, abs=0)
 
 
+@both_models
 @pytest.mark.parametrize("use_orig_params", ["true", "false"])
-def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
-    """With a peft model Trainer changes accelerate's wrap policy to peft's."""
-    options = {"name": "llama", "folder": str(tmp_path), "adapters": True}
-    got = run_ranks(run, 2, kind="fsdpc", use_orig_params=use_orig_params, **options)
-    expected = run_ranks(run, 2, kind="ddp", **options)
-    for (losses, norms), (reference, reference_norms) in zip(got, expected, strict=True):
-        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
-        assert norms == pytest.approx(reference_norms, rel=1e-5, abs=0)
+def test_training_equals_ddp(name, use_orig_params, tmp_path: Path):
+    check_equals_ddp(tmp_path, {"name": name}, use_orig_params=use_orig_params)
 
 
 @both_models
 def test_training_with_fully_shard_equals_ddp(name, tmp_path: Path):
-    got = run_ranks(run, 2, kind="fsdpc", name=name, folder=str(tmp_path), version=2)
-    expected = run_ranks(run, 2, kind="ddp", name=name, folder=str(tmp_path))
-    for (losses, norms), (reference, reference_norms) in zip(got, expected, strict=True):
-        assert losses == pytest.approx(reference, rel=1e-6, abs=0)
-        assert norms == pytest.approx(reference_norms, rel=1e-5, abs=0)
+    check_equals_ddp(tmp_path, {"name": name}, version=2)
+
+
+@pytest.mark.parametrize("use_orig_params", ["true", "false"])
+def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
+    """With a peft model Trainer changes accelerate's wrap policy to peft's."""
+    options = {"name": "llama", "adapters": True}
+    check_equals_ddp(tmp_path, options, use_orig_params=use_orig_params)
 
 
 @both_models

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import ranks
-from test_optim_muon import OPTIONS, STEPS, Model, check, states_of, train, wanted
+from test_optim_muon import OPTIONS, STEPS, Model, check, scaled_steps, train, wanted
 from toys import full_parameters, wrap
 
 import fsdpc
@@ -176,23 +176,12 @@ def test_replicas_and_torchs_units(rank, world, kind):
 @KINDS
 def test_what_a_step_leaves_out(rank, world, kind):
     """A parameter without a gradient; a step that an infinity on one rank stops on all; a norm."""
-    from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
     def run(model: torch.nn.Module, sharded: bool) -> Any:
         optimizer = make(kind, model)
         model(0, "down").backward()
         optimizer.step()
-        scaler = (ShardedGradScaler if sharded else torch.amp.GradScaler)("cpu", init_scale=4.0)
-        for step, factor in ((4, 1.0), (5, float("inf")), (6, 1.0)):
-            optimizer.zero_grad()
-            (scaler.scale(model(step)) * (factor if rank == 1 or not sharded else 1.0)).backward()
-            before = states_of(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-            kept = states_of(optimizer)
-            stays = all(torch.equal(value, kept[key]) for key, value in before.items())
-            assert (stays and before.keys() == kept.keys()) == (factor != 1.0), step
-        assert scaler.get_scale() == 2.0
+        scaled_steps(model, optimizer, rank if sharded else 1)
         return optimizer
 
     expected = Model()

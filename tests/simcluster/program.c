@@ -696,7 +696,8 @@ event(model *m)
     return FSDPC_OK;
 }
 
-/* One of the batches after which weights change is too many for all ranks but one. */
+/* The fault SIM_CHANGES: at this place all ranks but the victim run one more batch without gradients, although
+ * weights change after it. */
 static bool
 changes_early(const model *m, int k)
 {

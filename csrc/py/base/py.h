@@ -185,8 +185,12 @@ PyObject *fsdpc_py_list(Py_ssize_t count, PyObject *(*item)(const void *context,
 
 /* --- attributes (py_args.c) ------------------------------------------------------------------ */
 
-/* The getter and setter of an attribute that is a member of a type: any object, or NULL, which is None. */
-#define FSDPC_PY_MEMBER(type, member) (void *)offsetof(type, member) /* their closure */
+/* The row of a table of attributes for the getter get_name; `set`: the setter, or NULL. */
+#define FSDPC_PY_ATTRIBUTE(name, set, doc) {#name, (getter)get_##name, (setter)(set), doc, NULL}
+/* The same for an attribute that is a member of a type: any object, or NULL, which is None. Its offset is the
+ * closure of getter and setter. */
+#define FSDPC_PY_MEMBER(type, member, doc) \
+    {#member, fsdpc_py_get_member, fsdpc_py_set_member, doc, (void *)offsetof(type, member)}
 PyObject *fsdpc_py_get_member(PyObject *self, void *offset);
 int fsdpc_py_set_member(PyObject *self, PyObject *value, void *offset);
 

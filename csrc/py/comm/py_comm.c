@@ -162,25 +162,39 @@ static PyMethodDef comm_methods[] = {
 
 /* --- attributes ------------------------------------------------------------------------------ */
 
-#define GET(name, value) FSDPC_PY_GETTER(fsdpc_py_comm, name, value)
 #define CAPS(self) fsdpc_comm_get_caps((self)->comm)
 
+/* Attributes that are read by one expression: X(name, value, text). */
 /* clang-format off */
-GET(rank, PyLong_FromLong(fsdpc_comm_rank(self->comm)))
-GET(world, PyLong_FromLong(fsdpc_comm_world(self->comm)))
-GET(kind, PyUnicode_FromString(fsdpc_comm_kind(self->comm)))
-GET(one_memory, PyBool_FromLong(CAPS(self)->one_memory))
-GET(flies, PyBool_FromLong(fsdpc_comm_flies(self->comm)))
-GET(swaps, PyBool_FromLong(fsdpc_comm_swaps(self->comm)))
-GET(senders, PyLong_FromLong(fsdpc_comm_senders(self->comm)))
-GET(receivers, PyLong_FromLong(fsdpc_comm_receivers(self->comm)))
-GET(ranks_per_host, PyLong_FromLong(fsdpc_comm_ranks_per_host(self->comm)))
-GET(names_absentees, PyBool_FromLong(CAPS(self)->names_absentees))
-GET(rounds_sums, PyBool_FromLong(CAPS(self)->rounds_sums))
-/* Of the communicator of reductions: the attribute describes how gradients are summed. */
-GET(symmetric, PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(self->comm))))
-GET(closed, PyBool_FromLong(self->closed))
+#define ATTRIBUTES(X) \
+    X(rank, PyLong_FromLong(fsdpc_comm_rank(self->comm)), "Rank within the group.") \
+    X(world, PyLong_FromLong(fsdpc_comm_world(self->comm)), "Number of ranks of the group.") \
+    X(kind, PyUnicode_FromString(fsdpc_comm_kind(self->comm)), "'self', 'shm', 'c10d' or 'nccl'.") \
+    X(one_memory, PyBool_FromLong(CAPS(self)->one_memory), "True if the ranks share memory.") \
+    X(flies, PyBool_FromLong(fsdpc_comm_flies(self->comm)), \
+      "True if units travel by sends and receives in the background.") \
+    X(swaps, PyBool_FromLong(fsdpc_comm_swaps(self->comm)), \
+      "True if sums over these two ranks are swapped in the background.") \
+    X(senders, PyLong_FromLong(fsdpc_comm_senders(self->comm)), \
+      "Ranks whose gradients of a unit travel to this rank over a wire; for kind 'c10d'.") \
+    X(receivers, PyLong_FromLong(fsdpc_comm_receivers(self->comm)), \
+      "Ranks to which this rank sends gradients of a unit over a wire; for kind 'c10d'.") \
+    X(ranks_per_host, PyLong_FromLong(fsdpc_comm_ranks_per_host(self->comm)), \
+      "Ranks of each host that share memory in a group of several hosts; 0: not equally many.") \
+    X(names_absentees, PyBool_FromLong(CAPS(self)->names_absentees), \
+      "True if agree() and barrier() name the ranks that did not come by the deadline.") \
+    X(rounds_sums, PyBool_FromLong(CAPS(self)->rounds_sums), \
+      "True if sums of bfloat16 and float16 are rounded after each rank, unless symmetric.") \
+    /* Of the communicator of reductions: the attribute describes how gradients are summed. */ \
+    X(symmetric, PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(self->comm))), \
+      "True if NCCL reduces in symmetric memory of all ranks' GPUs.") \
+    X(closed, PyBool_FromLong(self->closed), "True after close().")
 /* clang-format on */
+
+#define GET(name, value, doc) FSDPC_PY_GETTER(fsdpc_py_comm, name, value)
+#define ROW(name, value, doc) FSDPC_PY_ATTRIBUTE(name, NULL, doc),
+
+ATTRIBUTES(GET)
 
 static PyObject *
 get_device(fsdpc_py_comm *self, void *Py_UNUSED(closure))
@@ -190,30 +204,11 @@ get_device(fsdpc_py_comm *self, void *Py_UNUSED(closure))
 }
 
 static PyGetSetDef comm_getset[] = {
-    {"rank", (getter)get_rank, NULL, "Rank within the group.", NULL},
-    {"world", (getter)get_world, NULL, "Number of ranks of the group.", NULL},
-    {"kind", (getter)get_kind, NULL, "'self', 'shm', 'c10d' or 'nccl'.", NULL},
-    {"device", (getter)get_device, NULL,
-     "Number of the GPU whose memory the collectives take; None: the CPU.", NULL},
-    {"one_memory", (getter)get_one_memory, NULL, "True if the ranks share memory.", NULL},
-    {"flies", (getter)get_flies, NULL,
-     "True if units travel by sends and receives in the background.", NULL},
-    {"swaps", (getter)get_swaps, NULL,
-     "True if sums over these two ranks are swapped in the background.", NULL},
-    {"senders", (getter)get_senders, NULL,
-     "Ranks whose gradients of a unit travel to this rank over a wire; for kind 'c10d'.", NULL},
-    {"receivers", (getter)get_receivers, NULL,
-     "Ranks to which this rank sends gradients of a unit over a wire; for kind 'c10d'.", NULL},
-    {"ranks_per_host", (getter)get_ranks_per_host, NULL,
-     "Ranks of each host that share memory in a group of several hosts; 0: not equally many.",
-     NULL},
-    {"names_absentees", (getter)get_names_absentees, NULL,
-     "True if agree() and barrier() name the ranks that did not come by the deadline.", NULL},
-    {"rounds_sums", (getter)get_rounds_sums, NULL,
-     "True if sums of bfloat16 and float16 are rounded after each rank, unless symmetric.", NULL},
-    {"symmetric", (getter)get_symmetric, NULL,
-     "True if NCCL reduces in symmetric memory of all ranks' GPUs.", NULL},
-    {"closed", (getter)get_closed, NULL, "True after close().", NULL},
+    /* clang-format off */
+    ATTRIBUTES(ROW)
+    /* clang-format on */
+    FSDPC_PY_ATTRIBUTE(device, NULL,
+                       "Number of the GPU whose memory the collectives take; None: the CPU."),
     {NULL, NULL, NULL, NULL, NULL},
 };
 

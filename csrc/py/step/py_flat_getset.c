@@ -9,29 +9,6 @@ is_readable(const fsdpc_py_flat *self)
     return fsdpc_unit_refs(self->unit) > 0 || (fsdpc_unit_is_direct(self->unit) && !self->foreign);
 }
 
-/* Attributes that are read by one call. */
-#define GET(name, value) FSDPC_PY_GETTER(fsdpc_py_flat, name, value)
-
-/* clang-format off */
-GET(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)))
-GET(offloaded, PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit)))
-GET(refs, PyLong_FromLong(fsdpc_unit_refs(self->unit)))
-GET(readable, PyBool_FromLong(is_readable(self)))
-GET(attached, PyBool_FromLong(self->tree != NULL && !self->own_tree))
-GET(in_use, PyBool_FromLong(self->installed > 0))
-GET(kept, PyBool_FromLong(fsdpc_unit_has_local(self->unit)))
-GET(sync, PyBool_FromLong(!fsdpc_unit_withholds(self->unit)))
-GET(observed, PyBool_FromLong(self->observed))
-GET(shown, PyBool_FromLong(self->shown))
-GET(in_pass, PyBool_FromLong(self->in_pass))
-GET(reshards, PyBool_FromLong(fsdpc_unit_reshards(self->unit)))
-GET(keeps, PyBool_FromLong(fsdpc_unit_keeps(self->unit)))
-GET(divide, PyFloat_FromDouble(fsdpc_unit_divide(self->unit)))
-GET(unsharded, PyBool_FromLong(self->unsharded))
-GET(members_left, PyLong_FromLong(self->members_left))
-GET(grads_kept, PyBool_FromLong(fsdpc_py_keeps_grads(self)))
-/* clang-format on */
-
 static int
 set_name(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
 {
@@ -58,32 +35,6 @@ truth_of(PyObject *value, int deleted)
     return value ? PyObject_IsTrue(value) : deleted;
 }
 
-static int
-set_sync(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
-{
-    const int truth = truth_of(value, 1);
-    if (truth >= 0) {
-        fsdpc_unit_set_withholds(self->unit, truth == 0);
-    }
-    return truth < 0 ? -1 : 0;
-}
-
-static int
-set_observed(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
-{
-    const int truth = truth_of(value, 0);
-    self->observed = truth < 0 ? self->observed : truth != 0;
-    return truth < 0 ? -1 : 0;
-}
-
-static int
-set_shown(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
-{
-    const int truth = truth_of(value, 0);
-    self->shown = truth > 0;
-    return truth < 0 ? -1 : 0;
-}
-
 /* A flag on which a tree's slots depend, or -1 with an exception. */
 static int
 read_slot_flag(const fsdpc_py_flat *self, PyObject *value, int otherwise, const char *name)
@@ -98,25 +49,24 @@ read_slot_flag(const fsdpc_py_flat *self, PyObject *value, int otherwise, const 
     return truth;
 }
 
-static int
-set_reshards(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
-{
-    const int truth = read_slot_flag(self, value, 1, "reshards");
-    if (truth >= 0) {
-        fsdpc_unit_set_reshards(self->unit, truth > 0);
+/* The setters of attributes that are true or false: set_name does `action` with `truth`, 1 or 0. */
+#define SET(name, reading, action)                                                        \
+    static int set_##name(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure)) \
+    {                                                                                     \
+        const int truth = reading;                                                        \
+        if (truth >= 0) {                                                                 \
+            action;                                                                       \
+        }                                                                                 \
+        return truth < 0 ? -1 : 0;                                                        \
     }
-    return truth < 0 ? -1 : 0;
-}
 
-static int
-set_keeps(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
-{
-    const int truth = read_slot_flag(self, value, 0, "keeps");
-    if (truth >= 0) {
-        fsdpc_unit_set_keeps(self->unit, truth > 0);
-    }
-    return truth < 0 ? -1 : 0;
-}
+/* clang-format off */
+SET(sync, truth_of(value, 1), fsdpc_unit_set_withholds(self->unit, !truth))
+SET(observed, truth_of(value, 0), self->observed = truth)
+SET(shown, truth_of(value, 0), self->shown = truth)
+SET(reshards, read_slot_flag(self, value, 1, "reshards"), fsdpc_unit_set_reshards(self->unit, truth))
+SET(keeps, read_slot_flag(self, value, 0, "keeps"), fsdpc_unit_set_keeps(self->unit, truth))
+/* clang-format on */
 
 static int
 set_divide(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
@@ -149,72 +99,81 @@ set_members_left(fsdpc_py_flat *self, PyObject *value, void *Py_UNUSED(closure))
     return 0;
 }
 
+/* Attributes that are read by one expression: X(name, value, setter, text). */
+/* clang-format off */
+#define ATTRIBUTES(X) \
+    X(name, PyUnicode_FromString(fsdpc_unit_name(self->unit)), set_name, "Name of the unit.") \
+    X(readable, PyBool_FromLong(is_readable(self)), NULL, \
+      "True if the gathered tensors hold the parameters' values now.") \
+    X(refs, PyLong_FromLong(fsdpc_unit_refs(self->unit)), NULL, \
+      "Number of references to the gathered values.") \
+    X(offloaded, PyBool_FromLong(fsdpc_unit_is_offloaded(self->unit)), NULL, \
+      "Shard and gradient lie in pinned host memory of a GPU.") \
+    X(attached, PyBool_FromLong(self->tree != NULL && !self->own_tree), NULL, \
+      "True when a tree drives the unit.") \
+    X(reshards, PyBool_FromLong(fsdpc_unit_reshards(self->unit)), set_reshards, \
+      "Released after forward and gathered again for backward. Set without a tree only.") \
+    X(keeps, PyBool_FromLong(fsdpc_unit_keeps(self->unit)), set_keeps, \
+      "The values stay in a slot of the unit's own until backward. Set without a tree only.") \
+    X(divide, PyFloat_FromDouble(fsdpc_unit_divide(self->unit)), set_divide, \
+      "Gradients are divided by this number, once.") \
+    X(unsharded, PyBool_FromLong(self->unsharded), NULL, "True after unshard().") \
+    X(members_left, PyLong_FromLong(self->members_left), set_members_left, \
+      "How many of the unit's modules have yet to run in this pass; 0 when the pass ends. " \
+      "The unit stays gathered until then.") \
+    X(sync, PyBool_FromLong(!fsdpc_unit_withholds(self->unit)), set_sync, \
+      "False: a backward keeps the unit's gradients on this rank (no_sync). Set alike on " \
+      "all ranks.") \
+    X(observed, PyBool_FromLong(self->observed), set_observed, \
+      "Backward hooks of the user see the unit's modules: forwards from now on keep the " \
+      "unit gathered until the gradients of their inputs are there.") \
+    X(in_use, PyBool_FromLong(self->installed > 0), NULL, \
+      "A forward or backward runs on the gathered values.") \
+    X(in_pass, PyBool_FromLong(self->in_pass), NULL, \
+      "True while forwards of other units see stand-ins instead of sharded parameters.") \
+    X(shown, PyBool_FromLong(self->shown), set_shown, \
+      "The modules show full values of the caller: a pass leaves the modules' entries " \
+      "alone.") \
+    X(grads_kept, PyBool_FromLong(fsdpc_py_keeps_grads(self)), NULL, \
+      "True if the program refers to a gradient of the sharded parameters, as .grad does.") \
+    X(kept, PyBool_FromLong(fsdpc_unit_has_local(self->unit)), NULL, \
+      "True if this rank holds gradients of no_sync.")
+/* clang-format on */
+
+#define GET(name, value, ...) FSDPC_PY_GETTER(fsdpc_py_flat, name, value)
+#define ROW(name, value, set, doc) FSDPC_PY_ATTRIBUTE(name, set, doc),
+
+ATTRIBUTES(GET)
+
 PyGetSetDef fsdpc_py_flat_getset[] = {
-    {"name", (getter)get_name, (setter)set_name, "Name of the unit.", NULL},
+    /* clang-format off */
+    ATTRIBUTES(ROW)
+    /* clang-format on */
     {"shard", (getter)fsdpc_py_flat_get_shard, NULL,
      "This rank's values as a NumPy array, no copy.", NULL},
     {"full", (getter)fsdpc_py_flat_get_full, NULL,
      "The gathered values as a NumPy array, no copy; valid only between gather and release.", NULL},
     {"grad", (getter)fsdpc_py_flat_get_grad, NULL,
      "This rank's gradient as a NumPy array, no copy.", NULL},
-    {"readable", (getter)get_readable, NULL,
-     "True if the gathered tensors hold the parameters' values now.", NULL},
-    {"refs", (getter)get_refs, NULL, "Number of references to the gathered values.", NULL},
-    {"offloaded", (getter)get_offloaded, NULL,
-     "Shard and gradient lie in pinned host memory of a GPU.", NULL},
-    {"attached", (getter)get_attached, NULL, "True when a tree drives the unit.", NULL},
-    {"reshards", (getter)get_reshards, (setter)set_reshards,
-     "Released after forward and gathered again for backward. Set without a tree only.", NULL},
-    {"keeps", (getter)get_keeps, (setter)set_keeps,
-     "The values stay in a slot of the unit's own until backward. Set without a tree only.", NULL},
-    {"divide", (getter)get_divide, (setter)set_divide,
-     "Gradients are divided by this number, once.", NULL},
-    {"unsharded", (getter)get_unsharded, NULL, "True after unshard().", NULL},
-    {"members_left", (getter)get_members_left, (setter)set_members_left,
-     "How many of the unit's modules have yet to run in this pass; 0 when the pass ends. The unit\n"
-     "stays gathered until then.",
-     NULL},
-    {"sync", (getter)get_sync, (setter)set_sync,
-     "False: a backward keeps the unit's gradients on this rank (no_sync). Set alike on all ranks.",
-     NULL},
-    {"observed", (getter)get_observed, (setter)set_observed,
-     "Backward hooks of the user see the unit's modules: forwards from now on keep the unit\n"
-     "gathered until the gradients of their inputs are there.",
-     NULL},
-    {"on_unattached", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called by the first forward of a unit without a tree.",
-     FSDPC_PY_MEMBER(fsdpc_py_flat, on_unattached)},
-    {"after_backward", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called when a backward has ended and gradients are shown.",
-     FSDPC_PY_MEMBER(fsdpc_py_flat, after_backward)},
-    {"in_use", (getter)get_in_use, NULL, "A forward or backward runs on the gathered values.",
-     NULL},
-    {"in_pass", (getter)get_in_pass, NULL,
-     "True while forwards of other units see stand-ins instead of sharded parameters.", NULL},
-    {"shown", (getter)get_shown, (setter)set_shown,
-     "The modules show full values of the caller: a pass leaves the modules' entries alone.", NULL},
-    {"on_changed", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called before a pass when the user has pointed the optimizer's parameters at other memory or "
-     "replaced them in their modules.",
-     FSDPC_PY_MEMBER(fsdpc_py_flat, on_changed)},
-    {"on_kept", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called before a backward writes gradients that the user has cleared, but keeps.",
-     FSDPC_PY_MEMBER(fsdpc_py_flat, on_kept)},
-    {"on_values", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Of a foreign unit: called with True when its gathered values have to be made, with False "
-     "when\n"
-     "they can be dropped.",
-     FSDPC_PY_MEMBER(fsdpc_py_flat, on_values)},
-    {"on_moved", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called when the gradients, which are not shown, have got another address: grad_part and\n"
-     "grad_segment have the memory.",
-     FSDPC_PY_MEMBER(fsdpc_py_flat, on_moved)},
+    FSDPC_PY_MEMBER(fsdpc_py_flat, on_unattached,
+                    "Called by the first forward of a unit without a tree."),
+    FSDPC_PY_MEMBER(fsdpc_py_flat, after_backward,
+                    "Called when a backward has ended and gradients are shown."),
+    FSDPC_PY_MEMBER(fsdpc_py_flat, on_changed,
+                    "Called before a pass when the user has pointed the optimizer's parameters at "
+                    "other memory or replaced them in their modules."),
+    FSDPC_PY_MEMBER(
+        fsdpc_py_flat, on_kept,
+        "Called before a backward writes gradients that the user has cleared, but keeps."),
+    FSDPC_PY_MEMBER(fsdpc_py_flat, on_values,
+                    "Of a foreign unit: called with True when its gathered values have to be made, "
+                    "with False when they can be dropped."),
+    FSDPC_PY_MEMBER(fsdpc_py_flat, on_moved,
+                    "Called when the gradients, which are not shown, have got another address: "
+                    "grad_part and grad_segment have the memory."),
     {"comm_hook", (getter)fsdpc_py_flat_get_comm_hook, (setter)fsdpc_py_flat_set_comm_hook,
      "Called, in the same order on all ranks, to sum the unit's gradients instead of the engine; "
      "returns true if it did, false to be called again at the end of backward.",
      NULL},
-    {"grads_kept", (getter)get_grads_kept, NULL,
-     "True if the program refers to a gradient of the sharded parameters, as .grad does.", NULL},
-    {"kept", (getter)get_kept, NULL, "True if this rank holds gradients of no_sync.", NULL},
     {NULL, NULL, NULL, NULL, NULL},
 };

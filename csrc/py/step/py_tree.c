@@ -599,21 +599,20 @@ static PyGetSetDef getset[] = {
      "Called with the number of each unit when its gradient is summed over all ranks, perhaps "
      "before backward has ended; the gradient's memory is given up afterwards, unless the call "
      "returns True.",
-     FSDPC_PY_MEMBER(fsdpc_py_tree, step_unit)},
-    {"before_end", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called when a synchronised backward has sent all its reductions, before its end.",
-     FSDPC_PY_MEMBER(fsdpc_py_tree, before_end)},
-    {"before_pass", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called once when the next pass that records gradients begins; again if it raises.",
-     FSDPC_PY_MEMBER(fsdpc_py_tree, before_pass)},
-    {"on_thaw", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called when a pass begins and a parameter that was frozen is now trained: allocates its "
-     "gradient and gives the units a new tree.",
-     FSDPC_PY_MEMBER(fsdpc_py_tree, on_thaw)},
-    {"observer", fsdpc_py_get_member, fsdpc_py_set_member,
-     "Called as observer(kind, unit) after each hook of a step: kind as in a Hook's repr, unit an "
-     "index into the tree. What it raises goes to sys.unraisablehook.",
-     FSDPC_PY_MEMBER(fsdpc_py_tree, observer)},
+     (void *)offsetof(fsdpc_py_tree, step_unit)},
+    FSDPC_PY_MEMBER(
+        fsdpc_py_tree, before_end,
+        "Called when a synchronised backward has sent all its reductions, before its end."),
+    FSDPC_PY_MEMBER(
+        fsdpc_py_tree, before_pass,
+        "Called once when the next pass that records gradients begins; again if it raises."),
+    FSDPC_PY_MEMBER(fsdpc_py_tree, on_thaw,
+                    "Called when a pass begins and a parameter that was frozen is now trained: "
+                    "allocates its gradient and gives the units a new tree."),
+    FSDPC_PY_MEMBER(
+        fsdpc_py_tree, observer,
+        "Called as observer(kind, unit) after each hook of a step: kind as in a Hook's repr, unit "
+        "an index into the tree. What it raises goes to sys.unraisablehook."),
     {NULL, NULL, NULL, NULL, NULL},
 };
 
