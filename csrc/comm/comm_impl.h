@@ -67,7 +67,7 @@ struct fsdpc_comm {
     int rank, world;
     int forks;         /* fsdpc_forks() when made */
     int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */
-    uint32_t swaps;    /* the latest key of a swap: equal on all ranks */
+    uint32_t keys;     /* the latest key of a flight: equal on all ranks */
     uint64_t flights;  /* begun: equal on all ranks */
     double timeout_s;  /* 0: the default */
     _Atomic bool busy; /* a collective is in progress */

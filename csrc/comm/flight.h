@@ -49,13 +49,16 @@ int fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int coun
 int fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                         const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
                         const char *what, fsdpc_flight **out);
-/* Every rank gets the whole parts of all others, in `landing`; the parts' buffers hold this rank's alone. Unlike
- * other flights these have no order and no marks: the key names the flight, below FSDPC_SWAP_KEYS, equal on all
- * ranks, and one flight of the communicator has it at a time. Only where flights go on in the background. */
-enum { FSDPC_SWAP_KEYS = 1 << 29 };
-int fsdpc_flight_swap(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
-                      const fsdpc_landing *landing, uint32_t key, const char *what,
-                      fsdpc_flight **out);
+/* The same without an order and without marks (`landing` NULL: a gather): the key names the flight, below
+ * FSDPC_FLIGHT_KEYS, equal on all ranks. Flights of one key match in their order. Only where flights go on in the
+ * background. */
+enum { FSDPC_FLIGHT_KEYS = 1 << 29 };
+int fsdpc_flight_by_key(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                        const fsdpc_landing *landing, uint32_t key, const char *what,
+                        fsdpc_flight **out);
+/* True if all other ranks have begun the flight, and what they send is here: landing waits for no rank's program, only
+ * for what this one still sends. Of flights with a key; a backend may say so late, or never. */
+bool fsdpc_flight_is_here(const fsdpc_flight *flight);
 /* Waits until the flight's memory is this rank's again. *agreed (optional): all marks were equal, and the data
  * is there; else what ranks with equal marks sent each other is there. */
 int fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed);
@@ -72,9 +75,7 @@ bool fsdpc_flight_free(fsdpc_flight *flight);
 
 /* True if flights go on in the background. */
 bool fsdpc_comm_flies(const fsdpc_comm *comm);
-/* True for two ranks whose sums are cheapest by a swap of all that they have. */
-bool fsdpc_comm_swaps(const fsdpc_comm *comm);
 /* *key: the first of two that no earlier call gave. All ranks must call this in one order. */
-int fsdpc_comm_next_swap(fsdpc_comm *comm, uint32_t *key);
+int fsdpc_comm_next_keys(fsdpc_comm *comm, uint32_t *key);
 
 #endif

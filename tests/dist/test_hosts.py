@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import time
 
 import on_hosts
 import pytest
@@ -116,15 +118,27 @@ def sends_before_the_end(model: torch.nn.Module) -> int:
     tree = state._tree
     ops = [event["op"] for event in tree.trace()]
     tree.clear_trace()
-    last = len(ops) - 1 - ops[::-1].index("pack")
+    last = len(ops) - 1 - ops[::-1].index("pack" if "pack" in ops else "reduce")
     return ops[:last].count("send")
 
 
-@ranks(4, env=on_hosts.counted_as("aabb"))
-@pytest.mark.parametrize("door", ["flat", "original", "fully_shard"])
-def test_sums_over_hosts_travel_during_backward(rank, world, door):
-    """HYBRID: each unit's as soon as its host has it, whatever the ranks of each host run."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+def sums_in_order(plain: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of all ranks' gradients."""
+    found = {}
+    for name, p in plain.named_parameters():
+        own = torch.zeros_like(p) if p.grad is None else p.grad
+        grads = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(grads, own)
+        found[name] = functools.reduce(torch.add, grads)
+    return found
+
+
+def sums_over_hosts(rank: int, world: int, door: str, shards: int, pause: float) -> int:
+    """Trains HYBRID, each rank its own way and late by up to `pause`; with one rank on each host
+    sums are equal to the bit. Returns how often parts of sums were sent before the last unit's
+    gradients were there.
+    """
+    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("copies", "shards"))
     options = {"mesh": mesh}
     if door != "fully_shard":
         options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
@@ -134,6 +148,7 @@ def test_sums_over_hosts_travel_during_backward(rank, world, door):
     for step, ways in enumerate(WAYS):
         torch.manual_seed(10 * step + rank)
         x, way = torch.randn(3, 64), ways.split()[rank]
+        time.sleep(pause * torch.rand(()).item())
         if "!" in way:
             with pytest.raises(ZeroDivisionError):
                 model(x, way).backward()
@@ -142,20 +157,35 @@ def test_sums_over_hosts_travel_during_backward(rank, world, door):
         model(x, way).backward()
         plain.zero_grad(set_to_none=False)
         plain(x, way).backward()
-        for p in plain.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
+        wanted, found = sums_in_order(plain), gradients_of(model, door)
         early += sends_before_the_end(model)
-        found = gradients_of(model, door)
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(found[name], p.grad / world, msg=f"{name} of step {step}")
+        bits = {"rtol": 0, "atol": 0} if shards == 1 else {}
+        for name, total in wanted.items():
+            text = f"{name} of step {step}"
+            torch.testing.assert_close(found[name], total * (1 / world), msg=text, **bits)
         if step % 3 != 1:
             model.zero_grad()
         else:
             model.zero_grad(set_to_none=False)
     report = fsdpc.memory_report(model)
     assert report.equal, str(report)
+    return early
+
+
+@ranks(4, env=on_hosts.counted_as("aabb"))
+@pytest.mark.parametrize("door", ["flat", "original", "fully_shard"])
+def test_sums_over_hosts_travel_during_backward(rank, world, door):
+    """HYBRID: each unit's as soon as its host has it, whatever the ranks of each host run."""
+    early = sums_over_hosts(rank, world, door, 2, 0.0)
     assert early > 0  # how many depends on how late the other rank is
+
+
+@ranks(3, env=on_hosts.counted_as("abc"))
+@pytest.mark.parametrize("door", ["original", "fully_shard"])
+def test_sums_over_three_hosts(rank, world, door):
+    """The same, in the order of hosts to the bit, though hosts are late."""
+    early = sums_over_hosts(rank, world, door, 1, 0.03)
+    assert early > 0
 
 
 def segments() -> list[str]:

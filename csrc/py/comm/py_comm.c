@@ -171,7 +171,6 @@ GET(world, PyLong_FromLong(fsdpc_comm_world(self->comm)))
 GET(kind, PyUnicode_FromString(fsdpc_comm_kind(self->comm)))
 GET(one_memory, PyBool_FromLong(CAPS(self)->one_memory))
 GET(flies, PyBool_FromLong(fsdpc_comm_flies(self->comm)))
-GET(swaps, PyBool_FromLong(fsdpc_comm_swaps(self->comm)))
 GET(senders, PyLong_FromLong(fsdpc_comm_senders(self->comm)))
 GET(receivers, PyLong_FromLong(fsdpc_comm_receivers(self->comm)))
 GET(ranks_per_host, PyLong_FromLong(fsdpc_comm_ranks_per_host(self->comm)))
@@ -198,8 +197,6 @@ static PyGetSetDef comm_getset[] = {
     {"one_memory", (getter)get_one_memory, NULL, "True if the ranks share memory.", NULL},
     {"flies", (getter)get_flies, NULL,
      "True if units travel by sends and receives in the background.", NULL},
-    {"swaps", (getter)get_swaps, NULL,
-     "True if sums over these two ranks are swapped in the background.", NULL},
     {"senders", (getter)get_senders, NULL,
      "Ranks whose gradients of a unit travel to this rank over a wire; for kind 'c10d'.", NULL},
     {"receivers", (getter)get_receivers, NULL,
