@@ -73,6 +73,22 @@ uint64_t fsdpc_flight_number(const fsdpc_flight *flight);
  * still send to its memory, which must stay as long as the process. Local. */
 bool fsdpc_flight_free(fsdpc_flight *flight);
 
+/* [Note: landed in order] Other ranks of this host may wait for this rank's part of a flight; until the part has landed they
+ * begin no later one. So this rank lands such flights before it waits for any later one of the communicator, or for ranks of its
+ * host, even if it does not need what they bring, and whichever exchange began them. Otherwise ranks that run different units
+ * wait for each other. Who begins such flights is their lander. */
+typedef struct fsdpc_lander {
+    uint64_t first; /* the number of its first flight; UINT64_MAX: it has none */
+    int (*land_first)(void *context);
+    void *context;
+    struct fsdpc_lander *next;
+} fsdpc_lander;
+/* The lander stays the caller's until it is removed. Removing another one is a no-op. */
+void fsdpc_comm_add_lander(fsdpc_comm *comm, fsdpc_lander *lander);
+void fsdpc_comm_remove_lander(fsdpc_comm *comm, const fsdpc_lander *lander);
+/* Lands the landers' flights that have a number below this one, in their order. */
+int fsdpc_comm_land_before(fsdpc_comm *comm, uint64_t number);
+
 /* True if flights go on in the background. */
 bool fsdpc_comm_flies(const fsdpc_comm *comm);
 /* *key: the first of two that no earlier call gave. All ranks must call this in one order. */

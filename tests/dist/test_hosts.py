@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
+from collections.abc import Callable
 
 import on_hosts
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from harness import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
-from toys import Reference, by_door, full_gradients, loss_of, shard_blocks, tokens, toy
+from toys import Reference, by_door, full_gradients, loss_of, shard_blocks, summon, tokens, toy
 
 import fsdpc
 
@@ -186,6 +187,53 @@ def test_sums_over_three_hosts(rank, world, door):
     """The same, in the order of hosts to the bit, though hosts are late."""
     early = sums_over_hosts(rank, world, door, 1, 0.03)
     assert early > 0
+
+
+class Student(Ways):
+    """Asks `other` for a number when its own blocks have run."""
+
+    def forward(self, x: torch.Tensor, way: str, other: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return super().forward(x, way) + other()
+
+
+def first_weight(model: torch.nn.Module) -> torch.Tensor:
+    with summon(model, writeback=False):
+        return next(model.parameters()).detach().flatten()[0].clone()
+
+
+@ranks(3, env={**on_hosts.counted_as("abb"), "FSDPC_TIMEOUT": "8"})
+def test_a_rank_that_leaves_out_a_unit_does_not_stop_the_others_of_its_host(rank, world):
+    """The unit's values are on their way to the host when another model's are needed, in its
+    forward or by a collective.
+    """
+    plain, plain_teacher = Student(), Ways()
+    student = by_door("original", copy.deepcopy(plain))
+    teacher = by_door("original", copy.deepcopy(plain_teacher))
+    torch.manual_seed(rank)
+    x = torch.randn(3, 64)
+    student(x, "0123", lambda: teacher(x, "0123")).backward()
+    way = "012" if rank == 2 else "0123"
+    with torch.no_grad():
+        found = student(x, way, lambda: teacher(x, "0123"))
+        assert torch.equal(found, plain(x, way, lambda: plain_teacher(x, "0123")))
+        found = student(x, way, lambda: first_weight(teacher))
+        assert torch.equal(found, plain(x, way, lambda: first_of(plain_teacher)))
+
+
+@ranks(2, env=on_hosts.counted_as("ab"))
+def test_evaluations_of_different_lengths_raise(rank, world):
+    model = by_door("original", Ways())
+    x = torch.randn(3, 64)
+    model(x, "0123").backward()
+    with pytest.raises(fsdpc.MismatchError, match="equally many batches, also in an evaluation"):
+        with torch.no_grad():
+            for _ in range(2 + rank):
+                model(x, "0123")
+        model(x, "0123").backward()
+
+
+def first_of(model: torch.nn.Module) -> torch.Tensor:
+    return next(model.parameters()).flatten()[0]
 
 
 def segments() -> list[str]:
