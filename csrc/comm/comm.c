@@ -9,6 +9,7 @@
 #include "base/deadline.h"
 #include "base/forks.h"
 #include "comm/comm_impl.h"
+#include "comm/flight.h"
 #include "base/mem.h"
 #include "base/status.h"
 
@@ -123,6 +124,48 @@ fsdpc_comm_enter(fsdpc_comm *comm, const char *what)
                            what);
     }
     return FSDPC_OK;
+}
+
+void
+fsdpc_comm_add_lander(fsdpc_comm *comm, fsdpc_lander *lander)
+{
+    lander->first = UINT64_MAX;
+    lander->next = comm->landers;
+    comm->landers = lander;
+}
+
+void
+fsdpc_comm_remove_lander(fsdpc_comm *comm, const fsdpc_lander *lander)
+{
+    for (fsdpc_lander **at = &comm->landers; *at; at = &(*at)->next) {
+        if (*at == lander) {
+            *at = lander->next;
+            return;
+        }
+    }
+}
+
+int
+fsdpc_comm_land_before(fsdpc_comm *comm, uint64_t number)
+{
+    for (;;) {
+        fsdpc_lander *first = comm->landers;
+        for (fsdpc_lander *other = first; other; other = other->next) {
+            first = other->first < first->first ? other : first;
+        }
+        if (!first || first->first >= number) {
+            return FSDPC_OK;
+        }
+        FSDPC_TRY(first->land_first(first->context));
+    }
+}
+
+/* [Note: landed in order] in flight.h. */
+static int
+begin_collective(fsdpc_comm *comm, const char *what)
+{
+    FSDPC_TRY(fsdpc_comm_land_before(comm, UINT64_MAX));
+    return fsdpc_comm_enter(comm, what);
 }
 
 int
@@ -302,7 +345,7 @@ fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const 
     if (bytes == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    FSDPC_TRY(begin_collective(comm, what));
     return fsdpc_comm_leave(comm, comm->ops->all_gather(comm, buffer, piece_bytes, what));
 }
 
@@ -316,7 +359,7 @@ fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, f
     if (piece_numel == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    FSDPC_TRY(begin_collective(comm, what));
     return fsdpc_comm_leave(comm,
                             comm->ops->reduce_scatter(comm, buffer, piece_numel, dtype, what));
 }
@@ -347,7 +390,7 @@ fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int 
     what = name_of(what, "all_gather");
     FSDPC_TRY(fsdpc_comm_check_parts(comm, parts, count, what));
     if (comm->ops->all_gather_parts && count > 0) {
-        FSDPC_TRY(fsdpc_comm_enter(comm, what));
+        FSDPC_TRY(begin_collective(comm, what));
         return fsdpc_comm_leave(comm, comm->ops->all_gather_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
@@ -368,7 +411,7 @@ fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
                                  parts[i].dtype, what));
     }
     if (comm->ops->reduce_scatter_parts && count > 0) {
-        FSDPC_TRY(fsdpc_comm_enter(comm, what));
+        FSDPC_TRY(begin_collective(comm, what));
         return fsdpc_comm_leave(comm, comm->ops->reduce_scatter_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
@@ -389,7 +432,7 @@ fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int 
             check_elements(comm, parts[i].buffer, parts[i].piece_numel, 1, parts[i].dtype, what));
     }
     if (comm->ops->all_reduce_parts && count > 0) {
-        FSDPC_TRY(fsdpc_comm_enter(comm, what));
+        FSDPC_TRY(begin_collective(comm, what));
         return fsdpc_comm_leave(comm, comm->ops->all_reduce_parts(comm, parts, count, what));
     }
     for (int i = 0; i < count; i++) {
@@ -412,7 +455,7 @@ fsdpc_comm_all_reduce(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dtype
     if (numel == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    FSDPC_TRY(begin_collective(comm, what));
     return fsdpc_comm_leave(comm, comm->ops->all_reduce(comm, buffer, numel, dtype, op, what));
 }
 
@@ -441,7 +484,7 @@ fsdpc_comm_all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t byte
     }
     FSDPC_TRY(check_buffer(pieces, bytes, what));
     FSDPC_TRY(check_buffer(landing, bytes, what));
-    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    FSDPC_TRY(begin_collective(comm, what));
     return fsdpc_comm_leave(comm, comm->ops->all_to_all(comm, pieces, landing, bytes, what));
 }
 
@@ -458,7 +501,7 @@ fsdpc_comm_broadcast(fsdpc_comm *comm, void *buffer, size_t bytes, int root, con
     if (bytes == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    FSDPC_TRY(begin_collective(comm, what));
     return fsdpc_comm_leave(comm, comm->ops->broadcast(comm, buffer, bytes, root, what));
 }
 
@@ -467,7 +510,7 @@ fsdpc_comm_barrier(fsdpc_comm *comm, const char *what)
 {
     what = name_of(what, "barrier");
     FSDPC_TRY(fsdpc_comm_check(comm));
-    FSDPC_TRY(fsdpc_comm_enter(comm, what));
+    FSDPC_TRY(begin_collective(comm, what));
     return fsdpc_comm_leave(comm, comm->ops->barrier(comm, what));
 }
 
@@ -478,7 +521,7 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     if (!text) {
         return fsdpc_error(FSDPC_E_INVAL, "%s: the text is NULL", name_of(what, "agree"));
     }
-    FSDPC_TRY(fsdpc_comm_enter(comm, name_of(what, "agree")));
+    FSDPC_TRY(begin_collective(comm, name_of(what, "agree")));
     int status = comm->ops->agree(comm, text, name_of(what, "agree"));
     /* A mismatch is the same result on all ranks: the communicator stays usable. */
     (void)fsdpc_comm_leave(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);

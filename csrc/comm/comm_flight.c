@@ -11,9 +11,11 @@
 
 enum {
     DATA_TAG = 1 << 30, /* programs that send by themselves use small tags */
-    SWAP_TAG = DATA_TAG + FSDPC_SWAP_KEYS,
+    KEY_TAG = DATA_TAG + FSDPC_FLIGHT_KEYS,
     MARKS_TAG = DATA_TAG - 1, /* in the order of flights */
 };
+
+static const fsdpc_mark begun = {{1, 0}, 0}; /* of flights with a key */
 
 struct fsdpc_flight {
     fsdpc_comm *comm;
@@ -32,19 +34,13 @@ fsdpc_comm_flies(const fsdpc_comm *comm)
     return comm->ops->post && comm->ops->flies(comm);
 }
 
-bool
-fsdpc_comm_swaps(const fsdpc_comm *comm)
-{
-    return comm->world == 2 && fsdpc_comm_flies(comm);
-}
-
 int
-fsdpc_comm_next_swap(fsdpc_comm *comm, uint32_t *key)
+fsdpc_comm_next_keys(fsdpc_comm *comm, uint32_t *key)
 {
-    if (comm->swaps + 3 >= FSDPC_SWAP_KEYS) {
+    if (comm->keys + 3 >= FSDPC_FLIGHT_KEYS) {
         return fsdpc_error(FSDPC_E_INTERNAL, "a process group has no keys for another unit");
     }
-    *key = comm->swaps += 2;
+    *key = comm->keys += 2;
     return FSDPC_OK;
 }
 
@@ -67,11 +63,11 @@ tag_of(const fsdpc_comm *comm, const fsdpc_mark *mark)
         hash = (hash ^ (uint32_t)mark->words[i]) * 1099511628211u;
         hash ^= hash >> 29;
     }
-    return (uint32_t)DATA_TAG | (uint32_t)(hash & (FSDPC_SWAP_KEYS - 1));
+    return (uint32_t)DATA_TAG | (uint32_t)(hash & (FSDPC_FLIGHT_KEYS - 1));
 }
 
 static int
-post_marks(fsdpc_flight *flight, const char *what)
+post_marks(fsdpc_flight *flight, uint32_t tag, const char *what)
 {
     fsdpc_comm *comm = flight->comm;
     const int count = 2 * (comm->world - 1);
@@ -87,7 +83,7 @@ post_marks(fsdpc_flight *flight, const char *what)
         moves[at++] =
             (fsdpc_comm_move){&flight->marks[comm->rank], sizeof *flight->marks, to, true};
     }
-    int status = comm->ops->post(comm, moves, count, MARKS_TAG, what, &flight->marking);
+    int status = comm->ops->post(comm, moves, count, tag, what, &flight->marking);
     fsdpc_mem_free(moves);
     return status;
 }
@@ -123,20 +119,30 @@ marks_agree(const fsdpc_flight *flight)
 
 /* --- the flight ---------------------------------------------------------------------------------- */
 
-/* swap NULL: in the order of flights. */
+/* The mark comes last: where it is, the data is. */
 static int
-take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *swap,
+take_off_by_key(fsdpc_flight *flight, const fsdpc_load *load, uint32_t key, const char *what)
+{
+    const uint32_t tag = (uint32_t)KEY_TAG | key;
+    flight->marks[flight->comm->rank] = begun;
+    FSDPC_TRY(post_data(flight, load, tag, what));
+    return post_marks(flight, tag, what);
+}
+
+/* key NULL: in the order of flights. */
+static int
+take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *key,
          const char *what)
 {
     fsdpc_comm *comm = flight->comm;
-    if (swap) {
-        return post_data(flight, load, (uint32_t)SWAP_TAG | *swap, what);
+    if (key) {
+        return take_off_by_key(flight, load, *key, what);
     }
     const uint32_t tag = tag_of(comm, mark);
     fsdpc_comm_say_turn(comm, mark);
     comm->flights++;
     if (mark) {
-        FSDPC_TRY(post_marks(flight, what));
+        FSDPC_TRY(post_marks(flight, MARKS_TAG, what));
     }
     return post_data(flight, load, tag, what);
 }
@@ -184,7 +190,7 @@ make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **
 }
 
 static int
-begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *swap,
+begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *key,
       const char *what, fsdpc_flight **out)
 {
     int status = FSDPC_OK;
@@ -193,7 +199,7 @@ begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const ui
     FSDPC_GOTO(make(comm, mark, what, out), fail);
     if (fsdpc_comm_flies(comm)) {
         FSDPC_GOTO(fsdpc_comm_enter(comm, what), fail);
-        status = fsdpc_comm_leave(comm, take_off(*out, load, mark, swap, what));
+        status = fsdpc_comm_leave(comm, take_off(*out, load, mark, key, what));
     } else {
         status = go_at_once(*out, load, what);
     }
@@ -209,7 +215,7 @@ int
 fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, fsdpc_route route,
                     const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
 {
-    const fsdpc_load load = {parts, count, NULL, route, false};
+    const fsdpc_load load = {parts, count, NULL, route};
     return begin(comm, &load, mark, NULL, what, out);
 }
 
@@ -218,21 +224,34 @@ fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                     const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
                     const char *what, fsdpc_flight **out)
 {
-    const fsdpc_load load = {parts, count, landing, route, false};
+    const fsdpc_load load = {parts, count, landing, route};
     return begin(comm, &load, mark, NULL, what, out);
 }
 
 int
-fsdpc_flight_swap(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
-                  const fsdpc_landing *landing, uint32_t key, const char *what, fsdpc_flight **out)
+fsdpc_flight_by_key(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                    const fsdpc_landing *landing, uint32_t key, const char *what,
+                    fsdpc_flight **out)
 {
-    const fsdpc_load load = {parts, count, landing, FSDPC_TO_ALL, true};
+    const fsdpc_load load = {parts, count, landing, FSDPC_TO_ALL};
     *out = NULL;
-    if (!fsdpc_comm_flies(comm) || key >= FSDPC_SWAP_KEYS) {
-        return fsdpc_error(FSDPC_E_INVAL, "%s: a swap needs a key, and flights in the background",
-                           what);
+    if (!fsdpc_comm_flies(comm) || key >= FSDPC_FLIGHT_KEYS) {
+        return fsdpc_error(FSDPC_E_INVAL, "%s: a key needs flights in the background", what);
     }
     return begin(comm, &load, NULL, &key, what, out);
+}
+
+/* The library may be writing the marks. */
+bool
+fsdpc_flight_is_here(const fsdpc_flight *flight)
+{
+    for (int r = 0; r < flight->comm->world; r++) {
+        const _Atomic int32_t *word = (const _Atomic int32_t *)&flight->marks[r].words[0];
+        if (atomic_load(word) != begun.words[0]) {
+            return false;
+        }
+    }
+    return true;
 }
 
 /* With ranks of other marks nothing moves. What the others send has to arrive, or the library could not receive
@@ -271,7 +290,7 @@ fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part, const fsdpc_land
                  const fsdpc_mark *mark, const char *what)
 {
     int status = FSDPC_OK;
-    const fsdpc_load load = {part, 1, landing, FSDPC_TO_ALL, false};
+    const fsdpc_load load = {part, 1, landing, FSDPC_TO_ALL};
     fsdpc_flight *flight;
     FSDPC_GOTO(make(comm, mark, what, &flight), done);
     FSDPC_GOTO(take_off(flight, &load, mark, NULL, what), done);

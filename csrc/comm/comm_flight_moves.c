@@ -54,9 +54,6 @@ place_of(const struct lister *l, int part, int peer, bool send)
     if (!send && l->load->landing) {
         return landing_of(l, peer, part);
     }
-    if (l->load->whole) {
-        return p->buffer;
-    }
     const bool own = send && !l->load->landing;
     return (char *)p->buffer + piece_bytes(p) * (size_t)(own ? l->comm->rank : peer);
 }

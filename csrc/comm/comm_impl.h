@@ -64,10 +64,11 @@ struct fsdpc_comm {
     fsdpc_comm *twin;     /* owned, or NULL */
     fsdpc_comm *local;    /* fsdpc_comm_set_hosts: of this host's ranks; owned, or NULL */
     struct fsdpc_hosts *hosts;
+    struct fsdpc_lander *landers; /* flight.h */
     int rank, world;
     int forks;         /* fsdpc_forks() when made */
     int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */
-    uint32_t swaps;    /* the latest key of a swap: equal on all ranks */
+    uint32_t keys;     /* the latest key of a flight: equal on all ranks */
     uint64_t flights;  /* begun: equal on all ranks */
     double timeout_s;  /* 0: the default */
     _Atomic bool busy; /* a collective is in progress */

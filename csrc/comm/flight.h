@@ -49,13 +49,16 @@ int fsdpc_flight_gather(fsdpc_comm *comm, const fsdpc_comm_part *parts, int coun
 int fsdpc_flight_reduce(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                         const fsdpc_landing *landing, fsdpc_route route, const fsdpc_mark *mark,
                         const char *what, fsdpc_flight **out);
-/* Every rank gets the whole parts of all others, in `landing`; the parts' buffers hold this rank's alone. Unlike
- * other flights these have no order and no marks: the key names the flight, below FSDPC_SWAP_KEYS, equal on all
- * ranks, and one flight of the communicator has it at a time. Only where flights go on in the background. */
-enum { FSDPC_SWAP_KEYS = 1 << 29 };
-int fsdpc_flight_swap(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
-                      const fsdpc_landing *landing, uint32_t key, const char *what,
-                      fsdpc_flight **out);
+/* The same without an order and without marks (`landing` NULL: a gather): the key names the flight, below
+ * FSDPC_FLIGHT_KEYS, equal on all ranks. Flights of one key match in their order. Only where flights go on in the
+ * background. */
+enum { FSDPC_FLIGHT_KEYS = 1 << 29 };
+int fsdpc_flight_by_key(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
+                        const fsdpc_landing *landing, uint32_t key, const char *what,
+                        fsdpc_flight **out);
+/* True if all other ranks have begun the flight, and what they send is here: landing waits for no rank's program, only
+ * for what this one still sends. Of flights with a key; a backend may say so late, or never. */
+bool fsdpc_flight_is_here(const fsdpc_flight *flight);
 /* Waits until the flight's memory is this rank's again. *agreed (optional): all marks were equal, and the data
  * is there; else what ranks with equal marks sent each other is there. */
 int fsdpc_flight_land(fsdpc_flight *flight, const char *what, bool *agreed);
@@ -70,11 +73,25 @@ uint64_t fsdpc_flight_number(const fsdpc_flight *flight);
  * still send to its memory, which must stay as long as the process. Local. */
 bool fsdpc_flight_free(fsdpc_flight *flight);
 
+/* [Note: landed in order] Other ranks of this host may wait for this rank's part of a flight; until the part has landed they
+ * begin no later one. So this rank lands such flights before it waits for any later one of the communicator, or for ranks of its
+ * host, even if it does not need what they bring, and whichever exchange began them. Otherwise ranks that run different units
+ * wait for each other. Who begins such flights is their lander. */
+typedef struct fsdpc_lander {
+    uint64_t first; /* the number of its first flight; UINT64_MAX: it has none */
+    int (*land_first)(void *context);
+    void *context;
+    struct fsdpc_lander *next;
+} fsdpc_lander;
+/* The lander stays the caller's until it is removed. Removing another one is a no-op. */
+void fsdpc_comm_add_lander(fsdpc_comm *comm, fsdpc_lander *lander);
+void fsdpc_comm_remove_lander(fsdpc_comm *comm, const fsdpc_lander *lander);
+/* Lands the landers' flights that have a number below this one, in their order. */
+int fsdpc_comm_land_before(fsdpc_comm *comm, uint64_t number);
+
 /* True if flights go on in the background. */
 bool fsdpc_comm_flies(const fsdpc_comm *comm);
-/* True for two ranks whose sums are cheapest by a swap of all that they have. */
-bool fsdpc_comm_swaps(const fsdpc_comm *comm);
 /* *key: the first of two that no earlier call gave. All ranks must call this in one order. */
-int fsdpc_comm_next_swap(fsdpc_comm *comm, uint32_t *key);
+int fsdpc_comm_next_keys(fsdpc_comm *comm, uint32_t *key);
 
 #endif

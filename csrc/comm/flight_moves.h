@@ -12,7 +12,6 @@ typedef struct fsdpc_load {
     int count;
     const fsdpc_landing *landing; /* NULL: a gather, which brings the others' pieces in place */
     fsdpc_route route;
-    bool whole; /* every rank sends all of its parts, to `landing` */
 } fsdpc_load;
 
 /* A small piece on its way out of a packet. */

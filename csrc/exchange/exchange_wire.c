@@ -55,6 +55,8 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     if (!wire) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
+    wire->lander = (fsdpc_lander){.land_first = fsdpc_wire_land_first, .context = x};
+    fsdpc_comm_add_lander(x->comm, &wire->lander);
     wire->bit_count = fsdpc_used_count(x) + (size_t)x->unit_count;
     wire->gathers = fsdpc_mem_calloc((size_t)x->unit_count, sizeof(fsdpc_flight *));
     wire->flying = fsdpc_mem_calloc((size_t)x->unit_count, sizeof *wire->flying);
@@ -104,6 +106,7 @@ close_wire(fsdpc_exchange *x)
     if (!wire) {
         return;
     }
+    fsdpc_comm_remove_lander(x->comm, &wire->lander);
     const bool landed = give_up_flights(x);
     if (landed) {
         free_buffers(x);
@@ -187,7 +190,7 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
     fsdpc_flight **flight = &x->wire->gathers[id];
     FSDPC_TRY(fsdpc_flight_gather(x->comm, x->wire->parts, layout->segment_count, route,
                                   fsdpc_wire_mark(x, turn, &mark), what, flight));
-    x->wire->flying[x->wire->flying_count++] = id;
+    fsdpc_wire_note_flying(x, id);
     fsdpc_wire_count(x, unit, *flight);
     return FSDPC_OK;
 }

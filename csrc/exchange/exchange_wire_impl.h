@@ -20,6 +20,7 @@ struct fsdpc_wire_reduce {
 struct fsdpc_wire {
     fsdpc_flight **gathers;    /* per unit, NULL: none in flight */
     int *flying, flying_count; /* the units of these, in the order of their flights */
+    fsdpc_lander lander;       /* of these flights */
     struct fsdpc_wire_reduce *reduces;
     int reduce_count, next;
     fsdpc_comm_part *parts; /* of the unit being sent */
@@ -116,11 +117,9 @@ bool fsdpc_wire_brings(const fsdpc_exchange *x, fsdpc_route route, int owner);
 void fsdpc_wire_name_gather(const fsdpc_unit *unit, char what[FSDPC_WIRE_WHAT_BYTES]);
 /* The unit's values are in a slot that the ranks of this host share. */
 bool fsdpc_wire_is_shared(const fsdpc_exchange *x, const fsdpc_unit *unit);
-/* [Note: landed in order] Other ranks of this host may wait for this rank's part of a gather; until it has landed they begin
- * no other flight. So this rank lands each gather before it waits for any later flight of the exchange, even a gather whose
- * values this rank does not need. Otherwise ranks that run different units wait for each other. Between two exchanges, and
- * in the communicator's own collectives, the deadline ends such a wait. */
-
+/* A gather has begun: others may wait for it ([Note: landed in order] in flight.h). */
+void fsdpc_wire_note_flying(fsdpc_exchange *x, int id);
+int fsdpc_wire_land_first(void *exchange);
 /* Waits for gathers that began before the flight, then for the flight, and frees the flight, also after a failure.
  * *summed (optional) as fsdpc_flight_is_summed. FSDPC_E_MISMATCH: another rank means another one. */
 int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool *summed);

@@ -28,13 +28,29 @@ forget_gather(fsdpc_exchange *x, int id)
     use->begun = false;
 }
 
-static int
-land_first(fsdpc_exchange *x)
+static void
+show_first(struct fsdpc_wire *wire)
+{
+    wire->lander.first =
+        wire->flying_count > 0 ? fsdpc_flight_number(wire->gathers[wire->flying[0]]) : UINT64_MAX;
+}
+
+void
+fsdpc_wire_note_flying(fsdpc_exchange *x, int id)
+{
+    x->wire->flying[x->wire->flying_count++] = id;
+    show_first(x->wire);
+}
+
+int
+fsdpc_wire_land_first(void *exchange)
 {
     char what[FSDPC_WIRE_WHAT_BYTES];
+    fsdpc_exchange *x = exchange;
     struct fsdpc_wire *wire = x->wire;
     const int id = wire->flying[0];
     memmove(wire->flying, wire->flying + 1, (size_t)--wire->flying_count * sizeof *wire->flying);
+    show_first(wire);
     fsdpc_unit *unit = x->units[id];
     const int slot = fsdpc_unit_use(unit)->slot;
     fsdpc_wire_name_gather(unit, what);
@@ -55,32 +71,16 @@ land_first(fsdpc_exchange *x)
 int
 fsdpc_wire_land_gather(fsdpc_exchange *x, int id)
 {
-    while (id >= 0 && x->wire->gathers[id]) {
-        FSDPC_TRY(land_first(x));
-    }
-    return FSDPC_OK;
-}
-
-/* [Note: landed in order] */
-static int
-land_before(fsdpc_exchange *x, const fsdpc_flight *flight)
-{
-    const struct fsdpc_wire *wire = x->wire;
-    while (wire->flying_count > 0 &&
-           fsdpc_flight_number(wire->gathers[wire->flying[0]]) < fsdpc_flight_number(flight)) {
-        FSDPC_TRY(land_first(x));
-    }
-    return FSDPC_OK;
+    const fsdpc_flight *flight = id < 0 ? NULL : x->wire->gathers[id];
+    return flight ? fsdpc_comm_land_before(x->comm, fsdpc_flight_number(flight) + 1) : FSDPC_OK;
 }
 
 /* All ranks have begun the same prefetches when a pass ends. */
 int
 fsdpc_wire_land_gathers(fsdpc_exchange *x)
 {
-    while (x->wire->flying_count > 0) {
-        FSDPC_TRY(land_first(x));
-    }
-    return FSDPC_OK;
+    const int count = x->wire->flying_count;
+    return count > 0 ? fsdpc_wire_land_gather(x, x->wire->flying[count - 1]) : FSDPC_OK;
 }
 
 int
@@ -89,7 +89,7 @@ fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool
     bool agreed = true;
     fsdpc_flight *landed = *flight;
     *flight = NULL;
-    int status = land_before(x, landed);
+    int status = fsdpc_comm_land_before(x->comm, fsdpc_flight_number(landed));
     FSDPC_KEEP(status == FSDPC_OK ? fsdpc_flight_land(landed, what, &agreed) : FSDPC_OK);
     FSDPC_KEEP(status == FSDPC_OK && !agreed ? fsdpc_wire_compare(x, landed, what) : FSDPC_OK);
     if (summed) {

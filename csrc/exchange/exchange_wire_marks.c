@@ -81,7 +81,8 @@ compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int ra
         FSDPC_E_MISMATCH,
         "rank %d is at %s while rank %d is at %s: the ranks run different units. If a module "
         "chooses by data what it runs, mark it with fsdpc.mark_data_dependent(module), so that "
-        "every rank gathers all units below it",
+        "every rank gathers all units below it. All ranks must run equally many batches, also in "
+        "an evaluation",
         x->rank, turn_text(x, own, what, here), rank, turn_text(x, other, NULL, there));
 }
 

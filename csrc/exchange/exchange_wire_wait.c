@@ -2,7 +2,7 @@
  *
  * [Note: no deadlock] All ranks fill slots and pack in one order. Whoever waits here has begun all that comes before,
  * and lands its part of every gather in flight before it sleeps: so the ranks of a host cannot wait for each other in a circle.
- * For ranks that run different units see [Note: landed in order].
+ * For ranks that run different units see [Note: landed in order] in flight.h.
  */
 #include "base/board.h"
 #include "base/status.h"
@@ -118,7 +118,7 @@ fsdpc_wire_host_wait(fsdpc_exchange *x, enum fsdpc_wire_word word, int index, ui
     if (list_missing(x, &wanted, missing) == 0) {
         return FSDPC_OK;
     }
-    FSDPC_TRY(fsdpc_wire_land_gathers(x)); /* [Note: no deadlock] */
+    FSDPC_TRY(fsdpc_comm_land_before(x->comm, UINT64_MAX)); /* [Note: no deadlock] */
     const int64_t start_ns = fsdpc_shm_now_ns();
     fsdpc_board_begin(what.op, what.unit, fsdpc_phase_name(x->phase));
     status = wait_for(x, &wanted, next, &what);

@@ -206,15 +206,16 @@ note_swap(fsdpc_tree *tree, struct fsdpc_node *node)
 }
 
 static int
-begin_swaps(fsdpc_tree *tree)
+move_swaps(fsdpc_tree *tree)
 {
     for (int i = 0; i < tree->count; i++) {
         struct fsdpc_node *node = &tree->nodes[i];
+        FSDPC_TRY(fsdpc_unit_advance_swap(node->unit));
         if (node->reduced && fsdpc_unit_may_swap(node->unit) &&
             fsdpc_exchange_is_summed(node->exchange, node->unit)) {
             FSDPC_TRY(fsdpc_unit_begin_swap(node->unit));
-            note_swap(tree, node);
         }
+        note_swap(tree, node);
     }
     return FSDPC_OK;
 }
@@ -227,7 +228,7 @@ fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads)
     FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
     node->reduced = true;
     FSDPC_TRY(fsdpc_exchange_reduce(node->exchange, node->unit, grads));
-    return tree->replicates ? begin_swaps(tree) : FSDPC_OK;
+    return tree->replicates ? move_swaps(tree) : FSDPC_OK;
 }
 
 int

@@ -109,6 +109,43 @@ gathered_bytes(const fsdpc_layout *layout)
     return bytes;
 }
 
+enum { SHARE_ALIGN = 64 };
+
+bool
+fsdpc_footprint_next_share(const fsdpc_layout *layout, int replicas, int *segment,
+                           fsdpc_share *share)
+{
+    if (!fsdpc_layout_next_run(layout, segment, &share->run)) {
+        return false;
+    }
+    share->numel = (share->run.numel + replicas - 1) / replicas;
+    share->offset = share->end;
+    share->end +=
+        fsdpc_round_up((size_t)share->numel * fsdpc_dtype_bytes(share->run.dtype), SHARE_ALIGN);
+    return true;
+}
+
+size_t
+fsdpc_footprint_shares(const fsdpc_layout *layout, int replicas, size_t *begin)
+{
+    fsdpc_share share = {.end = 0};
+    for (int s = 0; fsdpc_footprint_next_share(layout, replicas, &s, &share);) {}
+    const size_t past_the_run = sizeof(double) * (size_t)replicas;
+    *begin = fsdpc_round_up(layout->grad_bytes + past_the_run, SHARE_ALIGN);
+    return share.end;
+}
+
+static size_t
+partial_bytes(const fsdpc_layout *layout, int replicas)
+{
+    size_t begin;
+    if (replicas <= 1 || layout->grad_bytes == 0) {
+        return layout->grad_bytes * (size_t)replicas;
+    }
+    const size_t shares = fsdpc_footprint_shares(layout, replicas, &begin);
+    return begin + shares * (size_t)replicas;
+}
+
 static size_t
 landing_bytes(const fsdpc_layout *layout, const fsdpc_footprint_options *options, int senders)
 {
@@ -135,7 +172,7 @@ fsdpc_footprint_of(const fsdpc_layout *layout, const fsdpc_footprint_options *op
         .grad_out_bytes = seen,
         .grads_bytes = seen ? fsdpc_round_up(layout->grad_bytes, layout->align_bytes) + seen
                             : layout->grad_bytes,
-        .partial_bytes = layout->grad_bytes * (size_t)options->replicas,
+        .partial_bytes = partial_bytes(layout, options->replicas),
         .local_bytes = fsdpc_footprint_local(layout, NULL),
         .range_bytes = direct ? 0 : fsdpc_round_up(full, options->range_grain),
         .reduce_bytes = fsdpc_round_up(

@@ -8,8 +8,8 @@
 #include "unit/layout.h"
 
 typedef struct fsdpc_footprint_options {
-    int replicas; /* buffers of the shard group's sum: 1 where the sum is summed over replicas, one more for each
-                     replica whose sum lands beside it */
+    int replicas; /* 0: none; 1: the shard group's sum is summed in its place; more: as many replicas' pieces of it
+                     land behind it */
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
     bool foreign; /* the gathered values are made elsewhere */
@@ -49,6 +49,20 @@ size_t fsdpc_footprint_packed(const fsdpc_layout *layout);
 size_t fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets);
 /* Bytes of what coding lost of one rank's pieces, in float32, of segments with error feedback, aligned as above. */
 size_t fsdpc_footprint_lost(const fsdpc_layout *layout, size_t *offsets);
+
+/* Of each run of gradients a replica sums `numel` elements: the replica's share. The last replicas' ones may end behind the
+ * run: what is there is sent, summed and dropped. All zero before the first call of next_share. */
+typedef struct fsdpc_share {
+    fsdpc_grad_run run;
+    int64_t numel;
+    size_t offset, end; /* in the memory of one replica's shares */
+} fsdpc_share;
+/* False behind the last run. *segment as of fsdpc_layout_next_run. */
+bool fsdpc_footprint_next_share(const fsdpc_layout *layout, int replicas, int *segment,
+                                fsdpc_share *share);
+/* Bytes of one replica's shares; *begin: where, behind the shard group's sum, those of all replicas lie, one behind the
+ * other. */
+size_t fsdpc_footprint_shares(const fsdpc_layout *layout, int replicas, size_t *begin);
 
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,
                                    const fsdpc_footprint_options *options);

@@ -152,10 +152,12 @@ int fsdpc_unit_take_sums(fsdpc_unit *unit, const fsdpc_tensor *sums);
  * exchanged first; a unit that no rank ran sends nothing else. Units without replicas are passed over. So are units
  * on a device that queues: their exchange sums over replicas behind each reduction. */
 int fsdpc_unit_reduce_replicas(fsdpc_unit **units, int count);
-/* True if the sum over the shard group, once it is there, can go to the other replica before the end of the
+/* True if the sum over the shard group, once it is there, can go to the other replicas before the end of the
  * backward: begin_swap then sends it in the background. A later sum of the same backward is sent again. */
 bool fsdpc_unit_may_swap(const fsdpc_unit *unit);
 int fsdpc_unit_begin_swap(fsdpc_unit *unit);
+/* Takes a swap that has begun a step further if that needs no wait for another replica. */
+int fsdpc_unit_advance_swap(fsdpc_unit *unit);
 /* Bytes of swaps that have begun since the last call. */
 uint64_t fsdpc_unit_take_swapped_bytes(fsdpc_unit *unit);
 /* Before a backward that adds to the sum: the sum takes the values that the user has changed in the

@@ -20,12 +20,13 @@ struct fsdpc_grads {
     uint8_t *local_used;
 };
 
-/* The sum over the shard group on its way to the one other replica (unit_replicas.c). */
+/* The sum over the shard group on its way to the other replicas (unit_replicas.c). */
 struct fsdpc_swap {
     struct fsdpc_flight *flight; /* NULL: none is on its way */
+    bool gathers;                /* each replica has summed its share: the flight gathers these */
     uint32_t key;                /* equal on the replicas; 0: they have not agreed on one yet */
     uint32_t sums;               /* grads.sums when the flight began */
-    bool lost;                   /* the other replica may still send into `partial` */
+    bool lost;                   /* other replicas may still send into `partial` */
     uint64_t sent_bytes;         /* fsdpc_unit_take_swapped_bytes */
 };
 
@@ -65,8 +66,8 @@ struct fsdpc_unit {
     /* With `slots` both lie in one of these, `slot`, and belong to the unit while it holds that one. */
     struct fsdpc_grad_slots *slots;
     int slot;
-    /* Sum over the shard group before it is summed over replicas; NULL without replicas. Behind it the other
-     * replica's, where they are swapped. */
+    /* Sum over the shard group before it is summed over replicas; NULL without replicas. Behind it the replicas'
+     * shares (fsdpc_footprint_shares), where these travel in the background. */
     void *partial;
     struct fsdpc_swap swap;
     /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */

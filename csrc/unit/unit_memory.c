@@ -69,7 +69,9 @@ static int
 replicas_of(const fsdpc_unit *unit)
 {
     const bool queued = fsdpc_device_get_caps(unit->device)->asynchronous;
-    return !unit->replicate ? 0 : !queued && fsdpc_comm_swaps(unit->replicate) ? 2 : 1;
+    return !unit->replicate                               ? 0
+           : queued || !fsdpc_comm_flies(unit->replicate) ? 1
+                                                          : fsdpc_comm_world(unit->replicate);
 }
 
 void

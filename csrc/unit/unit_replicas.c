@@ -1,13 +1,16 @@
 /* Sums over replicas, where the device does not queue.
  *
- * Over a wire two replicas swap their sums in the background: a unit's swap begins in the backward, as soon as all
- * ranks of the shard group have reduced the unit. Replicas run their units each in its own order, so swaps are
- * matched by key and not by order. At the end all replicas compare in one message what they have: which parameters got a
+ * Over a wire replicas swap their sums in the background, by two flights: each replica gets its share of the others'
+ * sums, adds them in the order of replicas, and gets the other replicas' shares. A unit's swap begins in the backward, as
+ * soon as all ranks of the shard group have reduced the unit. Replicas run their units each in its own order, so flights
+ * are matched by key and not by order, and the second one begins in the backward only where the first one is here: a
+ * replica never waits for another one there. At the end all replicas compare in one message what they have: which parameters got a
  * gradient, which units were swapped, and which sums have changed since (a second gradient of the unit in this
  * backward). Those are swapped once more, so that the values do not depend on what began when.
  * Everywhere else each unit's sum is a blocking collective behind that message.
  */
 #include <stdio.h>
+#include <string.h>
 
 #include "base/mem.h"
 #include "base/status.h"
@@ -47,7 +50,7 @@ sum_now(fsdpc_unit *unit)
     return fsdpc_grad_take_partial(unit);
 }
 
-/* --- a unit's sum, swapped in the background ------------------------------------------------------ */
+/* --- a unit's sum, in the background -------------------------------------------------------------- */
 
 enum { WHAT_BYTES = 160 };
 
@@ -57,39 +60,31 @@ name_swap(const fsdpc_unit *unit, char what[WHAT_BYTES])
     snprintf(what, WHAT_BYTES, "sum over replicas of unit %s", unit->name);
 }
 
-/* The other replica's sum lies behind this one's, in the same order. */
-static int
-begin_swap(fsdpc_unit *unit, uint32_t key)
+/* A replica's shares, behind the sum of the shard group. */
+static char *
+shares_of(const fsdpc_unit *unit, int replica, size_t *bytes)
 {
-    int status = FSDPC_OK;
+    size_t begin;
+    *bytes = fsdpc_footprint_shares(unit->layout, fsdpc_comm_world(unit->replicate), &begin);
+    return (char *)unit->partial + begin + *bytes * (size_t)replica;
+}
+
+/* landing NULL: the second flight, a gather. */
+static int
+fly(fsdpc_unit *unit, const fsdpc_comm_part *parts, int count, const fsdpc_landing *landing)
+{
     char what[WHAT_BYTES];
-    const size_t most = (size_t)unit->layout->segment_count;
-    fsdpc_comm_part *parts = fsdpc_mem_calloc(most, sizeof *parts);
-    size_t *offsets = fsdpc_mem_calloc(most, sizeof *offsets);
-    if (!parts || !offsets) {
-        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of %zu segments", most), done);
-    }
-    int count = 0;
-    fsdpc_grad_run run;
-    for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run); count++) {
-        parts[count] = (fsdpc_comm_part){(char *)unit->partial + run.offset, run.numel, run.dtype};
-        offsets[count] = run.offset;
-    }
-    const fsdpc_landing landing = {(char *)unit->partial + unit->layout->grad_bytes, 0, offsets};
+    struct fsdpc_swap *swap = &unit->swap;
     name_swap(unit, what);
-    FSDPC_GOTO(
-        fsdpc_flight_swap(unit->replicate, parts, count, &landing, key, what, &unit->swap.flight),
-        done);
-    unit->swap.sums = unit->grads.sums;
-    unit->swap.sent_bytes += fsdpc_flight_sent_bytes(unit->swap.flight);
-done:
-    fsdpc_mem_free(parts);
-    fsdpc_mem_free(offsets);
-    return status;
+    FSDPC_TRY(fsdpc_flight_by_key(unit->replicate, parts, count, landing,
+                                  swap->key + (landing ? 0 : 1), what, &swap->flight));
+    swap->gathers = landing == NULL;
+    swap->sent_bytes += fsdpc_flight_sent_bytes(swap->flight);
+    return FSDPC_OK;
 }
 
 static int
-land_swap(fsdpc_unit *unit)
+land(fsdpc_unit *unit)
 {
     char what[WHAT_BYTES];
     fsdpc_flight *flight = unit->swap.flight;
@@ -100,16 +95,92 @@ land_swap(fsdpc_unit *unit)
     return status;
 }
 
-/* Of two summands the order is all one. */
+/* The other replicas' parts of this one's shares come to the first places of the shares. */
 static int
-add_up(fsdpc_unit *unit)
+begin_scatter(fsdpc_unit *unit)
 {
-    fsdpc_grad_run run;
-    for (int s = 0; fsdpc_layout_next_run(unit->layout, &s, &run);) {
-        char *own = (char *)unit->partial + run.offset;
-        const void *other = own + unit->layout->grad_bytes;
-        FSDPC_TRY(fsdpc_device_reduce(unit->device, own, run.dtype, &other, 1, run.dtype, run.numel,
-                                      1.0, true));
+    int status = FSDPC_OK, count = 0;
+    size_t bytes;
+    const size_t most = (size_t)unit->layout->segment_count;
+    fsdpc_comm_part *parts = fsdpc_mem_calloc(most, sizeof *parts);
+    size_t *offsets = fsdpc_mem_calloc(most, sizeof *offsets);
+    fsdpc_share share = {.end = 0};
+    if (!parts || !offsets) {
+        FSDPC_GOTO(fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of %zu segments", most), done);
+    }
+    const int replicas = fsdpc_comm_world(unit->replicate);
+    for (int s = 0; fsdpc_footprint_next_share(unit->layout, replicas, &s, &share); count++) {
+        parts[count] = (fsdpc_comm_part){(char *)unit->partial + share.run.offset, share.numel,
+                                         share.run.dtype};
+        offsets[count] = share.offset;
+    }
+    const fsdpc_landing landing = {shares_of(unit, 0, &bytes), bytes, offsets};
+    FSDPC_GOTO(fly(unit, parts, count, &landing), done);
+    unit->swap.sums = unit->grads.sums;
+done:
+    fsdpc_mem_free(parts);
+    fsdpc_mem_free(offsets);
+    return status;
+}
+
+/* In the order of replicas, to the place from which the replicas gather. */
+static int
+sum_shares(fsdpc_unit *unit, const void **sources)
+{
+    size_t bytes;
+    fsdpc_share share = {.end = 0};
+    const int own = fsdpc_comm_rank(unit->replicate), count = fsdpc_comm_world(unit->replicate);
+    char *landed = shares_of(unit, 0, &bytes), *to = landed + bytes * (size_t)own;
+    for (int s = 0; fsdpc_footprint_next_share(unit->layout, count, &s, &share);) {
+        const size_t item = fsdpc_dtype_bytes(share.run.dtype);
+        for (int r = 0; r < count; r++) {
+            sources[r] = landed + bytes * (size_t)(r < own ? r : r - 1) + share.offset;
+        }
+        sources[own] =
+            (char *)unit->partial + share.run.offset + item * (size_t)(share.numel * own);
+        FSDPC_TRY(fsdpc_device_reduce(unit->device, to + share.offset, share.run.dtype, sources,
+                                      count, share.run.dtype, share.numel, 1.0, false));
+    }
+    return FSDPC_OK;
+}
+
+/* From the first flight to the second. */
+static int
+begin_gather(fsdpc_unit *unit)
+{
+    int status = FSDPC_OK;
+    size_t bytes;
+    char *shares = shares_of(unit, 0, &bytes);
+    const fsdpc_comm_part part = {shares, (int64_t)bytes, FSDPC_BYTES};
+    const size_t replicas = (size_t)fsdpc_comm_world(unit->replicate);
+    const void **sources = fsdpc_mem_calloc(replicas, sizeof *sources);
+    if (!sources) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a list of %zu replicas", replicas);
+    }
+    FSDPC_GOTO(land(unit), done);
+    FSDPC_GOTO(sum_shares(unit, sources), done);
+    FSDPC_GOTO(fly(unit, &part, 1, NULL), done);
+done:
+    fsdpc_mem_free(sources);
+    return status;
+}
+
+/* The sums of all replicas have landed. */
+static int
+take_shares(fsdpc_unit *unit)
+{
+    size_t bytes;
+    fsdpc_share share = {.end = 0};
+    const int count = fsdpc_comm_world(unit->replicate);
+    for (int s = 0; fsdpc_footprint_next_share(unit->layout, count, &s, &share);) {
+        char *to = (char *)unit->partial + share.run.offset;
+        int64_t left = share.run.numel;
+        for (int r = 0; left > 0; r++, left -= share.numel) {
+            const int64_t n = left < share.numel ? left : share.numel;
+            const size_t wanted = (size_t)n * fsdpc_dtype_bytes(share.run.dtype);
+            memcpy(to, shares_of(unit, r, &bytes) + share.offset, wanted);
+            to += wanted;
+        }
     }
     return fsdpc_grad_take_partial(unit);
 }
@@ -124,7 +195,15 @@ int
 fsdpc_unit_begin_swap(fsdpc_unit *unit)
 {
     FSDPC_TRY(make_partial(unit));
-    return begin_swap(unit, unit->swap.key);
+    return begin_scatter(unit);
+}
+
+int
+fsdpc_unit_advance_swap(fsdpc_unit *unit)
+{
+    const struct fsdpc_swap *swap = &unit->swap;
+    return swap->flight && !swap->gathers && fsdpc_flight_is_here(swap->flight) ? begin_gather(unit)
+                                                                                : FSDPC_OK;
 }
 
 uint64_t
@@ -139,7 +218,7 @@ void
 fsdpc_unit_free_partial(fsdpc_unit *unit)
 {
     unit->swap.lost = !fsdpc_flight_free(unit->swap.flight) || unit->swap.lost;
-    if (!unit->swap.lost) { /* else the other replica may still send into the memory */
+    if (!unit->swap.lost) { /* else other replicas may still send into the memory */
         fsdpc_device_free(unit->device, unit->partial, unit->footprint.partial_bytes);
     }
 }
@@ -201,9 +280,9 @@ compare(const struct group *s)
     for (size_t r = 0; r < world; r++) {
         read_record(s, records + bytes * r);
     }
-    for (int i = 0; fsdpc_comm_swaps(s->comm) && i < s->count; i++) {
+    for (int i = 0; fsdpc_comm_flies(s->comm) && i < s->count; i++) {
         if (s->units[i]->swap.key == 0) {
-            FSDPC_GOTO(fsdpc_comm_next_swap(s->comm, &s->units[i]->swap.key), done);
+            FSDPC_GOTO(fsdpc_comm_next_keys(s->comm, &s->units[i]->swap.key), done);
         }
     }
 done:
@@ -223,32 +302,41 @@ moves_again(const struct group *s, int i)
     return s->used[i] && (s->flags[i] & CHANGED);
 }
 
-/* All swaps begin before one is waited for; those of changed sums go once more. */
+static bool
+is_wanted(const struct group *s, int i, bool again)
+{
+    return again ? moves_again(s, i) : moves(s, i);
+}
+
+/* All replicas begin all swaps before they wait for one. `again`: those of changed sums. */
 static int
-land_all(const struct group *s)
+swap_units(const struct group *s, bool again)
 {
     for (int i = 0; i < s->count; i++) {
-        if (moves(s, i) && !s->units[i]->swap.flight) {
+        if (is_wanted(s, i, again) && !s->units[i]->swap.flight) {
             FSDPC_TRY(fsdpc_unit_begin_swap(s->units[i]));
         }
     }
     for (int i = 0; i < s->count; i++) {
-        fsdpc_unit *unit = s->units[i];
-        FSDPC_TRY(moves(s, i) ? land_swap(unit) : FSDPC_OK);
-        if (moves_again(s, i)) {
-            FSDPC_TRY(make_partial(unit));
-            FSDPC_TRY(begin_swap(unit, unit->swap.key + 1));
-        } else if (s->used[i]) {
-            FSDPC_TRY(add_up(unit));
+        if (is_wanted(s, i, again) && !s->units[i]->swap.gathers) {
+            FSDPC_TRY(begin_gather(s->units[i]));
         }
     }
     for (int i = 0; i < s->count; i++) {
-        if (moves_again(s, i)) {
-            FSDPC_TRY(land_swap(s->units[i]));
-            FSDPC_TRY(add_up(s->units[i]));
+        if (is_wanted(s, i, again)) {
+            FSDPC_TRY(land(s->units[i]));
+            const bool complete = again || (s->used[i] && !moves_again(s, i));
+            FSDPC_TRY(complete ? take_shares(s->units[i]) : FSDPC_OK);
         }
     }
     return FSDPC_OK;
+}
+
+static int
+swap_all(const struct group *s)
+{
+    FSDPC_TRY(swap_units(s, false));
+    return swap_units(s, true);
 }
 
 static int
@@ -281,7 +369,7 @@ sum_group(fsdpc_unit **units, int count)
         }
     }
     FSDPC_GOTO(compare(&s), done);
-    FSDPC_GOTO(fsdpc_comm_swaps(s.comm) ? land_all(&s) : sum_all_now(&s), done);
+    FSDPC_GOTO(fsdpc_comm_flies(s.comm) ? swap_all(&s) : sum_all_now(&s), done);
 done:
     for (int i = 0; i < s.count; i++) {
         s.units[i]->grads.partial_any = false;

@@ -80,13 +80,15 @@ def _footprint(
     )
 
 
-def _sums(setup: Setup) -> int:
-    """Buffers of the sum over a shard group; two replicas swap theirs over a wire."""
+def _landing_replicas(setup: Setup) -> int:
+    """How many replicas' shares land behind a shard group's sum; 1: they are summed at once."""
     swaps = setup.swaps
     if swaps is None:
         apart = setup.transport == "shared" and setup.world > setup.ranks_per_host
-        swaps = setup.replicas == 2 and (apart or setup.transport == "wire")
-    return 0 if setup.replicas == 1 else 1 + swaps
+        swaps = apart or setup.transport == "wire"
+    if setup.replicas == 1:
+        return 0
+    return setup.replicas if swaps else 1
 
 
 def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
@@ -97,7 +99,7 @@ def footprint(unit: Unit, setup: Setup) -> dict[str, Any]:
         setup.align_bytes,
         setup.range_grain,
         setup.page_bytes,
-        _sums(setup),
+        _landing_replicas(setup),
         _offloaded(unit, setup),
         0 if setup.transport == "shared" else setup.senders or setup.shards - 1,
         unit.foreign,

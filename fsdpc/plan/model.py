@@ -143,7 +143,7 @@ class Setup:
     ``transport``: ``stream`` (GPUs), ``shared`` (CPU ranks of one host) or ``wire``, over which
     each rank gets gradients from ``senders`` others (0: from all; one on each other host) and
     sends them to ``receivers`` (None: to all).
-    ``swaps``: two replicas of CPU ranks swap their sums in backward (None: over a ``wire``, and
+    ``swaps``: replicas of CPU ranks swap their sums in backward (None: over a ``wire``, and
     where ``shared`` ranks are more than ``ranks_per_host``).
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.

@@ -675,49 +675,55 @@ run_packets(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* Swaps begin in another order on each rank, beside a gather, and are landed in a third one. */
+/* Each rank begins flights with keys in an order of its own, beside a gather, and lands them in a third order. */
 static void
-run_swaps(int rank, ranks_run *run)
+run_keys(int rank, ranks_run *run)
 {
-    enum { SWAPS = 3 };
+    enum { WORLD = 3, KEYS = 3, OTHERS = WORLD - 1 };
     fsdpc_comm *comm = join_flying(rank, run);
-    fsdpc_flight *flights[SWAPS + 1];
-    float *own[SWAPS], *landed[SWAPS], *whole = calloc(2 * FLIGHT_PIECE, sizeof(float));
-    uint32_t keys[SWAPS];
-    const size_t offset = 0;
-    CHECK(fsdpc_comm_swaps(comm));
-    for (int k = 0; k < SWAPS; k++) {
-        REQUIRE_OK(fsdpc_comm_next_swap(comm, &keys[k]));
-        own[k] = calloc(FLIGHT_PIECE, sizeof(float));
-        landed[k] = calloc(FLIGHT_PIECE, sizeof(float));
-        fill(own[k], FSDPC_F32, FLIGHT_PIECE, rank + k);
+    fsdpc_flight *flights[KEYS + 1];
+    float *own[KEYS], *landed[KEYS], *whole = calloc(WORLD * FLIGHT_PIECE, sizeof(float));
+    uint32_t keys[KEYS];
+    const size_t offset = 0, bytes = FLIGHT_PIECE * sizeof(float);
+    for (int k = 0; k < KEYS; k++) {
+        REQUIRE_OK(fsdpc_comm_next_keys(comm, &keys[k]));
+        own[k] = calloc(WORLD, bytes);
+        landed[k] = calloc(OTHERS, bytes);
+        for (int r = 0; r < WORLD; r++) {
+            fill(own[k] + (int64_t)FLIGHT_PIECE * r, FSDPC_F32, FLIGHT_PIECE, rank + k + 10 * r);
+        }
     }
-    for (int i = 0; i < SWAPS; i++) {
-        const int k = rank ? SWAPS - 1 - i : i;
+    for (int i = 0; i < KEYS; i++) {
+        const int k = (i + rank) % KEYS;
         const fsdpc_comm_part part = {own[k], FLIGHT_PIECE, FSDPC_F32};
-        const fsdpc_landing landing = {(char *)landed[k], 0, &offset};
-        REQUIRE_OK(fsdpc_flight_swap(comm, &part, 1, &landing, keys[k], "swap", &flights[k]));
+        const fsdpc_landing landing = {(char *)landed[k], bytes, &offset};
+        REQUIRE_OK(fsdpc_flight_by_key(comm, &part, 1, &landing, keys[k], "by key", &flights[k]));
+        CHECK(!fsdpc_flight_is_here(flights[k])); /* here nothing lands before it is waited for */
     }
     const fsdpc_mark mark = {{1, 7}, 0};
     const fsdpc_comm_part part = {whole, FLIGHT_PIECE, FSDPC_F32};
     fill(whole + (int64_t)FLIGHT_PIECE * rank, FSDPC_F32, FLIGHT_PIECE, rank);
-    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &mark, "gather", &flights[SWAPS]));
-    for (int i = 0; i <= SWAPS; i++) {
-        fsdpc_flight *flight = flights[(i + 2) % (SWAPS + 1)];
+    REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &mark, "gather", &flights[KEYS]));
+    for (int i = 0; i <= KEYS; i++) {
+        fsdpc_flight *flight = flights[(i + 2) % (KEYS + 1)];
         REQUIRE_OK(fsdpc_flight_land(flight, "landing", NULL));
+        CHECK(i == 1 || fsdpc_flight_is_here(flight)); /* the second one is the gather */
         fsdpc_flight_free(flight);
     }
     int wrong = 0;
-    for (int64_t i = 0; i < FLIGHT_PIECE; i++) {
-        for (int k = 0; k < SWAPS; k++) {
-            wrong += landed[k][i] != (float)stored(FSDPC_F32, 1 - rank + k, i);
-            wrong += own[k][i] != (float)stored(FSDPC_F32, rank + k, i);
+    for (int r = 0; r < WORLD; r++) {
+        const float *piece = whole + (int64_t)FLIGHT_PIECE * r;
+        for (int64_t i = 0; i < FLIGHT_PIECE; i++) {
+            for (int k = 0; k < KEYS && r != rank; k++) {
+                const int64_t at = (int64_t)FLIGHT_PIECE * (r < rank ? r : r - 1) + i;
+                wrong += landed[k][at] != (float)stored(FSDPC_F32, r + k + 10 * rank, i);
+            }
+            wrong += piece[i] != (float)stored(FSDPC_F32, r, i);
         }
-        wrong += whole[FLIGHT_PIECE * (1 - rank) + i] != (float)stored(FSDPC_F32, 1 - rank, i);
     }
     CHECK_INT(wrong, 0);
     REQUIRE_OK(fsdpc_comm_barrier(comm, "the end"));
-    for (int k = 0; k < SWAPS; k++) {
+    for (int k = 0; k < KEYS; k++) {
         free(own[k]);
         free(landed[k]);
     }
@@ -890,7 +896,7 @@ main(void)
         ranks_do(run_hosts, .world = 3, .option = flies);
     }
     ranks_do(run_packets, .world = 2, .option = true);
-    ranks_do(run_swaps, .world = 2, .option = true);
+    ranks_do(run_keys, .world = 3, .option = true);
     ranks_do(run_packets, .world = 3, .option = true);
     ranks_do(run_now, .world = 2, .option = true);
     ranks_do(run_now, .world = 3, .option = true);

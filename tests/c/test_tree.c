@@ -470,21 +470,24 @@ units_outlive_their_tree(int world)
 
 /* --- replicas -------------------------------------------------------------------------------- */
 
-/* Two shard groups of two ranks; the sums over all four arrive everywhere. With the run's option replicas swap
- * their sums, and in the last step a second gradient comes after the first one's sum has left. */
+/* Shard groups of two ranks; the sums over all ranks arrive everywhere. With the run's option replicas swap
+ * their sums in the background, and in the last step a second gradient comes after the first one's sum has left. */
 static void
 run_replicas(int rank, ranks_run *run)
 {
+    enum { MOST = 3 };
+    const int replicas = run->world / 2;
     model m = {.rank = rank % 2, .world = 2};
     char name[128];
     snprintf(name, sizeof name, "%s-shard-%d", run->name, rank / 2);
     REQUIRE_OK(fsdpc_comm_shm(engine_device, rank % 2, 2, name, run->timeout_s, &m.comm));
     snprintf(name, sizeof name, "%s-replica-%d", run->name, rank % 2);
-    REQUIRE_OK(fsdpc_comm_shm(engine_device, rank / 2, 2, name, run->timeout_s, &m.replicate));
+    REQUIRE_OK(
+        fsdpc_comm_shm(engine_device, rank / 2, replicas, name, run->timeout_s, &m.replicate));
     if (run->option) {
-        m.replicate = carrier_over(engine_device, rank / 2, 2, m.replicate, name);
+        m.replicate = carrier_over(engine_device, rank / 2, replicas, m.replicate, name);
     }
-    CHECK_INT(fsdpc_comm_swaps(m.replicate), run->option);
+    CHECK_INT(fsdpc_comm_flies(m.replicate), run->option);
     fsdpc_unit_options options = {
         .name = "u", .shard = m.comm, .replicate = m.replicate, .divide = 4, .reshard = true};
     REQUIRE_OK(fsdpc_unit_new(&options, engine_specs[0], 2, &m.units[0]));
@@ -496,7 +499,7 @@ run_replicas(int rank, ranks_run *run)
         memset(m.units[0]->grads.used, 0, 2);
         REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
         REQUIRE_OK(fsdpc_tree_begin_backward(m.tree));
-        /* In step 1 only replica 1 has gradients. */
+        /* In step 1 the first replica has no gradients. */
         bool absent = step == 1 && rank < 2;
         int64_t numel[] = {1000, 37}, one = 1;
         float first[1000], second[37];
@@ -521,14 +524,15 @@ run_replicas(int rank, ranks_run *run)
         const float *own = fsdpc_unit_grad_part(m.units[0], 0, &length);
         int64_t begin = fsdpc_layout_span(m.units[0]->layout, 0, m.rank).param_begin;
         for (int64_t k = 0; k < length; k++) {
-            float halves[2] = {0, 0};
-            for (int r = 0; r < 4; r++) {
+            float sums[MOST] = {0}, sum = 0;
+            for (int r = 0; r < run->world; r++) {
                 bool has = !(step == 1 && r < 2);
-                halves[r / 2] += has ? (float)engine_grad(r, 0, 0, begin + k, step, 0) : 0;
+                sums[r / 2] += has ? (float)engine_grad(r, 0, 0, begin + k, step, 0) : 0;
             }
-            halves[0] *= (float)times;
-            halves[1] *= (float)times;
-            CHECK(own[k] == halves[0] * 0.25f + halves[1] * 0.25f);
+            for (int i = 0; i < replicas; i++) {
+                sum += sums[i] * (float)times;
+            }
+            CHECK(own[k] == sum * 0.25f);
         }
     }
     REQUIRE_OK(fsdpc_comm_barrier(m.comm, "close"));
@@ -543,7 +547,9 @@ replicas_are_summed(void)
 {
     setup = (struct setup){0};
     ranks_do(run_replicas, .world = 4, .timeout_s = 20);
-    ranks_do(run_replicas, .world = 4, .timeout_s = 20, .option = true);
+    for (int world = 4; world <= 6; world += 2) {
+        ranks_do(run_replicas, .world = world, .timeout_s = 20, .option = true);
+    }
 }
 
 /* --- failures -------------------------------------------------------------------------------- */

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
+import time
+from collections.abc import Callable
 
 import on_hosts
 import pytest
@@ -11,7 +14,7 @@ import torch.distributed as dist
 from harness import ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
-from toys import Reference, by_door, full_gradients, loss_of, shard_blocks, tokens, toy
+from toys import Reference, by_door, full_gradients, loss_of, shard_blocks, summon, tokens, toy
 
 import fsdpc
 
@@ -116,15 +119,27 @@ def sends_before_the_end(model: torch.nn.Module) -> int:
     tree = state._tree
     ops = [event["op"] for event in tree.trace()]
     tree.clear_trace()
-    last = len(ops) - 1 - ops[::-1].index("pack")
+    last = len(ops) - 1 - ops[::-1].index("pack" if "pack" in ops else "reduce")
     return ops[:last].count("send")
 
 
-@ranks(4, env=on_hosts.counted_as("aabb"))
-@pytest.mark.parametrize("door", ["flat", "original", "fully_shard"])
-def test_sums_over_hosts_travel_during_backward(rank, world, door):
-    """HYBRID: each unit's as soon as its host has it, whatever the ranks of each host run."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+def sums_in_order(plain: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of all ranks' gradients."""
+    found = {}
+    for name, p in plain.named_parameters():
+        own = torch.zeros_like(p) if p.grad is None else p.grad
+        grads = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(grads, own)
+        found[name] = functools.reduce(torch.add, grads)
+    return found
+
+
+def sums_over_hosts(rank: int, world: int, door: str, shards: int, pause: float) -> int:
+    """Trains HYBRID, each rank its own way and late by up to `pause`; with one rank on each host
+    sums are equal to the bit. Returns how often parts of sums were sent before the last unit's
+    gradients were there.
+    """
+    mesh = init_device_mesh("cpu", (world // shards, shards), mesh_dim_names=("copies", "shards"))
     options = {"mesh": mesh}
     if door != "fully_shard":
         options = {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
@@ -134,6 +149,7 @@ def test_sums_over_hosts_travel_during_backward(rank, world, door):
     for step, ways in enumerate(WAYS):
         torch.manual_seed(10 * step + rank)
         x, way = torch.randn(3, 64), ways.split()[rank]
+        time.sleep(pause * torch.rand(()).item())
         if "!" in way:
             with pytest.raises(ZeroDivisionError):
                 model(x, way).backward()
@@ -142,20 +158,82 @@ def test_sums_over_hosts_travel_during_backward(rank, world, door):
         model(x, way).backward()
         plain.zero_grad(set_to_none=False)
         plain(x, way).backward()
-        for p in plain.parameters():
-            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-            dist.all_reduce(p.grad)
+        wanted, found = sums_in_order(plain), gradients_of(model, door)
         early += sends_before_the_end(model)
-        found = gradients_of(model, door)
-        for name, p in plain.named_parameters():
-            torch.testing.assert_close(found[name], p.grad / world, msg=f"{name} of step {step}")
+        bits = {"rtol": 0, "atol": 0} if shards == 1 else {}
+        for name, total in wanted.items():
+            text = f"{name} of step {step}"
+            torch.testing.assert_close(found[name], total * (1 / world), msg=text, **bits)
         if step % 3 != 1:
             model.zero_grad()
         else:
             model.zero_grad(set_to_none=False)
     report = fsdpc.memory_report(model)
     assert report.equal, str(report)
+    return early
+
+
+@ranks(4, env=on_hosts.counted_as("aabb"))
+@pytest.mark.parametrize("door", ["flat", "original", "fully_shard"])
+def test_sums_over_hosts_travel_during_backward(rank, world, door):
+    """HYBRID: each unit's as soon as its host has it, whatever the ranks of each host run."""
+    early = sums_over_hosts(rank, world, door, 2, 0.0)
     assert early > 0  # how many depends on how late the other rank is
+
+
+@ranks(3, env=on_hosts.counted_as("abc"))
+@pytest.mark.parametrize("door", ["original", "fully_shard"])
+def test_sums_over_three_hosts(rank, world, door):
+    """The same, in the order of hosts to the bit, though hosts are late."""
+    early = sums_over_hosts(rank, world, door, 1, 0.03)
+    assert early > 0
+
+
+class Student(Ways):
+    """Asks `other` for a number when its own blocks have run."""
+
+    def forward(self, x: torch.Tensor, way: str, other: Callable[[], torch.Tensor]) -> torch.Tensor:
+        return super().forward(x, way) + other()
+
+
+def first_weight(model: torch.nn.Module) -> torch.Tensor:
+    with summon(model, writeback=False):
+        return next(model.parameters()).detach().flatten()[0].clone()
+
+
+@ranks(3, env={**on_hosts.counted_as("abb"), "FSDPC_TIMEOUT": "8"})
+def test_a_rank_that_leaves_out_a_unit_does_not_stop_the_others_of_its_host(rank, world):
+    """The unit's values are on their way to the host when another model's are needed, in its
+    forward or by a collective.
+    """
+    plain, plain_teacher = Student(), Ways()
+    student = by_door("original", copy.deepcopy(plain))
+    teacher = by_door("original", copy.deepcopy(plain_teacher))
+    torch.manual_seed(rank)
+    x = torch.randn(3, 64)
+    student(x, "0123", lambda: teacher(x, "0123")).backward()
+    way = "012" if rank == 2 else "0123"
+    with torch.no_grad():
+        found = student(x, way, lambda: teacher(x, "0123"))
+        assert torch.equal(found, plain(x, way, lambda: plain_teacher(x, "0123")))
+        found = student(x, way, lambda: first_weight(teacher))
+        assert torch.equal(found, plain(x, way, lambda: first_of(plain_teacher)))
+
+
+@ranks(2, env=on_hosts.counted_as("ab"))
+def test_evaluations_of_different_lengths_raise(rank, world):
+    model = by_door("original", Ways())
+    x = torch.randn(3, 64)
+    model(x, "0123").backward()
+    with pytest.raises(fsdpc.MismatchError, match="equally many batches, also in an evaluation"):
+        with torch.no_grad():
+            for _ in range(2 + rank):
+                model(x, "0123")
+        model(x, "0123").backward()
+
+
+def first_of(model: torch.nn.Module) -> torch.Tensor:
+    return next(model.parameters()).flatten()[0]
 
 
 def segments() -> list[str]:

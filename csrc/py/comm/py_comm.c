@@ -173,8 +173,6 @@ static PyMethodDef comm_methods[] = {
     X(one_memory, PyBool_FromLong(CAPS(self)->one_memory), "True if the ranks share memory.") \
     X(flies, PyBool_FromLong(fsdpc_comm_flies(self->comm)), \
       "True if units travel by sends and receives in the background.") \
-    X(swaps, PyBool_FromLong(fsdpc_comm_swaps(self->comm)), \
-      "True if sums over these two ranks are swapped in the background.") \
     X(senders, PyLong_FromLong(fsdpc_comm_senders(self->comm)), \
       "Ranks whose gradients of a unit travel to this rank over a wire; for kind 'c10d'.") \
     X(receivers, PyLong_FromLong(fsdpc_comm_receivers(self->comm)), \

@@ -93,7 +93,7 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
         page_bytes=os.sysconf("SC_PAGE_SIZE"),
         accumulation=2 if local else 1,
         sync="last" if local else "every",
-        swaps=comm.device is None and replicate is not None and replicate.swaps,
+        swaps=comm.device is None and replicate is not None and replicate.flies,
         **where,
     )
 
