@@ -5,6 +5,7 @@ they are cut.
 from __future__ import annotations
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -182,6 +183,11 @@ class MatrixOptimizer(WholeOptimizer):
         return found
 
     # --- states ----------------------------------------------------------------------------------
+
+    def _lend(self, worker: Any, part: Tensor, *rest: Any) -> None:
+        """What passes through buffers is AdamW's."""
+        super()._lend(worker, part, *rest)
+        worker._kinds = defaultdict(tuple)
 
     def _of_span(self, param: Tensor, span: ParamSpan) -> tuple[str, ...]:
         return self._of_matrix if self._matrices_of(param, span) else MOMENTS

@@ -231,8 +231,6 @@ def test_other_parameters_are_stepped_by_adamw(by_group):
 def test_options_out_of_range(options, text):
     with pytest.raises(ValueError, match=text):
         optim.Muon(parameters(), **options).matrix_shapes()
-    with pytest.raises(NotImplementedError, match="offload="):
-        optim.Muon(parameters(), offload=optim.Disk("/"))
 
 
 @pytest.mark.parametrize(("world", "bound"), [(8, 1.01), (64, 1.11)])
