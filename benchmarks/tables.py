@@ -371,7 +371,7 @@ def host_rows(case: dict) -> list[list[str]]:
 
 
 def muon_tables(result: dict) -> str:
-    """The table of bench_muon.py."""
+    """The table of bench_muon.py. ``every``: one step in so many computes bases or roots."""
     rows = [
         [
             case["case"],
@@ -385,7 +385,9 @@ def muon_tables(result: dict) -> str:
     head = ["step", "processor time, ms", f"x 1/{ranks} of the unsharded step", "moved"]
     shape = f"{result['blocks']} blocks of width {result['width']}"
     text = f"{shape}; others kept the processors busy (load {result['load']}). {run_line(result)}"
-    return "\n\n".join([f"### Muon's step on {ranks} ranks", text, markdown(head, rows)])
+    name = result.get("optimizer", "Muon")
+    text = f"Bases or roots every {result['every']} steps; {text}" if "every" in result else text
+    return "\n\n".join([f"### {name}'s step on {ranks} ranks", text, markdown(head, rows)])
 
 
 TABLES: dict[str, Callable[[dict], str]] = {
@@ -401,7 +403,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "kernels": kernel_tables,
     "gpu": gpu_tables,
     "optim": optim_tables,
-    "muon": muon_tables,
+    **dict.fromkeys(("adafactor", "muon", "shampoo", "soap"), muon_tables),
     "activations": activations_tables,
 }
 
