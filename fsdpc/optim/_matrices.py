@@ -68,6 +68,13 @@ class MatrixOptimizer(WholeOptimizer):
             factor = full["adamw_lr"] / float(full["lr"])
         group.setdefault("adamw_factor", factor)
         super().add_param_group(group)
+        if group.get(self._flag) and not self.param_groups[-1]["params"]:
+            warnings.warn(
+                f"{type(self).__name__}: a group with {self._flag}=True has no parameters. Shards "
+                "of FullyShardedDataParallel have one dimension: choose matrices by name, or "
+                f"pass model.named_parameters() without {self._flag}",
+                stacklevel=2,
+            )
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """``ValueError``: an option is out of range."""
