@@ -5,8 +5,8 @@ python benchmarks/bench_muon.py --json               # and write results/muon.js
 python benchmarks/bench_muon.py --world 4 --json     # results/muon_4ranks.json; 4 processors
 python benchmarks/bench_muon.py --optimizer SOAP     # or Shampoo, Adafactor
 
-The model is the matrices of a GPT: --blocks blocks of width --width. All cases have the same
-gradients, and take turns in the same processes of one thread. A turn of SOAP and Shampoo is
+The model is the matrices of a GPT: --blocks blocks of width --width. All cases have
+random gradients, and take turns in the same processes of one thread. A turn of SOAP and Shampoo is
 --every steps, of which the last one computes bases or roots; their times are those of a step.
 "unsharded" is the step of the whole model, torch's where torch has the class, which all ranks do at
 the same time, so that as many cores are busy. A time is the processor time of the process that
@@ -86,6 +86,8 @@ def cases_of(given: argparse.Namespace) -> dict[str, Any]:
     rows = sharded(fsdpc.fully_shard, new())
     flat = wrapped(new())
     flat(torch.ones(1, given.width)).sum().backward()  # gradients of the shards' shapes
+    for grad in (param.grad for param in flat.parameters() if param.grad is not None):
+        grad.normal_()  # decompositions of degenerate matrices take longer
     found = {} if beside is None else {"unsharded, torch": beside(with_gradients(new()))}
     found |= {
         "unsharded": kind(with_gradients(new()), **every),
