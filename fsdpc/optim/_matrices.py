@@ -5,7 +5,6 @@ they are cut.
 from __future__ import annotations
 
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -100,8 +99,8 @@ class MatrixOptimizer(WholeOptimizer):
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
         """The matrices of a whole parameter; none: AdamW steps the parameter."""
-        if self._kinds is None:
-            self._kinds = self._classify()
+        if self._kinds is None or id(span) not in self._kinds:
+            self._kinds = self._classify()  # also of those that a framework put in others' place
         return self._kinds[id(span)]
 
     def _classify(self) -> dict[int, tuple[Matrix, ...]]:
@@ -194,7 +193,9 @@ class MatrixOptimizer(WholeOptimizer):
     def _lend(self, worker: Any, part: Tensor, *rest: Any) -> None:
         """What passes through buffers is AdamW's."""
         super()._lend(worker, part, *rest)
-        worker._kinds = defaultdict(tuple)
+        if worker._kinds is self._kinds:
+            worker._kinds = {}
+        worker._kinds.update((id(span), ()) for span in worker._place(part).spans)
 
     def _of_span(self, param: Tensor, span: ParamSpan) -> tuple[str, ...]:
         return self._of_matrix if self._matrices_of(param, span) else MOMENTS

@@ -41,7 +41,7 @@ class WholeOptimizer(MappedOptimizer):
     _owners: dict[tuple[Tensor, int], int] | None = None  # of states, by parameter and matrix
     _local: dict[Tensor, list[Piece]] | None = None  # of parameters that this rank has alone
     _here: dict[Tensor, list[Member]] | None = None  # what this rank owns
-    _trained: list[tuple[int, bool]] | None = None
+    _trained: list[tuple[int, int, bool]] | None = None
     _counts: dict[Tensor, int] | None = None  # steps, where no GPU must be asked
     _group_of: dict[Tensor, dict[str, Any]] | None = None
 
@@ -148,7 +148,7 @@ class WholeOptimizer(MappedOptimizer):
         freezing.
         """
         groups = self.param_groups
-        trained = [(id(group), p.requires_grad) for group in groups for p in group["params"]]
+        trained = [(id(g), id(p), p.requires_grad) for g in groups for p in g["params"]]
         if self._routes is not None and trained == self._trained:
             return
         self._trained, self._local, self._here = trained, {}, {}
@@ -446,7 +446,7 @@ class WholeOptimizer(MappedOptimizer):
         """A parameter's matrices whose owners keep states."""
         if not self.keeps_whole_states:
             return []
-        if self._group_of is None:
+        if self._group_of is None or param not in self._group_of:
             self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         return self._members_of(self._group_of[param], param)
 

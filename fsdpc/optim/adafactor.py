@@ -74,7 +74,7 @@ class Adafactor(WholeOptimizer):
         self._kinds = None
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
-        if self._kinds is None:
+        if self._kinds is None or id(span) not in self._kinds:
             self._kinds = {
                 id(each): self._cut(name, each.shape)
                 for group in self.param_groups

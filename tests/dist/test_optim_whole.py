@@ -308,6 +308,44 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
             equal(other, expected)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate's: what it has is the optimizer's inside, but for its methods."""
+
+    def __init__(self, inside: Any) -> None:
+        self.optimizer = inside
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["Muon", *EVERY])
+def test_as_accelerate_prepares_and_saves(rank, world, kind):
+    """Shards take the places of parameters that the optimizer has seen; the classes' own state
+    dicts are asked for a wrapper.
+    """
+    EVERY["Muon"] = OPTIONS
+    expected, _ = alone(kind)
+    model = Model()
+    optimizer = make(kind, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    fsdpc.fully_shard(model)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(STEPS))
+    equal(model, expected)
+    model = shard("FSDP")
+    one, other = (make(kind, model, split=None) for _ in range(2))
+    train(model, one, range(1))
+    saved = fsdpc.FSDP.optim_state_dict(model, Wrapped(one))
+    other.load_state_dict(fsdpc.FSDP.optim_state_dict_to_load(model, Wrapped(other), saved))
+    train(model, other, range(1, STEPS))
+    equal(model, alone(kind, split=None)[0])
+
+
 @ranks(2)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_states_on_a_disk(rank, world, kind):
