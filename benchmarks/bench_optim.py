@@ -273,6 +273,7 @@ def whole_steps(model: str, rounds: int) -> dict[str, Any]:
         },
         "of_torch": ratio(seconds[1], seconds[0]),
         "average_of_without": ratio(seconds[2], seconds[1]),
+        "average_cpu_of_without": ratio(*(found["cpu"][name] for name in names[:0:-1])),
         "loss_difference": max(abs(a - b) for a, b in zip(*losses, strict=True)),
     }
 

@@ -248,9 +248,10 @@ def optim_tables(result: dict) -> str:
         ]
     if steps := result.get("steps"):
         keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch", "average_of_without")
+        keys += ("average_cpu_of_without",)
         rows = [[name, *(figure(case.get(key), 2) for key in keys)] for name, case in steps.items()]
         head = ["model", "torch's fused AdamW, ms", "fsdpc.optim.AdamW, ms", "time / torch's"]
-        head.append("with an average / without")
+        head += ["with an average / without", "the same, processor time"]
         blocks += [
             "### Training steps by their optimizer",
             f"fsdpc, 2 ranks, one thread per rank. {run_line(result)}",
