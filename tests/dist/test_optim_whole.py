@@ -344,6 +344,12 @@ def test_as_accelerate_prepares_and_saves(rank, world, kind):
     other.load_state_dict(fsdpc.FSDP.optim_state_dict_to_load(model, Wrapped(other), saved))
     train(model, other, range(1, STEPS))
     equal(model, alone(kind, split=None)[0])
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    checkpoint.save(f"{box[0]}/saved", model, Wrapped(other))
+    checkpoint.load(f"{box[0]}/saved", model, Wrapped(one))
+    train(model, one, range(STEPS, STEPS + 1))
+    equal(model, alone(kind, STEPS + 1, split=None)[0])
 
 
 @ranks(2)
