@@ -1,16 +1,18 @@
-"""Muon's step on some ranks, against the unsharded step over their number.
+"""Steps of whole matrices on some ranks, against the unsharded step over their number.
 
 python benchmarks/bench_muon.py                      # print
 python benchmarks/bench_muon.py --json               # and write results/muon.json
 python benchmarks/bench_muon.py --world 4 --json     # results/muon_4ranks.json; 4 processors
+python benchmarks/bench_muon.py --optimizer SOAP     # or Shampoo, Adafactor
 
-The model is the matrices of a GPT: --blocks blocks of width --width. All cases have the same
-gradients, and take turns in the same processes of one thread. "unsharded" is
-torch.optim.Muon's step of the whole model, which all ranks do at the same time, so that as many
-cores are busy. A time is the processor time of the process that takes more of it, with its threads
-that send; a share divides by the unsharded step of the same round over the number of ranks. "moved"
-is what a rank sends in a step over what one reduce-scatter and one all-gather of float32 matrices
-send.
+The model is the matrices of a GPT: --blocks blocks of width --width. All cases have
+random gradients, and take turns in the same processes of one thread. A turn of SOAP and Shampoo is
+--every steps, of which the last one computes bases or roots; their times are those of a step.
+"unsharded" is the step of the whole model, torch's where torch has the class, which all ranks do at
+the same time, so that as many cores are busy. A time is the processor time of the process that
+takes more of it, with its threads that send; a share divides by the unsharded step of the same
+round over the number of ranks. "moved" is what a rank sends in a step over what one reduce-scatter
+and one all-gather of float32 matrices send.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ from torch.distributed.fsdp import fully_shard
 
 import fsdpc
 from fsdpc import optim
+
+PERIODIC = ("SOAP", "Shampoo")
 
 
 class Block(nn.Module):
@@ -69,50 +73,65 @@ def wrapped(made: nn.Sequential) -> nn.Module:
     return fsdpc.FSDP(made, auto_wrap_policy=policy, use_orig_params=True, device_id=place)
 
 
-def cases_of(blocks: int, width: int) -> dict[str, Any]:
-    """Optimizers by name."""
+def cases_of(given: argparse.Namespace) -> dict[str, Any]:
+    """Optimizers by name, first the one whose step the others are compared with."""
 
     def new() -> nn.Sequential:
-        return model(blocks, width)
+        return model(given.blocks, given.width)
 
-    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-    matrices = {"use_muon": True}
+    kind = getattr(optim, given.optimizer)
+    beside = getattr(torch.optim, given.optimizer, None)
+    every = {"precondition_frequency": given.every} if given.optimizer in PERIODIC else {}
+    flag = {kind._flag: True} if hasattr(kind, "_flag") else {}
     rows = sharded(fsdpc.fully_shard, new())
-    other_rows = sharded(fsdpc.fully_shard, new())
     flat = wrapped(new())
-    flat(torch.ones(1, width)).sum().backward()  # gradients of the shards' shapes
+    flat(torch.ones(1, given.width)).sum().backward()  # gradients of the shards' shapes
+    for grad in (param.grad for param in flat.parameters() if param.grad is not None):
+        grad.normal_()  # decompositions of degenerate matrices take longer
+    found = {} if beside is None else {"unsharded, torch": beside(with_gradients(new()))}
+    found |= {
+        "unsharded": kind(with_gradients(new()), **every),
+        "fully_shard": kind([{"params": with_gradients(rows), **flag}], **every),
+        "FSDP": kind([{"params": list(flat.parameters()), **flag}], **every),
+    }
+    found["kept"] = [rows, flat]
+    return found | (others_of_muon(new) if given.optimizer == "Muon" else {})
+
+
+def others_of_muon(new: Callable[[], nn.Sequential]) -> dict[str, Any]:
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = sharded(fsdpc.fully_shard, new())
     torch_rows = sharded(lambda each: fully_shard(each, mesh=mesh), new())
+    group = {"params": with_gradients(rows), "use_muon": True}
     return {
-        "unsharded, torch": torch.optim.Muon(with_gradients(new())),
-        "unsharded": optim.Muon(with_gradients(new())),
-        "fully_shard": optim.Muon([{"params": with_gradients(rows), **matrices}]),
-        "FSDP": optim.Muon([{"params": list(flat.parameters()), **matrices}]),
         "unsharded, float32": optim.Muon(with_gradients(new()), ns_dtype=torch.float32),
-        "fully_shard, float32": optim.Muon(
-            [{"params": with_gradients(other_rows), **matrices}], ns_dtype=torch.float32
-        ),
+        "fully_shard, float32": optim.Muon([group], ns_dtype=torch.float32),
         "torch.optim.Muon, FSDP2": torch.optim.Muon(with_gradients(torch_rows)),
-        "kept": [rows, other_rows, flat, torch_rows],
+        "kept, too": [rows, torch_rows],
     }
 
 
 def timed(optimizer: Any) -> float:
+    """Seconds of a step, the mean of those between two computations of bases or roots."""
     dist.barrier()
+    steps = optimizer.param_groups[0].get("precondition_frequency", 1)
     begin = time.process_time()
-    optimizer.step()
-    took = torch.tensor(time.process_time() - begin)
+    for _ in range(steps):
+        optimizer.step()
+    took = torch.tensor((time.process_time() - begin) / steps)
     dist.all_reduce(took, op=dist.ReduceOp.MAX)
     return float(took)
 
 
 def sent(optimizer: Any) -> float:
-    """What a rank sends, in elements of matrices, over one reduce-scatter and one all-gather."""
+    """What a rank sends, in bytes of matrices, over one reduce-scatter and one all-gather."""
     [route] = optimizer._routes
     rank, world = dist.get_rank(), dist.get_world_size()
     there = sum(count for r in route.rounds for to, count in enumerate(r.sent) if to != rank)
     back = sum(count for r in route.rounds for to, count in enumerate(r.received) if to != rank)
     numel = sum(member.matrix.numel for member in route.members)
-    moved = torch.tensor(2.0 * (there + back))
+    item = optimizer._wire(route.members[0].param).itemsize
+    moved = torch.tensor(float(item * (there * route.lanes + back)))
     dist.all_reduce(moved, op=dist.ReduceOp.MAX)
     return float(moved) / (2 * 4 * numel * (world - 1) / world)
 
@@ -123,8 +142,8 @@ def run_rank(rank: int, store: str, given: argparse.Namespace) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=given.world
     )
-    cases = cases_of(given.blocks, given.width)
-    kept = cases.pop("kept")
+    cases = cases_of(given)
+    kept = [cases.pop(name, None) for name in ("kept", "kept, too")]
     for optimizer in cases.values():
         timed(optimizer)
     found = common.interleave({n: lambda o=o: timed(o) for n, o in cases.items()}, given.rounds)
@@ -139,7 +158,7 @@ def run_rank(rank: int, store: str, given: argparse.Namespace) -> None:
 def report(found: dict[str, list[float]], moved: dict[str, float], given: Any) -> None:
     rows = []
     for name, times in found.items():
-        whole = "unsharded, float32" if name.endswith("float32") else "unsharded, torch"
+        whole = "unsharded, float32" if name.endswith("float32") else next(iter(found))
         part = [seconds / given.world for seconds in found[whole]]
         shares = common.spread([t / p for t, p in zip(times, part, strict=True)])
         row = {"case": name, "processor_seconds": common.spread(times), "share": shares}
@@ -158,18 +177,18 @@ def report(found: dict[str, list[float]], moved: dict[str, float], given: Any) -
         ],
     )
     if given.json:
-        options = {
-            "ranks": given.world,
-            "blocks": given.blocks,
-            "width": given.width,
-            "rounds": given.rounds,
-        }
-        name = "muon.json" if given.world == 2 else f"muon_{given.world}ranks.json"
+        names = ["optimizer", "blocks", "width", "rounds"]
+        names += ["every"] if given.optimizer in PERIODIC else []
+        options = {"ranks": given.world} | {name: getattr(given, name) for name in names}
+        name = given.optimizer.lower()
+        name += ".json" if given.world == 2 else f"_{given.world}ranks.json"
         common.write_json(name, {**given.run, **options, "cases": rows})
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--optimizer", default="Muon", choices=["Muon", "Adafactor", *PERIODIC])
+    parser.add_argument("--every", type=int, default=10, help="steps between bases or roots")
     parser.add_argument("--world", type=int, default=2)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=192)

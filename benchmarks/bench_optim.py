@@ -3,6 +3,7 @@
 python benchmarks/bench_optim.py                     # print
 python benchmarks/bench_optim.py --json              # and write results/optim.json
 python benchmarks/bench_optim.py --only AdamW --numel 1000000
+python benchmarks/bench_optim.py --only "^AdamW(, ave|$)" --steps 10m --name optim_average --json
 
 "big" is one parameter of --numel elements, "small" --tensors parameters of --small elements each.
 All cases of one dtype step the same parameters with the same gradients and states of one name,
@@ -29,6 +30,7 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -271,6 +273,7 @@ def whole_steps(model: str, rounds: int) -> dict[str, Any]:
         },
         "of_torch": ratio(seconds[1], seconds[0]),
         "average_of_without": ratio(seconds[2], seconds[1]),
+        "average_cpu_of_without": ratio(*(found["cpu"][name] for name in names[:0:-1])),
         "loss_difference": max(abs(a - b) for a, b in zip(*losses, strict=True)),
     }
 
@@ -293,8 +296,11 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, default=2000)
     parser.add_argument("--small", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", default="10m,85m", help="models of whole training steps")
-    parser.add_argument("--only", default="", help="cases whose names contain this")
+    parser.add_argument(
+        "--steps", help="models of whole training steps; 10m,85m, and with --only none"
+    )
+    parser.add_argument("--only", default="", help="cases with this expression in their names")
+    parser.add_argument("--name", default="optim", help="of the file of results")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -304,7 +310,7 @@ def main() -> None:
         "kernels": _C.kernel_names()[-1],
         "threads": 1,
     }
-    names = [name for name in STEPS if options.only in name]
+    names = [name for name in STEPS if re.search(options.only, name)]
     few = [name for name in names if "torch " in name + RIVALS.get(name, "")]
     for title, chosen, count, numel in (
         ("big", names, 1, options.numel),
@@ -313,12 +319,13 @@ def main() -> None:
         found = measure(chosen, count, numel, options.rounds)
         result[title] = {"tensors": count, "numel": numel, "cases": found}
         show(f"{title}: {count} x {numel} parameters", found)
-    models = [model for model in options.steps.split(",") if model and not options.only]
+    steps = ("" if options.only else "10m,85m") if options.steps is None else options.steps
+    models = [model for model in steps.split(",") if model]
     result["steps"] = {model: whole_steps(model, 2 * options.rounds) for model in models}
     if models:
         show_steps(result["steps"])
     if options.json:
-        common.write_json("optim.json", result)
+        common.write_json(f"{options.name}.json", result)
 
 
 if __name__ == "__main__":

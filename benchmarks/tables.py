@@ -248,9 +248,10 @@ def optim_tables(result: dict) -> str:
         ]
     if steps := result.get("steps"):
         keys = ("fsdpc-torch-fused", "fsdpc-optim", "of_torch", "average_of_without")
+        keys += ("average_cpu_of_without",)
         rows = [[name, *(figure(case.get(key), 2) for key in keys)] for name, case in steps.items()]
         head = ["model", "torch's fused AdamW, ms", "fsdpc.optim.AdamW, ms", "time / torch's"]
-        head.append("with an average / without")
+        head += ["with an average / without", "the same, processor time"]
         blocks += [
             "### Training steps by their optimizer",
             f"fsdpc, 2 ranks, one thread per rank. {run_line(result)}",
@@ -371,7 +372,7 @@ def host_rows(case: dict) -> list[list[str]]:
 
 
 def muon_tables(result: dict) -> str:
-    """The table of bench_muon.py."""
+    """The table of bench_muon.py. ``every``: one step in so many computes bases or roots."""
     rows = [
         [
             case["case"],
@@ -385,7 +386,9 @@ def muon_tables(result: dict) -> str:
     head = ["step", "processor time, ms", f"x 1/{ranks} of the unsharded step", "moved"]
     shape = f"{result['blocks']} blocks of width {result['width']}"
     text = f"{shape}; others kept the processors busy (load {result['load']}). {run_line(result)}"
-    return "\n\n".join([f"### Muon's step on {ranks} ranks", text, markdown(head, rows)])
+    name = result.get("optimizer", "Muon")
+    text = f"Bases or roots every {result['every']} steps; {text}" if "every" in result else text
+    return "\n\n".join([f"### {name}'s step on {ranks} ranks", text, markdown(head, rows)])
 
 
 TABLES: dict[str, Callable[[dict], str]] = {
@@ -401,7 +404,7 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "kernels": kernel_tables,
     "gpu": gpu_tables,
     "optim": optim_tables,
-    "muon": muon_tables,
+    **dict.fromkeys(("adafactor", "muon", "shampoo", "soap"), muon_tables),
     "activations": activations_tables,
 }
 

@@ -34,8 +34,8 @@ def not_traced(function: Function, strategy: Any = _torch.SKIP_FRAME) -> Functio
     marked: Any = function
     marked._torchdynamo_disable = True
     marked._torchdynamo_disable_msg = (
-        "an FSDP unit gathers and frees its parameters here; the modules inside are compiled one "
-        "by one"
+        "an FSDP unit gathers and frees its parameters here, or an optimizer steps them; the "
+        "modules inside are compiled one by one"
     )
     return function
 

@@ -120,7 +120,7 @@ def load_steps(
         if verify not in ("before", "during", "no"):
             raise ValueError(f"verify must be 'before', 'during' or 'no', not {verify!r}")
         chosen, own_name = chooser(only), renamer(rename)
-        check_objects(optimizer, scheduler, "load_state_dict")
+        optimizer = check_objects(optimizer, scheduler, "load_state_dict")
         target = read_model(model, (ranks.rank, ranks.world))
         seen.value = parts_of_some(target.entries, ranks.world)
     settle(target.entries, seen.values, ranks.rank)

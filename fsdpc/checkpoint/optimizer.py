@@ -78,11 +78,16 @@ class StateRow:
         return [entry.name for entry, _ in self.covers]
 
 
-def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
-    """``TypeError``: no optimizer or scheduler, or several. ``method``: of the scheduler.
+def check_objects(optimizer: Any, scheduler: Any, method: str) -> Any:
+    """The optimizer, without a framework's wrapper around it, as accelerate's, which shows the same
+    ``state``. ``TypeError``: no optimizer or scheduler, or several. ``method``: of the scheduler.
 
     ``RuntimeError``: the model shows the averages that the optimizer keeps.
     """
+    wrapped = getattr(optimizer, "optimizer", None)
+    shown = getattr(optimizer, "state", None)
+    if isinstance(wrapped, torch.optim.Optimizer) and wrapped.state is shown:
+        optimizer = wrapped
     name = type(optimizer).__name__
     inner = getattr(optimizer, "optimizers", None)
     several = "save each in a folder of its own, or put the parameters into groups of one optimizer"
@@ -100,6 +105,7 @@ def check_objects(optimizer: Any, scheduler: Any, method: str) -> None:
     average = average_of(optimizer)
     if average is not None:
         average.refuse_shown("saving or loading the optimizer")
+    return optimizer
 
 
 def state_name(parameter: str, key: str) -> str:

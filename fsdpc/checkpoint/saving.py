@@ -94,7 +94,7 @@ def make_plan(
             raise TypeError(
                 f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
             )
-        check_objects(optimizer, scheduler, "state_dict")
+        optimizer = check_objects(optimizer, scheduler, "state_dict")
         everyone, whole = (ranks.rank, ranks.world), only is None and form is None
         read = Reading(model, everyone, dtype, file_bytes, whole=whole)
         seen.value = read.parts

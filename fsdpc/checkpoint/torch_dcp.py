@@ -73,7 +73,7 @@ def _state_of(
     ranks: Ranks, model: nn.Module, optimizer: Any, scheduler: Any, target: Path, what: str
 ) -> dict[str, Any]:
     with ranks.step(what) as read:
-        check_objects(optimizer, scheduler, "state_dict")
+        optimizer = check_objects(optimizer, scheduler, "state_dict")
         found = read_model(model, (ranks.rank, ranks.world))  # refuses what has no values to save
         read.value = {
             "sets": fingerprint([lay_out(found.entries, name="model", aliases=found.aliases)]),

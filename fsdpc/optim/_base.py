@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from fsdpc import _C
 from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._companions.state_layout import Extent
+from fsdpc._engine.compiled import hook
 from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
 from fsdpc._fsdp2.extension import is_opaque
@@ -199,6 +200,7 @@ class FusedOptimizer(Optimizer):
     # --- a step ----------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @hook  # for programs that compile a step: the work is in C
     def step(
         self,
         closure: Callable[[], Any] | None = None,

@@ -64,6 +64,15 @@ class GuardedState(defaultdict[Any, Any]):
         if self.store is not None and not self._quiet:
             self.store.finish()
 
+    def end_in_the_middle(self, error: BaseException) -> None:
+        """A step has changed some states and not others."""
+        assert self.store is not None
+        self.broken = (
+            f"a step of {self.store.name} ended in the middle ({error}): parameters and states are "
+            "partly of this step and partly of the one before. Load a checkpoint of the model and "
+            "of the optimizer"
+        )
+
     @contextmanager
     def inside(self) -> Iterator[None]:
         """For the optimizer itself, which does not look at values: no waiting."""
@@ -134,6 +143,7 @@ class Store:
         self.chunks: list[Chunk] = []
         self.entries: list[Entry] = []
         self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # by extent
+        self.mapped: set[Tensor] = set()  # parameters whose states are stepped where they lie
         self.zero: set[tuple[Tensor, str]] = set()  # whose space has never been written
         self.end = 0
 
@@ -311,11 +321,7 @@ def step_chunks(optimizer: Any, reading: Any, members: Sequence[Any], scaling: A
     except BaseException as error:
         reading.store.settle()
         if reading.began:
-            optimizer.state.broken = (
-                f"a step of {reading.store.name} ended in the middle ({error}): parameters and "
-                "states are partly of this step and partly of the one before. Load a checkpoint "
-                "of the model and of the optimizer"
-            )
+            optimizer.state.end_in_the_middle(error)
         raise
     for found in members:
         for param in found.params:

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,8 @@ from fsdpc._companions.state_layout import BUFFERS, PAGE, Chunk, chunk_bytes_of
 from fsdpc.optim._chunks import Store as Chunked
 from fsdpc.optim._chunks import Wishes
 from fsdpc.optim._device import refuse_disk
+
+ROOM = 1 << 22  # bytes by which the file grows at least for states that are mapped
 
 
 class DiskError(RuntimeError):
@@ -63,8 +65,21 @@ class Disk:
         return chunk_bytes_of(self.buffer_bytes)
 
 
+class Mapped(NamedTuple):
+    """A state that is stepped in the mapping of the file: byte ``at`` of ``memory``, byte ``begin``
+    of the file.
+    """
+
+    values: Tensor
+    memory: mmap.mmap
+    at: int
+    begin: int
+
+
 class Store(Chunked):
-    """States in a file of this rank."""
+    """States in a file of this rank. Those of parameters in ``mapped`` pass no buffers: the kernel
+    reads and writes their pages.
+    """
 
     error = DiskError
 
@@ -87,6 +102,12 @@ class Store(Chunked):
                 stacklevel=4,
             )
         self.maps: list[mmap.mmap] = []
+        self.whole: dict[tuple[Tensor, str], Mapped] = {}
+        # A map, its first free byte and its place in the file, for the next state that is mapped.
+        self.room: tuple[mmap.mmap | None, int, int] = None, 0, 0
+
+    def takes(self, param: Tensor) -> bool:
+        return param not in self.mapped
 
     def choose(self, wanted: Wishes) -> None:
         """``NotImplementedError``: a parameter that is stepped is on a GPU."""
@@ -102,6 +123,41 @@ class Store(Chunked):
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
+
+    def kept(self, param: Tensor, name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """The memory of a state of a parameter in ``mapped``, zeros when it is new."""
+        found = self.whole.get((param, name))
+        if found is None or (found.values.dtype, found.values.shape) != (dtype, shape):
+            count = shape.numel()
+            size = -(-count * dtype.itemsize // PAGE) * PAGE
+            memory, at, begin = self.room
+            if memory is None or at + size > len(memory):
+                begin, at = self.end, 0
+                self.end += max(size, ROOM)
+                memory = self._grow(begin, self.end)
+            self.room = memory, at + size, begin
+            values = self._view(memory, dtype, count, at).view(shape)
+            found = self.whole[param, name] = Mapped(values, memory, at, begin + at)
+        return found.values
+
+    def advise(
+        self, param: Tensor, name: str, soon: bool, first: int = 0, count: int | None = None
+    ) -> None:
+        """Let the kernel read elements of a state that are used soon, or write and drop those that
+        are not.
+        """
+        found = self.whole.get((param, name))
+        if found is None:
+            return
+        item, page = found.values.itemsize, mmap.PAGESIZE
+        low = first * item // page * page
+        size = (found.values.numel() if count is None else first + count) * item - low
+        if size <= 0:
+            return
+        if not soon:
+            found.memory.madvise(mmap.MADV_DONTNEED, found.at + low, size)
+        advice = os.POSIX_FADV_WILLNEED if soon else os.POSIX_FADV_DONTNEED
+        os.posix_fadvise(_C.disk_info(self.disk)["fd"], found.begin + low, size, advice)
 
     def forget_pages(self) -> None:
         """Drop what reading states has left in this process's memory."""

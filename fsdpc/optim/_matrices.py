@@ -67,6 +67,13 @@ class MatrixOptimizer(WholeOptimizer):
             factor = full["adamw_lr"] / float(full["lr"])
         group.setdefault("adamw_factor", factor)
         super().add_param_group(group)
+        if group.get(self._flag) and not self.param_groups[-1]["params"]:
+            warnings.warn(
+                f"{type(self).__name__}: a group with {self._flag}=True has no parameters. Shards "
+                "of FullyShardedDataParallel have one dimension: choose matrices by name, or "
+                f"pass model.named_parameters() without {self._flag}",
+                stacklevel=2,
+            )
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         """``ValueError``: an option is out of range."""
@@ -92,8 +99,8 @@ class MatrixOptimizer(WholeOptimizer):
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
         """The matrices of a whole parameter; none: AdamW steps the parameter."""
-        if self._kinds is None:
-            self._kinds = self._classify()
+        if self._kinds is None or id(span) not in self._kinds:
+            self._kinds = self._classify()  # also of those that a framework put in others' place
         return self._kinds[id(span)]
 
     def _classify(self) -> dict[int, tuple[Matrix, ...]]:
@@ -182,6 +189,13 @@ class MatrixOptimizer(WholeOptimizer):
         return found
 
     # --- states ----------------------------------------------------------------------------------
+
+    def _lend(self, worker: Any, part: Tensor, *rest: Any) -> None:
+        """What passes through buffers is AdamW's."""
+        super()._lend(worker, part, *rest)
+        if worker._kinds is self._kinds:
+            worker._kinds = {}
+        worker._kinds.update((id(span), ()) for span in worker._place(part).spans)
 
     def _of_span(self, param: Tensor, span: ParamSpan) -> tuple[str, ...]:
         return self._of_matrix if self._matrices_of(param, span) else MOMENTS

@@ -121,18 +121,22 @@ class Route:
         dtype: torch.dtype,
         fill: Callable[[Piece, Tensor], None],
         apply: Callable[[Member, Tensor], Tensor],
+        advise: Callable[[Round, bool], None] = lambda *_: None,
     ) -> Iterator[tuple[Piece, Tensor]]:
         """Each of this rank's pieces with what ``apply`` made of it, in memory that the next one
         may take. ``fill(piece, lanes)`` writes a piece, one row for each lane; ``apply(member,
-        lanes)`` returns a matrix from one for each lane. Collective.
+        lanes)`` returns a matrix from one for each lane; ``advise(round, soon)`` before a round's
+        states are used, and behind that. Collective.
         """
         if not self.rounds:
             return
+        advise(self.rounds[0], True)
         begun = self._begin(0, dtype, fill)
         for number, (pieces, owned, sent, received) in enumerate(self.rounds):
             out, whole, end = begun
             end()
             if number + 1 < len(self.rounds):  # on its way while this round's are computed
+                advise(self.rounds[number + 1], True)
                 begun = self._begin(number + 1, dtype, fill)
             given = whole if self.lanes == 1 else whole.new_empty(sum(received))
             for member, parts in owned:
@@ -148,6 +152,7 @@ class Route:
             self.group.exchange(back, given, sent, received, "matrices from their owners")()
             for piece in pieces:
                 yield piece, back[piece.place : piece.place + piece.count]
+            advise(self.rounds[number], False)
 
     def _lanes_at(self, memory: Tensor, place: int, count: int) -> Tensor:
         """The lanes of ``count`` elements, each lane behind the one before."""

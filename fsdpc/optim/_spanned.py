@@ -88,7 +88,7 @@ class SpannedOptimizer(FusedOptimizer):
 
     def _number(self, param: Tensor) -> int:
         """The parameter's position in the optimizer."""
-        if self._order is None:
+        if self._order is None or param not in self._order:
             all_params = (p for group in self.param_groups for p in group["params"])
             self._order = {p: number for number, p in enumerate(all_params)}
         return self._order[param]

@@ -8,23 +8,25 @@ stay at the owner: ``_held_forms``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fsdpc._companions.matrices import Matrix
+from fsdpc._companions.state_layout import Extent
 from fsdpc.optim._base import Members, Scaling, step_counter
-from fsdpc.optim._owned import Member, Piece, Route
+from fsdpc.optim._chunks import GuardedState, whole_extent
+from fsdpc.optim._mapped import MappedOptimizer
+from fsdpc.optim._owned import Member, Owned, Piece, Round, Route
 from fsdpc.optim._places import Group, ParamSpan, clean, local_of, names_of, spans_of_ranks
-from fsdpc.optim._spanned import BlockOptimizer, Held, Stretch, part
+from fsdpc.optim._spanned import Held, Stretch, part
 
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-class WholeOptimizer(BlockOptimizer):
+class WholeOptimizer(MappedOptimizer):
     """See the module. A step is collective over the ranks that share matrices, and every rank must
     call ``step`` as often as the others. Owners are dealt by the rule's cost, alike on all ranks.
 
@@ -39,15 +41,11 @@ class WholeOptimizer(BlockOptimizer):
     _owners: dict[tuple[Tensor, int], int] | None = None  # of states, by parameter and matrix
     _local: dict[Tensor, list[Piece]] | None = None  # of parameters that this rank has alone
     _here: dict[Tensor, list[Member]] | None = None  # what this rank owns
-    _trained: list[tuple[int, bool]] | None = None
+    _trained: list[tuple[int, int, bool]] | None = None
     _counts: dict[Tensor, int] | None = None  # steps, where no GPU must be asked
     _group_of: dict[Tensor, dict[str, Any]] | None = None
 
     # --- what a rule says ------------------------------------------------------------------------
-
-    def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
-        """The matrices of a whole parameter; none: something else steps the parameter."""
-        raise NotImplementedError
 
     def _work(self, member: Member) -> int:
         """The cost of a step of a matrix, up to a factor."""
@@ -85,14 +83,35 @@ class WholeOptimizer(BlockOptimizer):
         """States of one value per element, which lie beside the parameter."""
         return ()
 
-    # --- matrices and their owners ---------------------------------------------------------------
+    # --- states on a disk ------------------------------------------------------------------------
 
-    def _refuse_offload(self, offload: Any) -> None:
-        if offload is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__} keeps its states beside the parameters: offload= is not "
-                "supported. AdamW, AdamW8bit and AdamMini offload theirs"
-            )
+    def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
+        states = [(name, self._state_dtype(param)) for name in self._names_of(param)]
+        return [whole_extent(param, states)]
+
+    def _settle(self, param: Tensor) -> None:
+        """Take states that were loaded, or set by the user, into the file."""
+        state = self.state.get(param, {})
+        names = {*self._names_of(param)}
+        for member in self._owned(param):
+            for number in range(len(member.matrix.widths)):
+                names |= self._forms_of(member, number).keys()
+        for name in names & state.keys():
+            state[name] = self._in_file(param, name, state[name])
+
+    def _advise(self, pieces: Sequence[Piece], owned: Sequence[Owned], soon: bool) -> None:
+        """Read states of matrices ahead of their use, or write them behind it."""
+        if self._store is None:
+            return
+        for member, at, count in ((p.member, p.member.span.at + p.at, p.count) for p in pieces):
+            for name in self._of_span(member.param, member.span):
+                self._store.advise(member.param, name, soon, at, count)
+        for member, _ in owned if self.keeps_whole_states else ():
+            for number in range(len(member.matrix.widths)):
+                for key in self._forms_of(member, number):
+                    self._store.advise(member.param, key, soon)
+
+    # --- matrices and their owners ---------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -129,7 +148,7 @@ class WholeOptimizer(BlockOptimizer):
         freezing.
         """
         groups = self.param_groups
-        trained = [(id(group), p.requires_grad) for group in groups for p in group["params"]]
+        trained = [(id(g), id(p), p.requires_grad) for g in groups for p in g["params"]]
         if self._routes is not None and trained == self._trained:
             return
         self._trained, self._local, self._here = trained, {}, {}
@@ -191,6 +210,8 @@ class WholeOptimizer(BlockOptimizer):
             for name in self._names_of(param):
                 if name not in state:
                     state[name] = self._zeros(param, name)
+            if self._store is not None:
+                self._settle(param)
 
     def _names_of(self, param: Tensor) -> tuple[str, ...]:
         """The states of one value per element; a flat parameter has those of all it covers."""
@@ -200,8 +221,7 @@ class WholeOptimizer(BlockOptimizer):
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
         """The step of matrices. Collective over the ranks that share some."""
         self._plan()
-        assert self._routes is not None and self._local is not None
-        found_inf, measured = scaling.control.found_inf, self._measured
+        found_inf = scaling.control.found_inf
         if self.keeps_whole_states and found_inf is not None and bool(found_inf != 0):
             return  # nothing of the step stays at an owner
         stretches: dict[int, Stretch] = {}
@@ -211,6 +231,26 @@ class WholeOptimizer(BlockOptimizer):
                     self._check_trained(each)
                     stretches[id(each.span)] = each
         due = self._due(members) if self.keeps_whole_states else {}
+        try:
+            self._step_matrices(members, stretches, due, scaling)
+        except BaseException as error:
+            if isinstance(self.state, GuardedState):
+                self.state.end_in_the_middle(error)
+            raise
+        if self._counts is not None:
+            for found in members:
+                for param in found.params:
+                    self._counts[param] = self._counts.get(param, 0) + 1
+
+    def _step_matrices(
+        self,
+        members: list[Members],
+        stretches: Mapping[int, Stretch],
+        due: Mapping[int, int],
+        scaling: Scaling,
+    ) -> None:
+        assert self._routes is not None and self._local is not None
+        measured = self._measured
 
         def give(piece: Piece, lanes: Tensor) -> None:
             stretch = stretches.get(id(piece.member.span))
@@ -236,21 +276,22 @@ class WholeOptimizer(BlockOptimizer):
                 grad = grad * scaling.scale if scaling.writes_grads else grad
                 measured.add_matrix(stretch.param, grad, piece_of(stretch.value, piece), old)
 
-        for found in members:
-            for param in found.params:
-                for piece in self._local.get(param, ()):
-                    matrix = piece.member.matrix
-                    shape = self._lanes, matrix.rows, matrix.columns
-                    lanes = torch.empty(shape, dtype=self._wire(param), device=param.device)
-                    give(piece, lanes.view(self._lanes, -1))
-                    take(piece, apply(piece.member, lanes).reshape(-1))
+        for param in (param for found in members for param in found.params):
+            for piece in self._local.get(param, ()):
+                matrix, states = piece.member.matrix, ([piece], [Owned(piece.member, [])])
+                self._advise(*states, soon=True)
+                shape = self._lanes, matrix.rows, matrix.columns
+                lanes = torch.empty(shape, dtype=self._wire(param), device=param.device)
+                give(piece, lanes.view(self._lanes, -1))
+                take(piece, apply(piece.member, lanes).reshape(-1))
+                self._advise(*states, soon=False)
+
+        def advise(of: Round, soon: bool) -> None:
+            self._advise(of.pieces, of.owned, soon)
+
         for route in self._routes:
-            for piece, new in route.run(self._wire(route.members[0].param), give, apply):
+            for piece, new in route.run(self._wire(route.members[0].param), give, apply, advise):
                 take(piece, new)
-        if self._counts is not None:
-            for found in members:
-                for param in found.params:
-                    self._counts[param] = self._counts.get(param, 0) + 1
 
     def _due(self, members: list[Members]) -> dict[int, int]:
         """The number of this step for each whole parameter that has a gradient, by the span's id.
@@ -292,7 +333,7 @@ class WholeOptimizer(BlockOptimizer):
             )
         new = self._rule(member.options, step, held, *lanes)
         for key, (name, *_) in forms.items():
-            state[key] = held[name]
+            state[key] = self._in_file(member.param, key, held[name])
         return new
 
     def _shape(self, member: Member, number: int) -> tuple[int, ...]:
@@ -405,7 +446,7 @@ class WholeOptimizer(BlockOptimizer):
         """A parameter's matrices whose owners keep states."""
         if not self.keeps_whole_states:
             return []
-        if self._group_of is None:
+        if self._group_of is None or param not in self._group_of:
             self._group_of = {p: group for group in self.param_groups for p in group["params"]}
         return self._members_of(self._group_of[param], param)
 
@@ -414,8 +455,12 @@ class WholeOptimizer(BlockOptimizer):
         of each element: owners get the pieces. Collective over the ranks that share matrices.
         """
         self._counts = None
-        if not self.keeps_whole_states:
-            return
+        if self.keeps_whole_states:
+            self._leave_at_owners()
+        for param in self.state if self._store is not None else ():
+            self._settle(param)
+
+    def _leave_at_owners(self) -> None:
         self._plan()
         for route in self._routes or ():
             self._gather_pieces(route)
@@ -517,7 +562,8 @@ class WholeOptimizer(BlockOptimizer):
         for member in self._owned(param):
             for key, own, (_, shape) in self._span_keys(member):
                 if key in given_of[id(member.span)]:
-                    new[own] = given_of[id(member.span)][key].view(shape)
+                    value = given_of[id(member.span)][key].view(shape)
+                    new[own] = self._in_file(param, own, value)
         self.state[param] = new
         self._counts = None
 

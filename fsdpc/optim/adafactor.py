@@ -37,8 +37,7 @@ class Adafactor(WholeOptimizer):
 
     A step is collective over the ranks that share parameters, and every rank must call ``step`` as
     often as the others; so are ``state_dict()``, which has all states on all ranks, and
-    ``load_state_dict()``. ``NotImplementedError``: ``offload=``, and DTensors that are not cut by
-    rows.
+    ``load_state_dict()``. ``offload``, and ``NotImplementedError``: as ``Muon``.
     """
 
     _state_names = ("row_var", "col_var", "variance")
@@ -60,12 +59,12 @@ class Adafactor(WholeOptimizer):
         split: SplitRule | None = None,
         offload: Any = None,
     ) -> None:
-        self._refuse_offload(offload)
         _check(lr, beta2_decay, eps, d, weight_decay)
         self._split = split
         options = {"lr": lr, "beta2_decay": beta2_decay, "eps": tuple(eps), "d": d}
         more = {"weight_decay": weight_decay, "foreach": foreach, "maximize": maximize}
         Optimizer.__init__(self, params, {**options, **more})
+        self._offload(offload)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_split": self._split}
@@ -75,7 +74,7 @@ class Adafactor(WholeOptimizer):
         self._kinds = None
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
-        if self._kinds is None:
+        if self._kinds is None or id(span) not in self._kinds:
             self._kinds = {
                 id(each): self._cut(name, each.shape)
                 for group in self.param_groups

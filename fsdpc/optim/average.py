@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdpc._companions.lane import before_write
+from fsdpc._engine.compiled import hook
 from fsdpc._engine.interop import around
 from fsdpc._torch import calls_hooks, foreach_lerp
 from fsdpc.optim._places import local_of, locals_of
@@ -137,6 +138,7 @@ class Average:
     # --- taking values ---------------------------------------------------------------------------
 
     @torch.no_grad()
+    @hook
     def _take(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         found = getattr(optimizer, "found_inf", None)
         on_gpu = isinstance(found, Tensor) and not found.is_cpu

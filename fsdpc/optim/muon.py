@@ -60,7 +60,9 @@ class Muon(MatrixOptimizer):
     A step takes the matrices round by round, so that it needs memory for a few of the largest size,
     or 256 MiB for smaller ones (512 MiB in float32).
 
-    ``NotImplementedError``: ``offload=``, and DTensors that are not cut by rows.
+    ``offload``: a ``Disk`` to keep states on; those of matrices are stepped in a mapping of the
+    file. ``NotImplementedError``: a ``Host`` for parameters on a GPU, ``masters=True``,
+    ``checksum=True``, and DTensors that are not cut by rows.
     """
 
     _flag = "use_muon"
@@ -89,7 +91,6 @@ class Muon(MatrixOptimizer):
         adamw_weight_decay: float | None = None,
         offload: Any = None,
     ) -> None:
-        self._refuse_offload(offload)
         if ns_dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"ns_dtype must be torch.bfloat16 or torch.float32, got {ns_dtype}")
         self._matrices, self._split, self._dtype = matrices, split, ns_dtype

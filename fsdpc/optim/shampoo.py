@@ -29,7 +29,7 @@ class Shampoo(Preconditioned):
     ``adamw_...``; None: the matrices' numbers, and an ``adamw_eps`` of 1e-8) are as in ``Muon``,
     with ``use_shampoo`` in groups. What travels and what is collective: as in ``SOAP``.
 
-    ``NotImplementedError``: ``offload=``, and DTensors that are not cut by rows.
+    ``offload``, and ``NotImplementedError``: as ``Muon``.
     """
 
     _flag = "use_shampoo"
@@ -55,7 +55,6 @@ class Shampoo(Preconditioned):
         adamw_weight_decay: float | None = None,
         offload: Any = None,
     ) -> None:
-        self._refuse_offload(offload)
         self._matrices, self._split = matrices, split
         self._open(locals(), use_shampoo=None)
 

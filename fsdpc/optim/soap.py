@@ -83,7 +83,7 @@ class SOAP(Preconditioned):
     ``load_state_dict()`` are collective over the ranks that share matrices, and every rank must
     call them as often as the others.
 
-    ``NotImplementedError``: ``offload=``, and DTensors that are not cut by rows.
+    ``offload``, and ``NotImplementedError``: as ``Muon``.
     """
 
     _flag = "use_soap"
@@ -109,7 +109,6 @@ class SOAP(Preconditioned):
         adamw_weight_decay: float | None = None,
         offload: Any = None,
     ) -> None:
-        self._refuse_offload(offload)
         self._matrices, self._split = matrices, split
         self._open(locals(), use_soap=None)
 

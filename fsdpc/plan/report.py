@@ -13,6 +13,7 @@ from fsdpc import _C
 from fsdpc._comm.nccl import held_bytes
 from fsdpc._engine.marks import hosts
 from fsdpc.optim._host import HostStore
+from fsdpc.optim._spanned import AVERAGE
 from fsdpc.plan.ledger import COMM_BYTES, CONTEXT_BYTES
 from fsdpc.plan.noticed import process_bytes
 from fsdpc.plan.rows import ENGINE, SLOTS, Line
@@ -120,10 +121,12 @@ def _offloaded_states(optimizer: Any, store: Any) -> Line:
         for param in group["params"]:
             state = dict.get(optimizer.state, param, {})
             beside = optimizer._beside(param)
-            here = [v for k, v in state.items() if k in beside or not store.takes(param)]
-            actual += nbytes(state_tensors(here))
-            planned += sum(count for name, count in beside.items() if name in state)
-            if state and not store.takes(param):
+            stays = not store.takes(param) and param not in store.mapped
+            here = [v for k, v in state.items() if k in beside or stays and k != AVERAGE]
+            average = nbytes(state_tensors([state[AVERAGE]])) if AVERAGE in state else 0
+            actual += nbytes(state_tensors(here)) + average
+            planned += sum(count for name, count in beside.items() if name in state) + average
+            if state and stays:
                 planned += sum(extent.nbytes for extent in optimizer._extents(group, param))
     if isinstance(store, HostStore):
         note = f"{size(store.host_bytes)} more in pinned host memory, which pass through buffers"

@@ -38,7 +38,7 @@ class Optimizer:
 
     @property
     def offloads(self) -> bool:
-        """Whether ``fsdpc.optim`` offloads its states."""
+        """Whether the plan knows of its states elsewhere."""
         has_some = self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
         return has_some and self.name not in OF_MATRICES
 
@@ -51,7 +51,7 @@ class Optimizer:
         if self.name == "adamw-bf16":
             return (2, 2)
         if not self.offloads:
-            raise ValueError(f"{self.name} has no states that fsdpc.optim offloads")
+            raise ValueError(f"{self.name} has no states that the plan offloads")
         return (item,) * self.moments
 
 

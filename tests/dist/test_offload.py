@@ -21,7 +21,7 @@ from toys import (
     wrap_blocks,
 )
 
-from fsdpc import _C, optim
+from fsdpc import _C, CPUOffloadPolicy, fully_shard, optim
 from fsdpc.optim._device import gpu_of
 
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
@@ -103,6 +103,25 @@ def test_evaluation_and_loading(rank, world, engine):
     with torch.no_grad():
         after = [loss_of(model, tokens(rank, 1)) for model in models]
     torch.testing.assert_close(after[1], after[0], rtol=1e-6, atol=0)
+
+
+@ranks(2, env=GPU)
+def test_optimizers_of_whole_matrices(rank, world):
+    """They step offloaded shards in host memory, to the bits of one process; states alone stay."""
+    from test_optim_muon import OPTIONS, STEPS, Model, train
+    from test_optim_whole import EVERY, alone, equal, make
+
+    EVERY["Muon"] = OPTIONS
+    for kind in EVERY:
+        expected, _ = alone(kind)
+        for model in (
+            wrap("fsdpc", Model(), cpu_offload=OFFLOAD),
+            fully_shard(Model(), offload_policy=CPUOffloadPolicy()),
+        ):
+            train(model, make(kind, model), range(STEPS))
+            equal(model, expected)
+        with pytest.raises(NotImplementedError, match=r"CPUOffload\(offload_params=True\)"):
+            make(kind, wrap("fsdpc", Model()), offload=optim.Host())
 
 
 @ranks(2, env=GPU)

@@ -297,6 +297,92 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
             equal(other, expected)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """As accelerate's: what it has is the optimizer's inside, but for its methods."""
+
+    def __init__(self, inside: Any) -> None:
+        self.optimizer = inside
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    state = property(lambda self: self.optimizer.state)
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["Muon", *EVERY])
+def test_as_accelerate_prepares_and_saves(rank, world, kind):
+    """Shards take the places of parameters that the optimizer has seen; the classes' own state
+    dicts are asked for a wrapper.
+    """
+    EVERY["Muon"] = OPTIONS
+    expected, _ = alone(kind)
+    model = Model()
+    optimizer = make(kind, model)
+    optimizer.load_state_dict(optimizer.state_dict())
+    fsdpc.fully_shard(model)
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, range(STEPS))
+    equal(model, expected)
+    model = shard("FSDP")
+    one, other = (make(kind, model, split=None) for _ in range(2))
+    train(model, one, range(1))
+    saved = fsdpc.FSDP.optim_state_dict(model, Wrapped(one))
+    other.load_state_dict(fsdpc.FSDP.optim_state_dict_to_load(model, Wrapped(other), saved))
+    train(model, other, range(1, STEPS))
+    equal(model, alone(kind, split=None)[0])
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    checkpoint.save(f"{box[0]}/saved", model, Wrapped(other))
+    checkpoint.load(f"{box[0]}/saved", model, Wrapped(one))
+    train(model, one, range(STEPS, STEPS + 1))
+    equal(model, alone(kind, STEPS + 1, split=None)[0])
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["Muon", *EVERY])
+def test_states_on_a_disk(rank, world, kind):
+    """Equal to states in memory, through a state dict and a checkpoint of either to the other; and
+    a step that fails in the middle.
+    """
+    EVERY["Muon"] = OPTIONS
+    box = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    disk = optim.Disk(tempfile.mkdtemp(), 400_000)
+    expected, _ = alone(kind)
+    for door in DOORS:
+        model = shard(door)
+        optimizer = make(kind, model, offload=disk)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_owned, "ROUND", 100)  # several rounds
+            train(model, optimizer, range(1))
+        in_file = {where.values.data_ptr() for where in optimizer._store.whole.values()}
+        in_file |= {at.data_ptr() for of in optimizer._store.held.values() for at in of[0].values()}
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                assert name == "step" or local_of(value).data_ptr() in in_file, (door, name)
+        resumed = make(kind, model, lr=1.0)
+        resumed.load_state_dict(optimizer.state_dict())
+        train(model, resumed, range(1, 2))
+        loaded = make(kind, model, lr=1.0, offload=disk)
+        loaded.load_state_dict(resumed.state_dict())
+        train(model, loaded, range(2, STEPS))
+        equal(model, expected)
+        if door != DOORS[list(EVERY).index(kind) % 3]:
+            continue
+        checkpoint.save(f"{box[0]}/saved", model, loaded)
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
+            patch.setattr(type(loaded), "_take", lambda *_: 1 / 0)
+            train(model, loaded, range(1))
+        with pytest.raises(optim.DiskError, match=f"a step of {kind} ended in the middle"):
+            train(model, loaded, range(1))
+        checkpoint.load(f"{box[0]}/saved", model, loaded)
+        train(model, loaded, range(STEPS, STEPS + 1))
+        equal(model, alone(kind, STEPS + 1)[0])
+
+
 @ranks(2)
 @KINDS
 def test_torchs_distributed_checkpoints(rank, world, kind):

@@ -16,6 +16,9 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 from toys import Block, Reference, check_equal, full_parameters, loss_of, tokens, toy, wrap_blocks
 
+from fsdpc import fully_shard, optim
+from fsdpc.optim._places import local_of
+
 LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
 STEPS = 2
 patient = {"timeout": 300.0, "env": {"FSDPC_TIMEOUT": "200"}}  # compilers take their time
@@ -207,6 +210,28 @@ def test_the_wrappers_frame_is_not_traced(rank, world):
     compiled(torch.rand(2, 3)).sum().backward()
     assert len(input_codes.seen) > 0
     assert FullyShardedDataParallel.forward.__code__ not in input_codes
+
+
+@ranks(2, **patient)
+def test_steps_of_optimizers_in_a_compiled_function(rank, world):
+    """As torch's tutorial compiles ``optimizer.step()``: to the bits of steps that are not."""
+    torch._dynamo.reset()
+    for kind, shard in (("AdamW", wrap_blocks), ("Muon", lambda _, m: fully_shard(m))):
+        found = []
+        for compiled in (True, False):
+            model = shard("fsdpc", toy())
+            optimizer = getattr(optim, kind)(model.named_parameters(), lr=0.1)
+            optim.Average(optimizer)
+            step = optimizer.step
+            step = torch.compile(step, backend="eager") if compiled else step
+            for number in range(2):
+                loss_of(model, tokens(rank, number)).backward()
+                step()
+                optimizer.zero_grad()
+            states = [s["average"] for s in optimizer.state.values()]
+            found.append([*model.parameters(), *states])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(local_of(one), local_of(other)), kind
 
 
 @pytest.mark.long

@@ -142,6 +142,8 @@ def test_which_parameters_are_matrices():
     shapes |= {"norm__weight": (6,), "mlp__experts__up": (3, 4, 6)}
     found = optim.Muon(named(**shapes)).matrix_shapes()
     assert found == {name: [(4, 6)] for name in MATRICES} | {"mlp.experts.up": [(4, 6)] * 3}
+    with pytest.warns(UserWarning, match=r"use_muon=True has no parameters.*choose .* by name"):
+        optim.Muon([{"params": [], "use_muon": True}, {"params": parameters(), "use_muon": False}])
     with pytest.warns(UserWarning, match=r"AdamW steps conv \(4, 6, 3\), conv2"):
         assert not optim.Muon(named(conv=(4, 6, 3), conv2=(2, 2, 3, 3))).matrix_shapes()
     chosen = optim.Muon(
@@ -231,8 +233,6 @@ def test_other_parameters_are_stepped_by_adamw(by_group):
 def test_options_out_of_range(options, text):
     with pytest.raises(ValueError, match=text):
         optim.Muon(parameters(), **options).matrix_shapes()
-    with pytest.raises(NotImplementedError, match="offload="):
-        optim.Muon(parameters(), offload=optim.Disk("/"))
 
 
 @pytest.mark.parametrize(("world", "bound"), [(8, 1.01), (64, 1.11)])

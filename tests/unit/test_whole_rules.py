@@ -181,9 +181,10 @@ def test_options_out_of_range(kind, options, text):
 
 
 @pytest.mark.parametrize("kind", [optim.Adafactor, optim.SOAP, optim.Shampoo])
-def test_refused(kind):
-    with pytest.raises(NotImplementedError, match=f"{kind.__name__} keeps its states"):
-        kind(parameters(), offload=optim.Disk("/"))
+def test_refused(kind, tmp_path):
+    for option, text in (("masters", "no master"), ("checksum", "Leave checksum=True away")):
+        with pytest.raises(NotImplementedError, match=text):
+            kind(parameters(), offload=optim.Disk(tmp_path, **{option: True}))
     ours = kind(parameters([(4, 3)]))
     [param] = ours.param_groups[0]["params"]
     run([param], ours)

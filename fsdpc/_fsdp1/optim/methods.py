@@ -115,7 +115,8 @@ def _keeps_whole(optim: Any, book: Book) -> bool:
     """Whether the optimizer takes states of rows and columns. ``NotImplementedError``: and it has
     flat parameters, of which each has several of these.
     """
-    if not getattr(optim, "keeps_whole_states", False):
+    inside = getattr(optim, "optimizer", optim)  # accelerate wraps optimizers
+    if not getattr(inside, "keeps_whole_states", False):
         return False
     for sharded in (sharded for entry in book.units for sharded in entry.params):
         if len(sharded.covers) > 1:
