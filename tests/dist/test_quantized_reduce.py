@@ -21,7 +21,7 @@ from fsdpc.sharded_grad_scaler import ShardedGradScaler
 CODECS = {
     "ab": ["int8", "int4"],
     "abb": ["mxfp8", "int4_stochastic"],
-    "abc": ["float8_e4m3", "float8_e5m2"],
+    "abc": ["float8_e4m3", "float8_e5m2", "nvfp4"],
     "abba": ["int8", "int4_stochastic"],
 }
 
