@@ -165,7 +165,9 @@ def test_bytes_and_memory_on_a_wire(rank, world, codec):
     sent = fsdpc.memory_stats(model)["sent_bytes"]
     model(torch.ones(1, 300)).sum().backward()
     optimizer.step()
-    bytes_each = {"int8": 1.05, "nvfp4": 0.7, "nf4": 0.65}[codec]  # with scales, biases and the norm
+    bytes_each = {"int8": 1.05, "nvfp4": 0.7, "nf4": 0.65}[
+        codec
+    ]  # with scales, biases and the norm
     elements = sum(param.numel() for param in model.parameters()) / world
     assert 0.5 * elements < sent < bytes_each * elements
     report = fsdpc.memory_report(model)
