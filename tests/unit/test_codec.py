@@ -158,7 +158,9 @@ def test_nf4_has_the_codes_and_values_of_bitsandbytes(kernels):
     assert np.array_equal(coded[at:].view(np.float32)[: len(scales)], scales)
     levels = np.stack([codes >> 4, codes & 15], -1).reshape(-1, 64)
     expected = (NF4[levels] * scales[:, None]).reshape(values.shape)
-    assert np.array_equal(decode("nf4", coded, values.shape), expected)
+    found = decode("nf4", coded, values.shape)
+    assert np.array_equal(found, expected)
+    assert np.array_equal(encode("nf4", found), coded)  # values as a form of codes
 
 
 def nvfp4_rows(parts):
