@@ -418,6 +418,9 @@ def activation_unpack(values: _Array, codes: _Array, scales: _Array, device: int
 
 # --- coded rows of frozen weights: see csrc/codec/codec.h ---
 
+# Name, elements of a block, bits of a code, whether weights are gathered and gradients sent so.
+CODECS: tuple[tuple[str, int, int, bool, bool], ...]
+
 def row_codes_bytes(codec: str, row: int) -> int: ...
 def encode_rows(codec: str, values: Any, coded: Any, device: int = -1) -> None: ...
 def decode_rows(codec: str, values: Any, coded: Any, device: int = -1) -> None: ...

@@ -18,16 +18,24 @@
 #define FSDPC_CODEC_TABLE __attribute__((unused)) static const
 #endif
 
+/* The list of codecs: of each the name in C, that of options, elements of a block, bits of a code, bytes of the scale,
+ * and whether weights are gathered and gradients sent so. X gets `with` first. */
+#define FSDPC_CODEC_LIST(X, with)                       \
+    X(with, INT8, "int8", 256, 8, 4, 1, 1)              \
+    X(with, E4M3, "float8_e4m3", 256, 8, 4, 1, 1)       \
+    X(with, E5M2, "float8_e5m2", 256, 8, 4, 1, 1)       \
+    X(with, MXFP8, "mxfp8", 32, 8, 1, 1, 1)             \
+    X(with, NVFP4, "nvfp4", 512, 4, 4 + 512 / 16, 1, 1) \
+    X(with, NF4, "nf4", 64, 4, 4, 1, 0)                 \
+    X(with, INT4, "int4", 128, 4, 4, 0, 1)              \
+    X(with, INT4_STOCHASTIC, "int4_stochastic", 128, 4, 4, 0, 1)
+
+#define FSDPC_CODEC_NUMBER(with, codec, ...) FSDPC_##codec,
+#define FSDPC_CODEC_FORM(with, codec, name, block, bits, scale, ...) {block, bits, scale},
+
 typedef enum fsdpc_codec {
     FSDPC_UNCODED, /* values travel as they are */
-    FSDPC_INT8,
-    FSDPC_E4M3,
-    FSDPC_E5M2,
-    FSDPC_MXFP8,
-    FSDPC_NF4,
-    FSDPC_INT4,
-    FSDPC_INT4_STOCHASTIC,
-    FSDPC_CODECS
+    FSDPC_CODEC_LIST(FSDPC_CODEC_NUMBER, ) FSDPC_CODECS
 } fsdpc_codec;
 
 /* Elements of a block, bits of a code, bytes of a scale. */
@@ -40,14 +48,12 @@ static constexpr
 __attribute__((unused)) static const
 #endif
     struct fsdpc_codec_form fsdpc_codec_forms[FSDPC_CODECS] = {
-        {1, 0, 0},  {256, 8, 4}, {256, 8, 4}, {256, 8, 4},
-        {32, 8, 1}, {64, 4, 4},  {128, 4, 4}, {128, 4, 4},
-};
+        {1, 0, 0}, FSDPC_CODEC_LIST(FSDPC_CODEC_FORM, )};
 
 /* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
 #define FSDPC_ROUNDS 12582912.0f
 
-/* An 8-bit float: `mantissa` bits below an exponent with this bias. */
+/* A float of 8 bits, or of 4 with its sign moved: `mantissa` bits below an exponent with this bias. */
 struct fsdpc_float8 {
     int mantissa, bias;
     int32_t past;     /* without sign: what everything above the largest number becomes */
@@ -98,6 +104,29 @@ fsdpc_float8_value(uint8_t code, struct fsdpc_float8 f)
     bits = magnitude >= f.past ? magnitude == f.past && f.past != f.nan ? 0x7f800000u : 0x7fc00000u
                                : bits;
     return f32_from_bits(bits | sign);
+}
+
+enum { FSDPC_NVFP4_PART = 16 }; /* elements with a scale of their own */
+
+/* E2M1, of a finite number from -6 to 6. */
+FSDPC_CODEC_INLINE struct fsdpc_float8
+fsdpc_float4(void)
+{
+    const struct fsdpc_float8 format = {1, 1, 8, 7, 0.5f};
+    return format;
+}
+
+FSDPC_CODEC_INLINE int32_t
+fsdpc_float4_of(float value)
+{
+    const uint8_t code = fsdpc_float8_of(value, fsdpc_float4());
+    return (code & 7) | (code >> 4 & 8);
+}
+
+FSDPC_CODEC_INLINE float
+fsdpc_float4_value(int32_t code)
+{
+    return fsdpc_float8_value((uint8_t)((code & 7) | (code & 8) << 4), fsdpc_float4());
 }
 
 /* 2^(code - 127); 255: NaN. */

@@ -160,10 +160,20 @@ store_codes(const codec_share &share, const codec_bytes<BYTES> &in)
     }
 }
 
+/* What the thread's codes are multiplied by. */
+template <int CODEC>
 static __device__ __forceinline__ float
-load_scale(const uint8_t *scale)
+load_scale(const codec_share &share)
 {
-    return *(const float *)scale;
+    if (CODEC == FSDPC_MXFP8) {
+        return fsdpc_e8m0_value(*share.scale);
+    }
+    const float scale = *(const float *)share.scale;
+    if (CODEC == FSDPC_NVFP4) {
+        const uint8_t part = share.scale[4 + share.place / FSDPC_NVFP4_PART];
+        return product(scale, fsdpc_float8_value(part, fsdpc_float8_e4m3()));
+    }
+    return scale;
 }
 
 /* --- blocks ------------------------------------------------------------------------------------- */
@@ -200,6 +210,9 @@ codec_code(float value, float scaled, bool finite)
     if (CODEC == FSDPC_E5M2) {
         return fsdpc_float8_of(scaled, fsdpc_float8_e5m2());
     }
+    if (CODEC == FSDPC_NVFP4) {
+        return fsdpc_float4_of(scaled);
+    }
     return CODEC == FSDPC_NF4 ? fsdpc_nf4_of(scaled) : fsdpc_int4_of(scaled);
 }
 
@@ -225,6 +238,9 @@ codec_value(int32_t code, float scale)
         const float value = fsdpc_float8_value((uint8_t)code, fsdpc_float8_e5m2());
         return product(product(value, 1.0f / 57344.0f), scale);
     }
+    if (CODEC == FSDPC_NVFP4) {
+        return product(fsdpc_float4_value(code), scale);
+    }
     if (CODEC == FSDPC_NF4) {
         return product(fsdpc_nf4_levels[code], scale);
     }
@@ -236,6 +252,38 @@ struct codec_factor {
     float lift, inverse;
     float scale; /* of decoding */
 };
+
+/* Those of a thread's part of a block with the scale `scale`, of values that are lifted. */
+static __device__ __forceinline__ void
+part_factors(int32_t own, float scale, codec_factor *factors, uint8_t *part)
+{
+    const float largest = product(f32_from_bits((uint32_t)own), factors->lift);
+    const float ratio = scale > 0 ? __fdiv_rn(__fdiv_rn(largest, 6), scale) : 0;
+    *part = fsdpc_float8_of(ratio, fsdpc_float8_e4m3());
+    const float value = fsdpc_float8_value(*part, fsdpc_float8_e4m3());
+    factors->inverse = value > 0 ? __fdiv_rn(__fdiv_rn(1, scale), value) : 0;
+    factors->scale = product(factors->scale, value);
+}
+
+/* NVFP4's, as csrc/codec/codec.c. `own`: the bits of the thread's largest magnitude. */
+static __device__ __forceinline__ codec_factor
+nvfp4_factors(int32_t most, int32_t own, bool finite, const codec_share &share)
+{
+    codec_factor factors = {1, 0, 0};
+    const float largest = f32_from_bits((uint32_t)most);
+    factors.lift = largest < 0x1p-90f ? 0x1p64f : 1;
+    const float lifted = finite ? __fdiv_rn(product(largest, factors.lift), 2688) : 0;
+    factors.scale = finite ? __fdiv_rn(lifted, factors.lift) : f32_from_bits(0x7FC00000u);
+    if (share.place == 0 && share.count > 0) {
+        *(float *)share.scale = factors.scale;
+    }
+    uint8_t part;
+    part_factors(own, lifted, &factors, &part);
+    if (share.count > 0) {
+        share.scale[4 + share.place / FSDPC_NVFP4_PART] = part;
+    }
+    return factors;
+}
 
 /* The factors of a block whose largest magnitude has these bits, and its scale as it is kept. */
 template <int CODEC>
@@ -303,18 +351,22 @@ encode_block(const fsdpc_cuda_coding &c, int64_t number)
         most = bits > most ? bits : most;
         seed += f32_bits(values[i]);
     }
-    most = __reduce_max_sync(0xffffffffu, most);
+    const int32_t own = most;
+    most = __reduce_max_sync(0xffffffffu, own);
     if (CODEC == FSDPC_INT4_STOCHASTIC) {
         seed = fsdpc_random_end(__reduce_add_sync(0xffffffffu, seed), 0);
     }
     const bool finite = most < 0x7F800000, first = share.place == 0 && share.count > 0;
-    const codec_factor factors = codec_factors<CODEC>(most, finite, share.scale, first);
+    const codec_factor factors = CODEC == FSDPC_NVFP4
+                                     ? nvfp4_factors(most, own, finite, share)
+                                     : codec_factors<CODEC>(most, finite, share.scale, first);
 #pragma unroll
     for (int i = 0; i < form::SHARE; i++) {
         float scaled = product(product(values[i], factors.lift), factors.inverse);
-        if (CODEC == FSDPC_MXFP8) {
-            scaled = scaled < 448 ? scaled : 448;
-            scaled = scaled > -448 ? scaled : -448;
+        if (CODEC == FSDPC_MXFP8 || CODEC == FSDPC_NVFP4) {
+            const float top = CODEC == FSDPC_MXFP8 ? 448 : 6;
+            scaled = scaled < top ? scaled : top;
+            scaled = scaled > -top ? scaled : -top;
         }
         if (CODEC == FSDPC_INT4_STOCHASTIC) {
             scaled = sum(scaled, fsdpc_dither(seed + (uint32_t)(share.place + i)));
@@ -361,8 +413,7 @@ decode_share(const codec_share &share, float *values)
 {
     typedef codec_form<CODEC> form;
     codec_bytes<form::BYTES> codes;
-    const float scale = CODEC == FSDPC_MXFP8 ? fsdpc_e8m0_value(*share.scale)
-                                             : load_scale(share.scale);
+    const float scale = load_scale<CODEC>(share);
     load_codes<form::BITS, form::BYTES>(share, &codes);
 #pragma unroll
     for (int i = 0; i < form::SHARE; i++) {
@@ -450,15 +501,11 @@ sum_block(const fsdpc_cuda_landed_params &p, const fsdpc_cuda_landed &l, int64_t
         what(CODEC, first + b);                                                  \
     }
 
-#define FOR_CODECS(what)                                                         \
-    switch (codec) {                                                             \
-    case FSDPC_INT8: FOR_CODEC_BLOCKS(what, FSDPC_INT8); break;                  \
-    case FSDPC_E4M3: FOR_CODEC_BLOCKS(what, FSDPC_E4M3); break;                  \
-    case FSDPC_E5M2: FOR_CODEC_BLOCKS(what, FSDPC_E5M2); break;                  \
-    case FSDPC_MXFP8: FOR_CODEC_BLOCKS(what, FSDPC_MXFP8); break;                \
-    case FSDPC_NF4: FOR_CODEC_BLOCKS(what, FSDPC_NF4); break;                    \
-    case FSDPC_INT4: FOR_CODEC_BLOCKS(what, FSDPC_INT4); break;                  \
-    default: FOR_CODEC_BLOCKS(what, FSDPC_INT4_STOCHASTIC); break;               \
+#define CODEC_CASE(what, CODEC, ...) \
+    case FSDPC_##CODEC: FOR_CODEC_BLOCKS(what, FSDPC_##CODEC); break;
+#define FOR_CODECS(what) \
+    switch (codec) {     \
+        FSDPC_CODEC_LIST(CODEC_CASE, what) \
     }
 
 static __device__ __forceinline__ const fsdpc_cuda_coding &

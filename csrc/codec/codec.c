@@ -21,12 +21,10 @@ enum { STRETCH = 4096 }; /* elements; whole blocks of every codec */
 
 _Static_assert(FSDPC_ACTIVATION_BLOCK == 256, "that of int8 in codec_bits.h");
 
-static const char *const NAMES[FSDPC_CODECS] = {
-    [FSDPC_UNCODED] = "",         [FSDPC_INT8] = "int8",
-    [FSDPC_E4M3] = "float8_e4m3", [FSDPC_E5M2] = "float8_e5m2",
-    [FSDPC_MXFP8] = "mxfp8",      [FSDPC_NF4] = "nf4",
-    [FSDPC_INT4] = "int4",        [FSDPC_INT4_STOCHASTIC] = "int4_stochastic",
-};
+#define NAME(with, codec, name, ...) name,
+#define NAME_AND_SPACE(with, codec, name, ...) name " "
+
+static const char *const NAMES[FSDPC_CODECS] = {"", FSDPC_CODEC_LIST(NAME, )};
 
 int
 fsdpc_codec_from_name(const char *name, fsdpc_codec *out)
@@ -38,9 +36,7 @@ fsdpc_codec_from_name(const char *name, fsdpc_codec *out)
         }
     }
     return fsdpc_error(FSDPC_E_INVAL,
-                       "unknown codec '%s': int8, float8_e4m3, float8_e5m2, mxfp8, nf4, int4 and "
-                       "int4_stochastic exist",
-                       name);
+                       "unknown codec '%s': " FSDPC_CODEC_LIST(NAME_AND_SPACE, ) "exist", name);
 }
 
 const char *
@@ -170,6 +166,63 @@ decode_mxfp8(const uint8_t *codes, int64_t n, const uint8_t *scale, float *value
     }
 }
 
+/* Two to a byte, the first one in the upper half. levels[n] is there. */
+INLINE void
+pack_levels(int32_t *levels, int64_t n, uint8_t *codes)
+{
+    levels[n] = 0;
+    for (int64_t i = 0; i < n; i += 2) {
+        codes[i / 2] = (uint8_t)(levels[i] << 4 | levels[i + 1]);
+    }
+}
+
+/* `scale` is that of the block, of values that are lifted. Returns that of the part. */
+INLINE uint8_t
+encode_part(const float *values, int64_t n, float lift, float scale, int32_t *levels)
+{
+    const float ratio = scale > 0 ? largest(values, n) * lift / 6 / scale : 0;
+    const uint8_t part = fsdpc_float8_of(ratio, fsdpc_float8_e4m3());
+    const float inverse = part > 0 ? 1 / scale / fsdpc_float8_value(part, fsdpc_float8_e4m3()) : 0;
+    for (int64_t i = 0; i < n; i++) {
+        const float x = values[i] * lift * inverse, low = x < 6 ? x : 6;
+        levels[i] = fsdpc_float4_of(low > -6 ? low : -6);
+    }
+    return part;
+}
+
+/* The order of operations is torchao's, but that parts of the smallest numbers have scales below 2^-6. */
+INLINE void
+encode_nvfp4(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
+{
+    enum { PART = FSDPC_NVFP4_PART };
+    const float most = largest(values, n);
+    const float lift = most < 0x1p-90f ? 0x1p64f : 1;
+    const float lifted = isfinite(most) ? most * lift / 2688 : 0;
+    int32_t levels[512 + 1];
+    put_scale(isfinite(most) ? lifted / lift : NAN, scale);
+    for (int64_t i = 0; i + PART <= n; i += PART) {
+        scale[4 + i / PART] = encode_part(values + i, PART, lift, lifted, levels + i);
+    }
+    if (n % PART > 0) {
+        const int64_t i = n / PART * PART;
+        scale[4 + i / PART] = encode_part(values + i, n - i, lift, lifted, levels + i);
+    }
+    pack_levels(levels, n, codes);
+}
+
+INLINE void
+decode_nvfp4(const uint8_t *codes, int64_t n, const uint8_t *scale, float *values)
+{
+    float factors[512 / FSDPC_NVFP4_PART];
+    for (int64_t i = 0; i * FSDPC_NVFP4_PART < n; i++) {
+        factors[i] = load_F32(scale, 0) * fsdpc_float8_value(scale[4 + i], fsdpc_float8_e4m3());
+    }
+    for (int64_t i = 0; i < n; i++) {
+        const int32_t code = codes[i / 2] >> (i % 2 ? 0 : 4) & 15;
+        values[i] = fsdpc_float4_value(code) * factors[i / FSDPC_NVFP4_PART];
+    }
+}
+
 INLINE void
 encode_nf4(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
 {
@@ -180,10 +233,7 @@ encode_nf4(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
     for (int64_t i = 0; i < n; i++) {
         levels[i] = fsdpc_nf4_of(values[i] * factor.lift * factor.inverse);
     }
-    levels[n] = 0;
-    for (int64_t i = 0; i < n; i += 2) {
-        codes[i / 2] = (uint8_t)(levels[i] << 4 | levels[i + 1]);
-    }
+    pack_levels(levels, n, codes);
 }
 
 INLINE void
@@ -258,6 +308,8 @@ encode_blocks(fsdpc_codec codec, const float *values, int64_t n, uint8_t *codes,
             encode_float8(values + at, count, fsdpc_float8_e5m2(), 57344, out, scales);
         } else if (codec == FSDPC_MXFP8) {
             encode_mxfp8(values + at, count, out, scales);
+        } else if (codec == FSDPC_NVFP4) {
+            encode_nvfp4(values + at, count, out, scales);
         } else if (codec == FSDPC_NF4) {
             encode_nf4(values + at, count, out, scales);
         } else {
@@ -280,6 +332,8 @@ decode_blocks(fsdpc_codec codec, const uint8_t *codes, const uint8_t *scales, in
             decode_float8(in, count, fsdpc_float8_e5m2(), 57344, scales, values + at);
         } else if (codec == FSDPC_MXFP8) {
             decode_mxfp8(in, count, scales, values + at);
+        } else if (codec == FSDPC_NVFP4) {
+            decode_nvfp4(in, count, scales, values + at);
         } else if (codec == FSDPC_NF4) {
             decode_nf4(in, count, scales, values + at);
         } else {

@@ -9,6 +9,8 @@
  *   float8_e4m3   256    float32, the largest magnitude   OCP E4M3 of x / largest * 448
  *   float8_e5m2   256    float32, the largest magnitude   E5M2 of x / largest * 57344
  *   mxfp8         32     E8M0, 2^(floor(log2(largest)) - 8)   OCP E4M3 of x / scale, at most 448
+ *   nvfp4         512    float32, largest / 2688, s; and of each 16   E2M1 of x / (s * part), at most 6
+ *                        elements E4M3 of their largest / 6 / s, part
  *   nf4           64     float32, the largest magnitude   the nearest of the 16 levels of QLoRA (arXiv 2305.14314)
  *   int4          128    float32, the largest magnitude   8 + x / largest * 7, an integer from 1 to 15
  *   int4_stochastic  the block, scale and code of int4, rounded stochastically: the error is 0 on average

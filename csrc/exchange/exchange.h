@@ -121,7 +121,7 @@ size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_coded_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);
 uint64_t fsdpc_exchange_spare_count(const fsdpc_exchange *exchange);
-/* To other hosts so far, for kind "wire". */
+/* To other hosts so far, for kind "wire"; to other ranks over NCCL, as calls were made, for kind "stream". */
 uint64_t fsdpc_exchange_sent_bytes(const fsdpc_exchange *exchange);
 /* Adds an entry to the trace; unit NULL: an entry of no unit. */
 void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,

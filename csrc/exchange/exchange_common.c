@@ -19,6 +19,15 @@ fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit 
     }
 }
 
+void
+fsdpc_exchange_sent(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t bytes)
+{
+    if (bytes > 0) {
+        x->sent_bytes += bytes;
+        fsdpc_exchange_note(x, FSDPC_TRACE_SEND, unit, bytes);
+    }
+}
+
 char *
 fsdpc_exchange_values(const fsdpc_exchange *x, fsdpc_unit *unit)
 {

@@ -77,7 +77,7 @@ struct fsdpc_exchange {
     fsdpc_trace *trace;
     enum fsdpc_phase phase;
     uint32_t step;
-    uint64_t sent_bytes; /* "wire": to other hosts so far */
+    uint64_t sent_bytes; /* fsdpc_exchange_sent_bytes */
     size_t coded_bytes;  /* "wire", "stream": for coded pieces, beside the slots */
     size_t lost_bytes;   /* of all `lost` */
     /* "wire", "stream": per unit what coding lost of its gradients, of each segment with error feedback. Memory NULL: of
@@ -89,6 +89,9 @@ struct fsdpc_exchange {
     struct fsdpc_streams *streams; /* "stream" kind's own state */
     struct fsdpc_wire *wire;       /* "wire" kind's own state */
 };
+
+/* Counts bytes that this rank sends for a unit, also in the trace. */
+void fsdpc_exchange_sent(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t bytes);
 
 extern const struct fsdpc_exchange_i fsdpc_exchange_shared;
 extern const struct fsdpc_exchange_i fsdpc_exchange_wire;

@@ -91,7 +91,9 @@ fsdpc_stream_sum_coded(fsdpc_exchange *x, fsdpc_unit *unit, char *buffer, const 
     char *pieces = buffer + fsdpc_footprint_packed(layout);
     char *landing = pieces + stride * (size_t)(x->world - 1);
     FSDPC_TRY(encode(x, unit, buffer, pieces, stride));
+    const fsdpc_comm_part sent = {pieces, (int64_t)stride, FSDPC_BYTES};
     FSDPC_TRY(fsdpc_comm_all_to_all(s->reduce_comm, pieces, landing, stride, what));
+    fsdpc_stream_count(x, unit, s->reduce_comm, &sent, 1, false);
     FSDPC_TRY(fsdpc_grad_sum_apart(unit, buffer, landing, s->landed, s->offsets, stride));
     return fsdpc_unit_replicate(unit) ? fsdpc_stream_sum_partial(x, unit, what) : FSDPC_OK;
 }

@@ -170,7 +170,8 @@ fsdpc_stream_fill(fsdpc_exchange *x, fsdpc_unit *unit)
             coded += seg->coded_bytes * (size_t)x->world;
         }
     }
-    FSDPC_TRY(fsdpc_comm_all_gather_parts(x->comm, s->parts, fsdpc_unit_layout(unit)->segment_count,
-                                          what));
+    const int count = fsdpc_unit_layout(unit)->segment_count;
+    FSDPC_TRY(fsdpc_comm_all_gather_parts(x->comm, s->parts, count, what));
+    fsdpc_stream_count(x, unit, x->comm, s->parts, count, false);
     return code(x, unit, false);
 }

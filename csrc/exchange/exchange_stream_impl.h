@@ -112,6 +112,10 @@ int fsdpc_stream_check(const fsdpc_exchange *x);
 int fsdpc_stream_await_host(fsdpc_exchange *x, fsdpc_event *event, const char *what);
 /* Host sync with the current stream. */
 int fsdpc_stream_sync(fsdpc_exchange *x, const char *what);
+/* Counts what this rank sends in NCCL's rings: each of `parts` to all other ranks, or, if they are all-reduced, a share of
+ * it twice. What other kinds of communicator send is not counted. */
+void fsdpc_stream_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_comm *comm,
+                        const fsdpc_comm_part *parts, int count, bool all_reduce);
 
 /* --- exchange_stream_slots.c ------------------------------------------------------------------ */
 

@@ -24,6 +24,7 @@ scatter(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *wha
                 (fsdpc_comm_part){buffer + seg->reduce_offset, seg->piece_numel, seg->reduce};
         }
     }
+    fsdpc_stream_count(x, unit, s->reduce_comm, s->parts, count, false);
     return fsdpc_comm_reduce_scatter_parts(s->reduce_comm, s->parts, count, what);
 }
 

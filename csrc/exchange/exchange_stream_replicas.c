@@ -9,6 +9,16 @@
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
 
+/* Of the first parts. */
+static int
+all_reduce(fsdpc_exchange *x, const fsdpc_unit *unit, int count, const char *what)
+{
+    const fsdpc_comm_part *parts = x->streams->parts;
+    fsdpc_comm *comm = fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit));
+    fsdpc_stream_count(x, unit, comm, parts, count, true);
+    return fsdpc_comm_all_reduce_parts(comm, parts, count, what);
+}
+
 /* A buffer that is laid out like the shard gradient; its gaps are zero. */
 static int
 sum_wide(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
@@ -19,8 +29,7 @@ sum_wide(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *wh
     for (int s = 0; fsdpc_layout_next_run(fsdpc_unit_layout(unit), &s, &run);) {
         parts[count++] = (fsdpc_comm_part){buffer + run.offset, run.numel, run.dtype};
     }
-    return fsdpc_comm_all_reduce_parts(fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit)), parts,
-                                       count, what);
+    return all_reduce(x, unit, count, what);
 }
 
 /* This rank's pieces of a reduced slot. */
@@ -38,8 +47,7 @@ sum_pieces(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *
                                                seg->reduce};
         }
     }
-    return fsdpc_comm_all_reduce_parts(fsdpc_comm_for_reductions(fsdpc_unit_replicate(unit)), parts,
-                                       count, what);
+    return all_reduce(x, unit, count, what);
 }
 
 static bool

@@ -1,4 +1,7 @@
-/* Waits of the host for the streams of an exchange: they end when a communicator has failed. */
+/* What the communicators of an exchange are asked: waits of the host for streams, which end when one has failed, and what
+ * has been sent. */
+#include <string.h>
+
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
 
@@ -35,4 +38,19 @@ fsdpc_stream_sync(fsdpc_exchange *x, const char *what)
 {
     FSDPC_TRY(fsdpc_device_record(x->streams->device, x->streams->sync_event));
     return fsdpc_stream_await_host(x, x->streams->sync_event, what);
+}
+
+void
+fsdpc_stream_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_comm *comm,
+                   const fsdpc_comm_part *parts, int count, bool all_reduce)
+{
+    uint64_t bytes = 0;
+    const uint64_t world = (uint64_t)fsdpc_comm_world(comm);
+    for (int i = 0; i < count; i++) {
+        bytes += (uint64_t)parts[i].piece_numel * fsdpc_dtype_bytes(parts[i].dtype);
+    }
+    if (strcmp(fsdpc_comm_kind(comm), "nccl") == 0) {
+        bytes *= world - 1;
+        fsdpc_exchange_sent(x, unit, all_reduce ? 2 * bytes / world : bytes);
+    }
 }

@@ -96,11 +96,7 @@ fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark)
 void
 fsdpc_wire_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_flight *flight)
 {
-    const uint64_t bytes = fsdpc_flight_sent_bytes(flight);
-    if (bytes > 0) {
-        x->sent_bytes += bytes;
-        fsdpc_exchange_note(x, FSDPC_TRACE_SEND, unit, bytes);
-    }
+    fsdpc_exchange_sent(x, unit, fsdpc_flight_sent_bytes(flight));
 }
 
 int

@@ -122,7 +122,8 @@ add_parts(PyObject *module)
             return -1;
         }
     }
-    return fsdpc_py_comm_exec(module) < 0 ? -1 : add_engine(module);
+    return fsdpc_py_comm_exec(module) < 0 || fsdpc_py_codec_exec(module) < 0 ? -1
+                                                                             : add_engine(module);
 }
 
 int

@@ -153,7 +153,7 @@ typedef struct fsdpc_tree_memory {
     int gather_slots, reduce_slots;
 } fsdpc_tree_memory;
 void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
-/* To other hosts over a wire, since the tree was made. */
+/* fsdpc_exchange_sent_bytes of all exchanges, and swaps with replicas, since the tree was made. */
 uint64_t fsdpc_tree_sent_bytes(const fsdpc_tree *tree);
 /* See fsdpc_exchange_announce. */
 int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);

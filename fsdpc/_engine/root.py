@@ -244,7 +244,8 @@ def memory_stats(model: nn.Module) -> dict[str, int]:
     not in torch's statistics, but for ``coded_bytes`` of them (gathered codes, and what error
     feedback keeps); these and the other keys (shards and shard gradients unless offloaded,
     gradients of ``no_sync``) are in torch's cache and in ``torch.cuda.memory_allocated()``.
-    ``sent_bytes`` is what this rank has sent to other hosts for its units, without NCCL.
+    ``sent_bytes`` is what this rank has sent for its units to other hosts, or over NCCL, in rings,
+    to other ranks; what a replayed graph sends is not counted.
     ``TypeError``: ``model`` is not an ``nn.Module``.
     """
     if not isinstance(model, nn.Module):

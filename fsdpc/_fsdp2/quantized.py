@@ -10,10 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from fsdpc import _C
 from fsdpc._engine.interop import computes
 
-CODECS = ("int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4")  # csrc/codec
-REDUCE_CODECS = ("int8", "int4", "int4_stochastic", "float8_e4m3", "float8_e5m2", "mxfp8")
+CODECS = tuple(name for name, *_, weights, _ in _C.CODECS if weights)
+REDUCE_CODECS = tuple(name for name, *_, gradients in _C.CODECS if gradients)
 _FEWEST = 64  # rows, and elements of a row, of a parameter that is coded
 _SCALED = (
     "error_feedback adds to a gradient what an earlier one lost, and float16's loss scale may "
@@ -37,6 +38,8 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     - ``"float8_e4m3"``, ``"float8_e5m2"``: a float of 8 bits and a float32 scale per 256. A value
       is off by at most 1/16 or 1/8 of its own magnitude, but for the smallest ones.
     - ``"mxfp8"``: E4M3 and a power of two per 32, as OCP's MX formats.
+    - ``"nvfp4"``: E2M1 and an E4M3 scale per 16, and a float32 scale per 512, where NVIDIA's format
+      has one per tensor.
     - ``"nf4"``: 4 bits and a float32 scale per 64, the levels of QLoRA.
 
     ``reduce_codec`` names the codes in which gradients of the same parameters go to the rank that

@@ -131,7 +131,8 @@ def cost(plan: Plan, card: Card) -> Cost:
     again = setup.checkpointing if setup.recomputed is None else setup.recomputed
     rate, n = rate_of(card), setup.shards
     part = rate.at(model.tokens, model.width, min(setup.sequence, model.tokens or 1)) or rate.most
-    compute = setup.accumulation * model.flops * (1 + again / 3) / (card.flops * part)
+    flops = model.flops + again * (model.forward or model.flops / 3)
+    compute = setup.accumulation * flops / (card.flops * part)
     compute *= 1 + (setup.pipeline - 1) / setup.accumulation  # the pipeline's bubble
     if plan.model.away is not None:  # beside the forward, a third of the step, and the backward
         bus = setup.accumulation * plan.model.away.copied / card.host

@@ -89,7 +89,7 @@ class Plan:
         return {
             "schema": "fsdpc.plan/1",
             "model": self.model.name,
-            "parameters": self.model.numel,
+            "parameters": self.model.values,
             "units": len(self.model.units),
             "setup": asdict(self.setup),
             "engine": self.engine.stats,

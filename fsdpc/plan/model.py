@@ -120,6 +120,8 @@ class Model:
     doubt: float = 0.0
     extra: dict[str, float] = field(default_factory=dict)
     away: Away | None = None  # activations in host memory
+    forward: float = 0.0  # FLOPs of a forward; 0: a third of flops
+    packed: int = 0  # values of frozen codes, less their bytes, which numel counts
     packing: int = 0  # bytes read and written to pack saved activations; unpacking: as many
 
     @property
@@ -127,12 +129,17 @@ class Model:
         return sum(unit.numel for unit in self.units)
 
     @property
+    def values(self) -> int:
+        """Parameters as a user counts them."""
+        return self.numel + self.packed
+
+    @property
     def width(self) -> float:
         """Of the activations between blocks; for a traced model, of blocks with as many FLOPs."""
         if "width" in self.extra:
             return self.extra["width"]
         blocks = self.blocks or sum(unit.depth > 0 for unit in self.units) or 1
-        return (self.flops / (6 * 12 * max(self.tokens, 1) * blocks)) ** 0.5
+        return ((3 * self.forward or self.flops) / (6 * 12 * max(self.tokens, 1) * blocks)) ** 0.5
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
     """The ledger, the timeline's summits and the verdict."""
     setup, peak = plan.setup, plan.peak
     line(
-        f"{plan.model.name}: {plan.model.numel:,} parameters in "
+        f"{plan.model.name}: {plan.model.values:,} parameters in "
         f"{counted(len(plan.model.units), 'unit')}, {setup.strategy} over {setup.shards} of "
         f"{counted(setup.world, 'rank')}; storage {setup.storage}, compute "
         f"{setup.compute or 'as stored'}, optimizer {setup.optimizer}"

@@ -104,7 +104,10 @@ def test_adapters_of_peft_are_saved_and_merged(rank, world, tmp_path):
         build("llama").save_pretrained(tmp_path / "base")
     dist.barrier()
     quantise = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_quant_storage=torch.float32
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_quant_storage=torch.float32,
+        bnb_4bit_use_double_quant=True,
     )
 
     def base():

@@ -21,7 +21,7 @@ from fsdpc.sharded_grad_scaler import ShardedGradScaler
 CODECS = {
     "ab": ["int8", "int4"],
     "abb": ["mxfp8", "int4_stochastic"],
-    "abc": ["float8_e4m3", "float8_e5m2"],
+    "abc": ["float8_e4m3", "float8_e5m2", "nvfp4"],
     "abba": ["int8", "int4_stochastic"],
 }
 
@@ -202,9 +202,19 @@ def skip(rank, codec):
 
 @ranks(2, env=on_hosts.counted_as("ab"))
 def test_bytes_and_memory(rank, world):
+    check_bytes_and_memory(rank, world)
+
+
+@pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
+@ranks(2, env=env.environment())
+def test_bytes_and_memory_over_nccl(rank, world):
+    check_bytes_and_memory(rank, world)
+
+
+def check_bytes_and_memory(rank, world):
     """Of gathers and gradients, planned to the byte; the trace has what was sent."""
     policy = QuantizedPolicy(reduce_codec="int4")
-    model = nn.Sequential(shard(policy))
+    model = nn.Sequential(shard(policy, reshard_after_forward=False))
     fully_shard(model, mp_policy=policy)
     loss = model(inputs(rank, 0)).sum()
     before = fsdpc.memory_stats(model)["sent_bytes"]
@@ -318,6 +328,11 @@ def test_replicas_of_gpus_sum_what_is_decoded(rank, world):
         found = model.get_submodule(name).weight.grad.full_tensor()
         assert torch.equal(found, (sums[0] + sums[1]) * 0.25)
     assert fsdpc.memory_report(model).equal
+    sent = [e for e in model._get_fsdp_state()._tree.trace() if e["op"] == "send"]
+    last = {event["unit"]: event["bytes"] for event in sent}  # sums: half of them, to and fro
+    stats = fsdpc.memory_stats(model)
+    assert sum(last.values()) == stats["master_bytes"]
+    assert sum(event["bytes"] for event in sent) == stats["sent_bytes"]
 
 
 @pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))

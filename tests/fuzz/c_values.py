@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from fsdpc import _C
+
 Mischief = Callable[[], None]
 
 SPECS = [
@@ -32,7 +34,7 @@ FROZEN = [("w", 6, "float32", "float32", "float32", False)]
 EMPTY = [("z", 0, "float32", "float32", "float32", True), ("w", 4, *["float32"] * 3, True)]
 ALL_SPECS = [SPECS, MIXED, FROZEN, EMPTY]
 DTYPES = ["float32", "float16", "bfloat16", "float64", "uint8"]
-CODECS = ["", "int8", "float8_e4m3", "float8_e5m2", "mxfp8", "nf4", "int4", "int4_stochastic", "x"]
+CODECS = ["", *(name for name, *_ in _C.CODECS), "x"]
 KERNELS = [None, "plain", "avx2", "avx512", "cuda:0", "x", "cuda:", "cuda:99999999999999999999"]
 
 

@@ -456,7 +456,7 @@ codes(void)
 {
     static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
     static const int64_t lengths[] = {1, 5, 31, 33, 256, 300, 1101};
-    for (int round = 0; round < 9 * ROUNDS; round++) {
+    for (int round = 0; round < (FSDPC_CODECS + 1) * ROUNDS; round++) {
         const fsdpc_codec codec = (fsdpc_codec)(1 + round % (FSDPC_CODECS - 1));
         const int64_t rows = 1 + below(3), row = lengths[below(7)];
         const int pieces = 1 + (int)below(3);

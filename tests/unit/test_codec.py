@@ -2,30 +2,28 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 
-from fsdpc import _probe
+from fsdpc import QuantizedPolicy, _probe
 
 F8 = {
     "float8_e4m3": (ml_dtypes.float8_e4m3fn, 448.0, 256),
     "float8_e5m2": (ml_dtypes.float8_e5m2, 57344.0, 256),
     "mxfp8": (ml_dtypes.float8_e4m3fn, 448.0, 32),
 }
-BLOCKS = {
-    "int8": 256,
-    "nf4": 64,
-    "int4": 128,
-    "int4_stochastic": 128,
-    **{name: block for name, (_, _, block) in F8.items()},
-}
+BLOCKS = {name: block for name, block, *_ in _probe.CODECS}
+BITS = {name: bits for name, _, bits, *_ in _probe.CODECS}
 # Of the block's largest magnitude. mxfp8 cuts off what is above 448 of 512 scales.
 BOUNDS = {
     "int8": 1 / 251,
     "float8_e4m3": 1 / 27,
     "float8_e5m2": 1 / 13,
     "mxfp8": 1 / 8,
+    "nvfp4": 1 / 5.99,
     "nf4": 0.153,
     "int4": 1 / 13.99,
     "int4_stochastic": 1 / 6.99,
@@ -57,7 +55,7 @@ def rounded(codec, values, dtype="float32", out_dtype="float32"):
 
 
 def scales_at(codec, rows, row):
-    return -(-rows * -(-row * (4 if codec.startswith(("nf4", "int4")) else 8) // 8) // 16) * 16
+    return -(-rows * -(-row * BITS[codec] // 8) // 16) * 16
 
 
 def with_scale(codec, codes, scale):
@@ -160,7 +158,87 @@ def test_nf4_has_the_codes_and_values_of_bitsandbytes(kernels):
     assert np.array_equal(coded[at:].view(np.float32)[: len(scales)], scales)
     levels = np.stack([codes >> 4, codes & 15], -1).reshape(-1, 64)
     expected = (NF4[levels] * scales[:, None]).reshape(values.shape)
-    assert np.array_equal(decode("nf4", coded, values.shape), expected)
+    found = decode("nf4", coded, values.shape)
+    assert np.array_equal(found, expected)
+    assert np.array_equal(encode("nf4", found), coded)  # values as a form of codes
+
+
+def nvfp4_rows(parts):
+    """Rows of parts of 16, which begin with one that makes the float32 scale 1."""
+    parts = np.pad(parts, ((0, -len(parts) % 31), (0, 0))).reshape(-1, 31, 16)
+    return np.pad(parts, ((0, 0), (1, 0), (0, 0)), constant_values=2688).reshape(-1, 512)
+
+
+def nvfp4_codes(rows):
+    """Codes, and scales of parts, but for those of the first ones."""
+    coded = encode("nvfp4", rows)
+    at = scales_at("nvfp4", *rows.shape)
+    codes = np.stack([coded[:at] >> 4, coded[:at] & 15], -1).reshape(len(rows), 32, 16)
+    scales = coded[at : at + 36 * len(rows)].reshape(len(rows), 36)
+    assert np.array_equal(
+        np.ascontiguousarray(scales[:, :4]).view(np.float32)[:, 0] * 2688, rows[:, 0]
+    )
+    return codes[:, 1:].reshape(-1, 16), scales[:, 5:].reshape(-1)
+
+
+def test_every_code_of_nvfp4_under_every_scale_has_its_value(kernels):
+    codes = np.tile(np.arange(16, dtype=np.uint8), 32)
+    for scales in np.split(np.arange(128, dtype=np.uint8), 4):
+        coded = np.zeros(_probe.codec_bytes("nvfp4", 1, 512), np.uint8)
+        coded[:256] = codes[::2] << 4 | codes[1::2]
+        coded[256:260] = np.float32([3]).view(np.uint8)
+        coded[260:292] = scales
+        values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float32).reshape(32, 16)
+        factors = scales.view(ml_dtypes.float8_e4m3fn).astype(np.float32) * np.float32(3)
+        found = decode("nvfp4", coded, (1, 512)).reshape(32, 16)
+        same_ = same(found, values * factors[:, None])
+        assert same_ or (scales[-1] == 127 and np.isnan(found[-1]).all())
+
+
+def test_every_bfloat16_is_rounded_to_nvfp4(kernels):
+    """As values under a scale of 1, and as scales."""
+    every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
+    values = every[np.abs(every) <= 6]
+    padded = np.pad(values, (0, -len(values) % 15)).reshape(-1, 15)
+    rows = nvfp4_rows(np.pad(padded, ((0, 0), (1, 0)), constant_values=6))
+    codes, scales = nvfp4_codes(rows)
+    codes, scales = codes[: len(padded)], scales[: len(padded)]
+    assert (scales == np.float32(1).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)).all()
+    expected = values.astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    assert np.array_equal(codes[:, 1:].reshape(-1)[: len(values)], expected)
+    ratios = every[~np.signbit(every) & (every <= 448)]
+    codes, scales = nvfp4_codes(nvfp4_rows(np.repeat(ratios[:, None] * 6, 16, 1)))
+    assert np.array_equal(
+        scales[: len(ratios)], ratios.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    )
+    assert len(values) > 32768
+    assert len(ratios) > 16384
+
+
+def test_nvfp4_has_the_codes_and_values_of_torchao(kernels):
+    """Its nvfp4_quantize (0.18) with the scale of the tensor, which each block has here."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((200, 512)).astype(np.float32)
+    rows *= np.float32(2.0) ** rng.integers(-8, 1, (200, 32, 1)).repeat(16, 2).reshape(200, 512)
+    rows[:, 0] = np.float32(-6.7)
+    parts = rows.reshape(-1, 16)
+    scale = np.float32(6.7) / np.float32(2688)
+    ratio = np.abs(parts).max(1) / np.float32(6) / scale
+    expected = np.maximum(ratio, np.float32(2**-6)).astype(ml_dtypes.float8_e4m3fn)
+    inverse = np.float32(1) / scale / expected.astype(np.float32)
+    scaled = np.clip(parts * inverse[:, None], -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    found = decode("nvfp4", encode("nvfp4", rows), rows.shape)
+    total = expected.astype(np.float32) * scale
+    assert ratio.min() > 2**-6
+    assert same(found.reshape(-1, 16), scaled.astype(np.float32) * total[:, None])
+
+
+def test_pages_know_every_codec():
+    """The documents and the docstring, from the list of ``codec_bits.h``."""
+    page = (Path(__file__).parents[2] / "docs/hosts.md").read_text()
+    for codec in BLOCKS:
+        assert f"`{codec}`" in page
+        assert f'"{codec}"' in QuantizedPolicy.__doc__
 
 
 def test_int4_is_the_nearest_integer(kernels):
@@ -209,7 +287,9 @@ def test_blocks_keep_their_largest_value_and_end_with_their_row(codec, row, kern
             back = found[number, begin : begin + BLOCKS[codec]]
             assert np.isfinite(back).all()
             at = np.abs(block).argmax()
-            assert codec == "mxfp8" or back[at] == block[at]
+            if codec == "nvfp4":  # the product of three factors
+                np.testing.assert_allclose(back[at], block[at], 3e-7, 1e-40)
+            assert codec in ("mxfp8", "nvfp4") or back[at] == block[at]
             assert (np.abs(back - block) <= np.abs(block[at]) * BOUNDS[codec]).all()
 
 

@@ -17,6 +17,7 @@ import torch
 from plan_models import LlamaBlock
 from torch import nn
 
+from fsdpc import lowbit
 from fsdpc.__main__ import main
 from fsdpc.plan import advise, states
 from fsdpc.plan.cards import CARDS, bytes_of
@@ -469,6 +470,23 @@ def test_blocks_that_share_a_parameter_with_others_are_no_units():
 
     made = build_traced(Heads, Setup(**CPU))
     assert made.numel == 4 * 32 and len(made.units) == 1
+
+
+def test_parameters_in_codes_are_counted_as_values():
+    """And their FLOPs: without those of gradients that nobody asks for."""
+
+    def made(quantised):
+        model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 128), nn.Linear(128, 4))
+        model[:2].requires_grad_(False)
+        model = lowbit.quantize(model, embeddings=True) if quantised else model
+        return {"model": model, "inputs": torch.zeros(2, 8, dtype=torch.long)}
+
+    coded, plain = (build_traced(partial(made, low), Setup(**CPU)) for low in (True, False))
+    numel, trained = 64 * 128 + 128 * 129 + 129 * 4, 129 * 4
+    assert coded.values == plain.values == plain.numel == numel
+    assert coded.numel < numel
+    assert coded.flops == pytest.approx(2 * 16 * (2 * numel + trained), rel=0.01)
+    assert plain.flops == pytest.approx(coded.flops)
 
 
 BUILDERS = """

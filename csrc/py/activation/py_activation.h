@@ -11,5 +11,6 @@ int fsdpc_py_activation_device(int32_t ordinal, fsdpc_device **out);
 extern PyMethodDef fsdpc_py_activation_methods[];
 /* py_codec.c */
 extern PyMethodDef fsdpc_py_codec_methods[];
+int fsdpc_py_codec_exec(PyObject *module);
 
 #endif

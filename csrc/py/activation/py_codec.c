@@ -145,6 +145,33 @@ row_codes_bytes(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t c
     return PyLong_FromSize_t(fsdpc_codec_bytes(codec, 1, row));
 }
 
+#define ROW(with, codec, name, block, bits, scale, weights, gradients) \
+    {name, block, bits, weights, gradients},
+
+int
+fsdpc_py_codec_exec(PyObject *module)
+{
+    static const struct {
+        const char *name;
+        int block, bits, weights, gradients;
+    } rows[] = {FSDPC_CODEC_LIST(ROW, )};
+    enum { COUNT = sizeof rows / sizeof *rows };
+    PyObject *codecs = PyTuple_New(COUNT);
+    for (int i = 0; codecs && i < COUNT; i++) {
+        PyObject *row =
+            Py_BuildValue("(siiNN)", rows[i].name, rows[i].block, rows[i].bits,
+                          PyBool_FromLong(rows[i].weights), PyBool_FromLong(rows[i].gradients));
+        if (!row) {
+            Py_CLEAR(codecs);
+        } else {
+            PyTuple_SET_ITEM(codecs, i, row);
+        }
+    }
+    const int result = codecs ? PyModule_AddObjectRef(module, "CODECS", codecs) : -1;
+    Py_XDECREF(codecs);
+    return result;
+}
+
 PyMethodDef fsdpc_py_codec_methods[] = {
     FSDPC_PY_FUNCTION(
         row_codes_bytes, FSDPC_PY_KEYWORDS, "(codec, row)",

@@ -22,6 +22,7 @@ from fsdpc._engine.modules import join
 from fsdpc._fsdp1.mixed import FullPrecisionHooks
 from fsdpc._fsdp2.module import fully_shard
 from fsdpc.api import MixedPrecision, MixedPrecisionPolicy
+from fsdpc.lowbit import coded_layers
 from fsdpc.plan.model import Model, Moment, Setup, Unit
 from fsdpc.plan.sources import configs
 from fsdpc.plan.sources import trace as _trace
@@ -142,7 +143,10 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
         tokens = _tokens(run.inputs)
         if not tokens:
             notes.append("no token ids among the inputs: FLOPs and step times are not known")
-        used = sum(u.numel for u in units) - idle
+        packed = _packed(module)
+        values = sum(u.numel for u in units) + packed
+        trained = sum(p.numel for u in units for p in u.params if p.trainable)
+        forward = 2.0 * tokens * (values - idle)  # and twice that backward, half of it if frozen
         return Model(
             name=type(module).__name__,
             units=units,
@@ -150,7 +154,9 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
             buffer_bytes=_trace.bytes_of_tensors(list(module.buffers())),
             input_bytes=_trace.bytes_of_tensors(run.inputs),
             tokens=tokens,
-            flops=6.0 * tokens * used,  # 0 without token ids
+            flops=forward * (2 + trained / max(values, 1)),  # 0 without token ids
+            forward=forward,
+            packed=packed,
             notes=tuple(notes),
             traced=True,
             sized=sized,
@@ -183,6 +189,15 @@ def _step(
         return tuple(_moments(run, units, setup)), ""
     except Exception as error:
         return (), nothing + f"the step raised {sentence(error)}"
+
+
+def _packed(module: nn.Module) -> int:
+    """Values in codes of ``fsdpc.lowbit``, less the bytes that hold them."""
+    weights = {
+        id(layer.weight): len(layer.weight) * layer.row - layer.weight.numel()
+        for _, layer in coded_layers(module)
+    }
+    return sum(weights.values())
 
 
 def _idle(module: nn.Module) -> int:
