@@ -61,13 +61,16 @@ def parts_of(value: Any) -> tuple[Any, list[bytes]]:
     return writer.form(value, "", 0), writer.raw
 
 
+_PLAIN = {type(None), bool, int, float, str}
+
+
 class _Writer:
     def __init__(self) -> None:
         self.raw: list[bytes] = []
 
     def form(self, value: Any, path: str, depth: int) -> Any:
         kind = type(value)
-        if value is None or kind in (bool, int, float, str):
+        if kind in _PLAIN:
             return value
         if depth > _DEEPEST:
             raise TypeError(f"{path or 'the value'} is nested deeper than {_DEEPEST} containers")
@@ -87,6 +90,8 @@ class _Writer:
         return len(raw)
 
     def items(self, values: Any, path: str, depth: int) -> list[Any]:
+        if _PLAIN.issuperset(map(type, values)):
+            return list(values)
         return [self.form(v, f"{path}[{i}]", depth + 1) for i, v in enumerate(values)]
 
     def pairs(self, values: dict[Any, Any], path: str, depth: int) -> list[Any]:

@@ -39,14 +39,13 @@ class Digests:
             yield Digest(whole, tuple(blocks[at : at + count]) or (whole,))  # it may be empty
             at += count
 
-    def texts(self) -> Iterator[tuple[str, str]]:
-        """Of each tensor in hexadecimal: the whole, and the blocks where there are several."""
+    def texts(self) -> tuple[list[str], list[str]]:
+        """In hexadecimal: each tensor's whole, and its blocks where there are several."""
         wholes, blocks = (each.astype(">u4").tobytes().hex() for each in (self.wholes, self.blocks))
-        at = 0
-        for number, count in enumerate(self.counts.tolist()):
-            end = at + 8 * count
-            yield wholes[8 * number : 8 * number + 8], blocks[at:end] if count > 1 else ""
-            at = end
+        own, ends = [""] * len(self.counts), 8 * np.cumsum(self.counts)
+        for number in np.flatnonzero(self.counts > 1).tolist():
+            own[number] = blocks[ends[number] - 8 * self.counts[number] : ends[number]]
+        return [wholes[at : at + 8] for at in range(0, len(wholes), 8)], own
 
 
 def combine(

@@ -5,6 +5,7 @@ nothing lives longer.
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -245,9 +246,9 @@ class _KeptStates:
     stamp: list[Any]
     state: State  # without entries
     names: list[list[str]]  # by groups
-    # Tensors that have to be equal on the ranks that have them: by their place in the layout, which
-    # of this rank's they are.
-    wholes: dict[int, int]
+    # Tensors that have to be equal on the ranks that have them, of one form each: their places in
+    # the layout, and which of this rank's they are.
+    wholes: list[tuple[list[int], list[int]]]
     layout: Layout
     tables: list[Table]
 
@@ -276,8 +277,7 @@ class StateReading:
             self._now = now = _stamp_of_states(optimizer, reading.params) if may_keep else None
             if kept is not None and now is not None:
                 if kept.model is self._model and kept.stamp == now.values:
-                    crcs = _crcs_of([now.tensors[number] for number in kept.wholes.values()])
-                    seen.value = np.array([list(kept.wholes), crcs], dtype=np.int64)
+                    seen.value = _digests_of(kept.wholes, now.tensors)
         if not _agree(seen.values):
             kept = None
         self._old = kept
@@ -313,12 +313,16 @@ class StateReading:
         places = (place for file in made.layout.files for place in file.places)
         known = {place.name: n for n, place in enumerate(places)}
         sites = ((names_of[number], key) for number, key in now.sites())
-        wholes = {known[state_name(name, key)]: number
-                  for number, (name, key) in enumerate(sites)
-                  if kinds[name][key] == "whole"}  # fmt: skip
+        wholes: dict[Any, tuple[list[int], list[int]]] = {}
+        for number, ((name, key), tensor) in enumerate(zip(sites, now.tensors, strict=True)):
+            if kinds[name][key] == "whole":
+                form = tensor.dtype, tensor.shape, tensor.device
+                own = wholes.setdefault(form, ([], []))
+                own[0].append(known[state_name(name, key)])
+                own[1].append(number)
         names = [group["params"] for group in self.state.groups]
         _kept_states[self._optimizer] = _KeptStates(
-            model, now.values, self.state, names, wholes, made.layout, made.tables
+            model, now.values, self.state, names, list(wholes.values()), made.layout, made.tables
         )
 
 
@@ -341,14 +345,19 @@ def _stamp_of_states(
     groups = [[numbers.get(id(param)) for param in g["params"]] for g in optimizer.param_groups]
     if any(None in group for group in groups):
         return None
-    states = [optimizer.state.get(params[number], {}) for group in groups for number in group]
+    # By numbers: the hash of a tensor is a function in Python.
+    state_of = {id(param): state for param, state in optimizer.state.items()}
+    states = [state_of.get(id(params[number]), {}) for group in groups for number in group]
     # Equal tuples of keys are one object: many new objects would start the garbage collector.
     known: dict[Any, int] = {}
     keys = [known.setdefault((*state,), len(known)) for state in states]
     values = [value for state in states for value in state.values()]
-    plain = [(type(value), value) for value in values if not isinstance(value, Tensor)]
-    tensors = [value._local_tensor if isinstance(value, DTensor) else value
-               for value in values if isinstance(value, Tensor)]  # fmt: skip
+    types = set(map(type, values))
+    wide = {kind for kind in types if issubclass(kind, DTensor)}
+    other = {kind for kind in types if not issubclass(kind, Tensor)}
+    plain = [(type(value), value) for value in values if type(value) in other] if other else []
+    tensors = [value._local_tensor if type(value) in wide else value
+               for value in values if type(value) not in other]  # fmt: skip
     if not all(kind in (int, float, bool, str, type(None)) for kind, _ in plain):
         return None
 
@@ -366,21 +375,32 @@ def _stamp_of_states(
     return _StateStamp([groups, keys, list(known), plain, forms], tensors, sites)
 
 
-def _crcs_of(tensors: Sequence[Tensor]) -> list[int]:
-    """Of the bytes of each. Of two that differ and have one CRC (never where they have four bytes,
-    as ``step``) the first rank's is saved, and that they differ is not seen.
+def _digests_of(
+    wholes: Sequence[tuple[list[int], list[int]]], tensors: Sequence[Tensor]
+) -> np.ndarray:
+    """Places, and digests: bytes, or the CRC of more than eight. Of two that differ and have one
+    CRC (never ``step``) the first rank's is saved, and that they differ is not seen.
     """
-    alike: dict[Any, list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        form = tensor.dtype, tensor.shape, tensor.device
-        alike.setdefault(form, []).append(number)
-    crcs = [0] * len(tensors)
-    for numbers in alike.values():
-        together = torch.stack([tensors[number] for number in numbers]).view(-1)
-        rows = together.view(torch.uint8).cpu().numpy().reshape(len(numbers), -1)
-        for number, row in zip(numbers, rows, strict=True):
-            crcs[number] = _C.ckpt_crc32c(row)
-    return crcs
+    found = [np.empty((2, 0), np.int64)]
+    for places, numbers in wholes:
+        rows = _rows_of([tensors[number] for number in numbers])
+        if rows.shape[1] <= 8:
+            digests = np.pad(rows, ((0, 0), (0, 8 - rows.shape[1]))).view(np.int64)[:, 0]
+        else:
+            digests = np.array([_C.ckpt_crc32c(row) for row in rows])
+        found.append(np.stack([np.array(places), digests]))
+    return np.concatenate(found, axis=1)
+
+
+def _rows_of(tensors: Sequence[Tensor]) -> np.ndarray:
+    """The bytes of tensors of one form."""
+    first, count = tensors[0], len(tensors)
+    if first.numel() == 1 and first.device.type == "cpu":  # `step`: stack() takes far longer
+        nbytes = first.dtype.itemsize
+        raw = b"".join([ctypes.string_at(tensor.data_ptr(), nbytes) for tensor in tensors])
+        return np.frombuffer(raw, np.uint8).reshape(count, nbytes)
+    together = torch.stack(list(tensors)).view(-1)
+    return together.view(torch.uint8).cpu().numpy().reshape(count, -1)
 
 
 def _agree(values: Sequence[np.ndarray | None]) -> bool:

@@ -50,6 +50,11 @@ class File:
     places: list[Place] = field(default_factory=list)
     frozen: bool = False  # see ``Entry``
 
+    @functools.cached_property
+    def keys(self) -> list[str]:
+        """The tensors' names as JSON."""
+        return [json.encoder.encode_basestring(place.name) for place in self.places]
+
 
 @dataclass
 class Layout:

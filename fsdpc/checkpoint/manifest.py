@@ -46,12 +46,14 @@ class Manifest:
 
     def add_set(self, layout: Layout, digests: Digests) -> None:
         """Add a set whose tensors have these digests, in the set's order."""
-        texts = digests.texts()
+        forms = zip(*digests.texts(), strict=True)
         for file in layout.files:
             path = layout.path(file)
             self.headers[path] = (file.nbytes, _C.ckpt_crc32c(file.header))
-            pairs = zip(file.places, texts, strict=False)
-            self.written[path] = _BETWEEN.join([_member(p.name, *forms) for p, forms in pairs])
+            pairs = zip(file.keys, forms, strict=False)
+            self.written[path] = _BETWEEN.join(
+                [f'{key}: ["{whole}"{_BETWEEN}"{own}"]' for key, (whole, own) in pairs]
+            )
 
     def add_file(self, path: str, content: bytes) -> None:
         self.files[path] = (len(content), _C.ckpt_crc32c(content))
@@ -71,8 +73,8 @@ class Manifest:
         }
         most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
         # Python's encoder has indents in Python alone, which takes long for many tensors.
-        read = {path: _BETWEEN.join([_member(name, *_forms(digest)) for name, digest in t.items()])
-                for path, t in self.tensors.items()}  # fmt: skip
+        read = {path: _BETWEEN.join([_member(name, digest) for name, digest in tensors.items()])
+                for path, tensors in self.tensors.items()}  # fmt: skip
         parts = [_record(path, text) for path, text in sorted((self.written | read).items())]
         return _signed(f"{most},\n {_record('tensors', _BETWEEN.join(parts))}\n}}")
 
@@ -120,13 +122,10 @@ def _record(key: str, members: str) -> str:
     return f"{_text(key)}: {{{members}}}"
 
 
-def _member(name: str, whole: str, blocks: str) -> str:
-    return f'{_text(name)}: ["{whole}"{_BETWEEN}"{blocks}"]'
-
-
-def _forms(digest: Digest) -> tuple[str, str]:
-    """As ``Digests.texts``."""
-    return _hex(digest.whole), "".join(map(_hex, digest.blocks)) if len(digest.blocks) > 1 else ""
+def _member(name: str, digest: Digest) -> str:
+    """As ``add_set`` writes it."""
+    blocks = "".join(map(_hex, digest.blocks)) if len(digest.blocks) > 1 else ""
+    return f'{_text(name)}: ["{_hex(digest.whole)}"{_BETWEEN}"{blocks}"]'
 
 
 def decode(text: bytes) -> Manifest:

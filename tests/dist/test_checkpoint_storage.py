@@ -1,13 +1,18 @@
 """fsdpc.checkpoint on URLs, through drivers of fsspec: uploads that end well or are no checkpoint,
 reads by ranges, folders of steps. The driver here is that of local files, which may fail or be
-slow; benchmarks/bench_storage.py runs the same against an S3 server.
+slow; kills, and benchmarks/bench_storage.py, are against an S3 server. `FSDPC_TEST_KILLS=50` kills
+more often.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
+import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -23,6 +28,8 @@ from fsdpc import checkpoint
 from fsdpc.__main__ import main as program
 from fsdpc.checkpoint import CheckpointError, Url
 from fsdpc.checkpoint.verify import verify
+
+KILLS = int(os.environ.get("FSDPC_TEST_KILLS", "1"))
 
 
 class Odd(LocalFileSystem):
@@ -57,6 +64,26 @@ class Odd(LocalFileSystem):
 
 
 fsspec.register_implementation("odd", Odd, clobber=True)
+
+
+@pytest.fixture
+def s3(monkeypatch):
+    """A function that starts moto's server with a bucket, and returns the ranks' environment."""
+    pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    from bench_storage import server
+
+    names = ("AWS_ENDPOINT_URL", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
+    for name in names:
+        monkeypatch.setenv(name, "")
+    with contextlib.ExitStack() as stack:
+
+        def start() -> dict[str, str]:
+            stack.enter_context(server())
+            return {name: os.environ[name] for name in names}
+
+        yield start
 
 
 def command(line: list[str]) -> int:
@@ -238,6 +265,72 @@ def test_one_process_damage_and_the_command(tmp_path: Path, capsys):
     folder = Path("file:") / str(tmp_path)[1:] / "c"
     checkpoint.save(f"file://{tmp_path}/c", model)
     assert (tmp_path / "c" / "fsdpc.json").exists() and not folder.exists()
+
+
+def save_until_killed(rank: int, world: int, url: str, path: str, victim: int, after: float):
+    """Steps of which each is saved and then replaced; every element of a save is its number."""
+    model = build("fsdp2")
+    keeper = checkpoint.Checkpointer(url, keep=2, keep_every=5, staging=path)
+    found = keeper.resume(model)
+    number = 0 if found is None else found.extra["number"]
+    first = number
+    while True:
+        number += 1
+        if rank == victim and number == first + 2:
+            threading.Timer(after, die).start()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.to_local().fill_(number)
+        keeper.save(number // 2, model, extra={"number": number})
+
+
+def seen_until(url: str, done: threading.Event, kept: list[int]) -> None:
+    """Counts checkpoints that were looked at: whole ones, those replaced meanwhile, others."""
+    keeper = checkpoint.Checkpointer(url)
+    while not done.wait(0.02):
+        path = keeper.latest()
+        if path is None:
+            continue
+        try:
+            text = (path / "fsdpc.json").read_bytes()
+            is_whole = not verify(path).damaged
+        except (CheckpointError, FileNotFoundError):
+            is_whole = False
+        try:
+            still = (path / "fsdpc.json").read_bytes() == text
+        except FileNotFoundError:
+            still = False
+        kept[0 if is_whole else 2 if still else 1] += 1
+
+
+@pytest.mark.long
+def test_killed_ranks_leave_whole_checkpoints_in_object_storage(
+    tmp_path: Path, s3: Callable[[], dict[str, str]]
+):
+    url, rng = "s3://weights/run", random.Random(os.environ.get("FUZZ_SEED", "1"))
+    environment, done, seen = s3(), threading.Event(), [0, 0, 0]
+    looker = threading.Thread(target=seen_until, args=(url, done, seen))
+    looker.start()
+    before = 0
+    for _ in range(KILLS):
+        victim, after = rng.randrange(2), rng.uniform(0, 1)
+        arguments = {"url": url, "path": str(tmp_path), "victim": victim, "after": after}
+        outcomes = run_ranks(save_until_killed, 2, faults=True, env=environment, **arguments)
+        assert outcomes[victim].exit_signal == signal.SIGKILL, outcomes[victim].error
+        survivor = outcomes[1 - victim]
+        assert survivor.error_types[:1] == ("CheckpointError",), survivor.error
+        model = build("plain")
+        found = checkpoint.Checkpointer(url).resume(model)
+        number = 0 if found is None else found.extras[0]["number"]
+        values = {float(x) for p in model.parameters() for x in p.detach().reshape(-1)}
+        assert found is None or (values == {number} and found.step == number // 2), (values, number)
+        assert number >= before - 1  # the one that was being replaced may be gone
+        before = number
+    done.set()
+    looker.join()
+    assert not seen[2] and (before == 0 or seen[0]), seen
+    if KILLS > 1:
+        print(f"{KILLS} kills, saves: {before}, whole, replaced, others: {seen}")
 
 
 @ranks(2)

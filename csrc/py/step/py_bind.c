@@ -155,6 +155,19 @@ bind_covers(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *indices)
     return 0;
 }
 
+/* The address of a parameter's memory, NULL on the meta device: asked first, because DLPack refuses
+ * such a tensor with a C++ exception, for which torch spends milliseconds on a backtrace. */
+static int
+bound_data(const fsdpc_py_flat *flat, PyObject *param, const void **out)
+{
+    PyObject *local = fsdpc_py_local(flat, param);
+    PyObject *meta = local ? PyObject_GetAttr(local, fsdpc_py_name.is_meta) : NULL;
+    int result = !meta ? -1 : meta == Py_True ? 0 : fsdpc_py_torch_data(local, out);
+    Py_XDECREF(meta);
+    Py_XDECREF(local);
+    return result;
+}
+
 /* (param, grad tensor or None, (param numbers)) each. */
 static int
 bind_sharded(fsdpc_py_flat *flat, PyObject *list)
@@ -187,7 +200,7 @@ bind_sharded(fsdpc_py_flat *flat, PyObject *list)
         }
         sharded->requires_grad = sharded->grad != NULL;
         sharded->param_version = -1;
-        if (!flat->foreign && fsdpc_py_local_data(flat, param, &sharded->param_data) < 0) {
+        if (!flat->foreign && bound_data(flat, param, &sharded->param_data) < 0) {
             return -1;
         }
         flat->expected += sharded->grad ? sharded->cover_count : 0;

@@ -20,6 +20,7 @@ fsdpc_py_make_names(void)
         {&fsdpc_py_name.copy, "copy_"},
         {&fsdpc_py_name.any, "any"},
         {&fsdpc_py_name.signbit, "signbit"},
+        {&fsdpc_py_name.is_meta, "is_meta"},
         {&fsdpc_py_name.flatten_fn, "flatten_fn"},
         {&fsdpc_py_name.profiles, "_is_profiler_enabled"},
         {&fsdpc_py_name.dataclass_fields, "__dataclass_fields__"},

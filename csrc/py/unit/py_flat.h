@@ -186,7 +186,7 @@ typedef struct fsdpc_py_tree {
 typedef struct fsdpc_py_names {
     PyObject *register_prehook, *dataclass_fields, *detach, *is_view, *sequence,
         *register_hook_dict, *backward_optimizers, *local_tensor, *copy, *any, *signbit,
-        *flatten_fn, *profiles;
+        *flatten_fn, *profiles, *is_meta;
 } fsdpc_py_names;
 extern fsdpc_py_names fsdpc_py_name;
 
