@@ -157,7 +157,7 @@ draw_fault(sim_case *c, uint64_t *state)
         [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3, [SIM_REFUSED] = 5};
     /* Of 32; none in the rest. */
     static const int often[SIM_FAULTS] = {[SIM_DIES] = 3,      [SIM_STOPS] = 5,  [SIM_PAUSES] = 2,
-                                          [SIM_RAISES] = 2,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 2,
+                                          [SIM_RAISES] = 2,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 4,
                                           [SIM_NO_MEMORY] = 2, [SIM_STRAYS] = 4, [SIM_REFUSED] = 2};
     int draw = (int)(sim_random(state) % 32);
     for (int kind = SIM_FAULTS - 1; kind > SIM_NO_FAULT; kind--) {
@@ -236,11 +236,10 @@ draw_case(uint64_t seed)
     }
     c.parts = sim_random(&state) % 4 == 0;
     const bool strays = c.fault == SIM_STRAYS;
-    /* Of 4. Weights that some ranks change early are told apart by what nobody gathers, and by being put back. */
-    const unsigned often = c.fault == SIM_CHANGES ? 3 : strays ? 2 : 1;
+    const unsigned often = strays || c.fault == SIM_CHANGES ? 2 : 1; /* of 4 */
     c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
-    c.swaps = c.evaluates && sim_random(&state) % 4 < 1 + often / 2;
+    c.swaps = c.evaluates && sim_random(&state) % 4 < often;
     return c;
 }
 
