@@ -256,7 +256,7 @@ CLUSTER_CORE := $(filter csrc/base/% csrc/activation/% csrc/codec/% csrc/device/
     csrc/exchange/% csrc/tree/% kernels/%,$(CORE))
 CLUSTER_POINTS := $(filter csrc/shm/% csrc/comm/% csrc/exchange/%,$(CLUSTER_CORE))
 CLUSTER_WRAPS := $(shell sed -n 's/^wrap \([a-z0-9_]*\)$$/-Wl,--wrap=\1/p' tests/simcluster/world.list)
-CLUSTER_PARTS := $(patsubst %,$(CLUSTER)/%.o,main schedule world sockets)
+CLUSTER_PARTS := $(patsubst %,$(CLUSTER)/%.o,main schedule world sockets wire)
 CLUSTER_CFLAGS := $(CTEST_CFLAGS) -Itests/simcluster
 # Of the core only what has points is compiled anew, the rest is that of the C tests; but all of it where what
 # is reached is counted.
@@ -286,6 +286,7 @@ $(CLUSTER)/simcluster: $(CLUSTER_PARTS)
 
 cluster-run: $(CLUSTER)/simcluster $(CLUSTER)/core.so
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --mended tests/simcluster/mended.list --count $(SEEDS) $(ARGS)
+	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --wire --count $$(($(SEEDS) / 3)) $(ARGS)
 
 # `make simcluster SEEDS=1000000`; ARGS="--ranks 16 --first 7".
 SEEDS := 10000

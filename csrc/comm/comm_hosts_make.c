@@ -1,4 +1,6 @@
 /* How a communicator learns which ranks share a host: numbers, carriers, the hosts' segments. See hosts.h. */
+#include <stdio.h>
+
 #include "base/mem.h"
 #include "base/status.h"
 #include "comm/comm_impl.h"
@@ -59,11 +61,27 @@ map_turns(fsdpc_hosts *hosts)
     return FSDPC_OK;
 }
 
+/* While the ranks of a host meet, messages call them 0, 1 and so on. */
+static int
+say_numbers(const fsdpc_hosts *hosts, int status)
+{
+    char list[256];
+    int at = 0;
+    for (int i = 0; i < hosts->local_world && at < (int)sizeof list; i++) {
+        at += snprintf(list + at, sizeof list - (size_t)at, "%s%d", i ? ", " : "", hosts->ranks[i]);
+    }
+    return fsdpc_error_prepend(status, "ranks %s, which share a host and are called 0 to %d here",
+                               list, hosts->local_world - 1);
+}
+
 static int
 share_host(fsdpc_comm *comm, const char *segment, double timeout_s, fsdpc_hosts *hosts)
 {
-    FSDPC_TRY(fsdpc_comm_shm(comm->device, hosts->local_rank, hosts->local_world, segment,
-                             timeout_s, &comm->local));
+    const int status = fsdpc_comm_shm(comm->device, hosts->local_rank, hosts->local_world, segment,
+                                      timeout_s, &comm->local);
+    if (status != FSDPC_OK) {
+        return say_numbers(hosts, status);
+    }
     hosts->shm = fsdpc_comm_segment(comm->local);
     fsdpc_shm_set_numbers(hosts->shm, hosts->ranks);
     return map_turns(hosts);

@@ -39,6 +39,7 @@ class Fault:
     old: str  # occurs once in the file
     new: str
     mended: bool = False  # this was how the engine was
+    wire: bool = False  # tried with ranks of several hosts
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
@@ -48,6 +49,9 @@ GATHER, REDUCE = "exchange/exchange_shared_gather.c", "exchange/exchange_shared_
 SHARED, PAUSE = "exchange/exchange_shared.c", "exchange/exchange_shared_wait.c"
 COMM, CHANGES, TREE = "comm/comm_shm.c", "exchange/exchange_shared_changes.c", "tree/tree.c"
 MESSAGE = "shm/shm_message.c"
+WIRE, LANDS = "exchange/exchange_wire.c", "exchange/exchange_wire_land.c"
+WIRE_WAIT, WIRE_REDUCE = "exchange/exchange_wire_wait.c", "exchange/exchange_wire_reduce.c"
+WIRE_HOST, FLIGHT = "exchange/exchange_wire_host.c", "comm/comm_flight.c"
 
 # Not here, as they change nothing that can be seen:
 # - The slots' set-up without its barrier: rank 0 empties the slots before it begins a pass, and
@@ -1012,6 +1016,109 @@ FAULTS = [
         "return a->op == b->op && a->dtype",
         "return a->dtype",
     ),
+    # Ranks of several hosts.
+    Fault(
+        "own sums at another place than the host's",
+        WIRE_REDUCE,
+        "host ? host->hosts->host : x->rank,",
+        "0,",
+        wire=True,
+    ),
+    Fault(
+        "a part of a gather that has landed is not said",
+        LANDS,
+        "        fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, wire->host->fills[slot]);",
+        "        (void)slot;",
+        wire=True,
+    ),
+    Fault(
+        "a part of a gather is said before it has landed",
+        LANDS,
+        "    int status = fsdpc_wire_land(x, &wire->gathers[id], what, NULL);",
+        "    if (fsdpc_wire_is_shared(x, unit)) {\n"
+        "        fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, wire->host->fills[slot]);\n"
+        "    }\n"
+        "    int status = fsdpc_wire_land(x, &wire->gathers[id], what, NULL);",
+        wire=True,
+    ),
+    Fault(
+        "the parts of other ranks of the host are not awaited",
+        WIRE,
+        "    return fsdpc_wire_is_shared(x, unit)\n",
+        "    return false && fsdpc_wire_is_shared(x, unit)\n",
+        wire=True,
+    ),
+    Fault(
+        "a slot is filled before the host's ranks have left it",
+        WIRE,
+        "    return fsdpc_wire_host_wait(x, FSDPC_WIRE_CLEARED,",
+        "    return true ? FSDPC_OK : fsdpc_wire_host_wait(x, FSDPC_WIRE_CLEARED,",
+        wire=True,
+    ),
+    Fault(
+        "a slot shows values of an earlier pass",
+        WIRE,
+        "x->slot_unit[use->slot] == use->id && x->slot_tag[use->slot] == x->tag;",
+        "x->slot_unit[use->slot] == use->id;",
+        wire=True,
+    ),
+    Fault(
+        "gathers are not landed before a wait for the host",
+        WIRE_WAIT,
+        "    FSDPC_TRY(fsdpc_comm_land_before(x->comm, UINT64_MAX)); /* [Note: no deadlock] */\n",
+        "",
+        wire=True,
+    ),
+    Fault(
+        "ranks of a host that begin different flights do not see that",
+        WIRE_WAIT,
+        "        if (disagree(x, next)) {",
+        "        if (false && disagree(x, next)) {",
+        wire=True,
+    ),
+    Fault(
+        "a turn is said without a change",
+        WIRE_WAIT,
+        "        fsdpc_wire_say_change(x);\n",
+        "",
+        wire=True,
+    ),
+    Fault(
+        "a change wakes nobody of the host",
+        WIRE_HOST,
+        "    fsdpc_shm_wake(fsdpc_wire_changes(x));\n",
+        "",
+        wire=True,
+    ),
+    Fault(
+        "gradients are summed before the host's ranks have packed theirs",
+        WIRE_REDUCE,
+        "            FSDPC_TRY(fsdpc_wire_host_wait(x, FSDPC_WIRE_PACKED,",
+        "            FSDPC_TRY(true ? 0 : fsdpc_wire_host_wait(x, FSDPC_WIRE_PACKED,",
+        wire=True,
+    ),
+    Fault(
+        "a reduce buffer is packed while the host's ranks read it",
+        WIRE_REDUCE,
+        "    return x->wire->host ? fsdpc_wire_host_wait(x, FSDPC_WIRE_READ,",
+        "    return false ? fsdpc_wire_host_wait(x, FSDPC_WIRE_READ,",
+        wire=True,
+    ),
+    Fault(
+        "used bits of the last rank are left out",
+        WIRE_REDUCE,
+        "    for (int r = 1; r < x->world; r++) {",
+        "    for (int r = 1; r < x->world - 1; r++) {",
+        wire=True,
+    ),
+    Fault(
+        "ranks with other marks read each other's data",
+        FLIGHT,
+        "    return memcmp(&flight->marks[rank], &flight->marks[flight->comm->rank],\n"
+        "                  sizeof *flight->marks) == 0;",
+        "    return rank >= 0 || flight;",
+        wire=True,
+    ),
 ]
 
 
@@ -1073,6 +1180,7 @@ def search(fault: Fault, build: Path, before: Outcome, most: int, end: float) ->
     library = plant(fault, build)
     first, begin = before.tried + 1, time.monotonic()
     command = [str(build / "simcluster"), str(library), "--until-found"]
+    command += ["--wire"] * fault.wire
     command += ["--first", str(first), "--count", str(most - before.tried)]
     tried, found, what = before.tried, 0, ""
     try:

@@ -40,7 +40,7 @@ static struct options {
     const char *library;
     uint64_t first, count;
     int ranks, units, steps, fault;
-    bool trace, quiet, until_found, shrink;
+    bool trace, quiet, until_found, shrink, wire;
     const char *mended; /* a file of seeds that are run first */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
@@ -184,6 +184,21 @@ draw_fault(sim_case *c, uint64_t *state)
     c->uneven = c->uneven && c->fault != SIM_CHANGES;
 }
 
+/* All ranks gather and reduce in one order there. */
+static void
+draw_wire(sim_case *c)
+{
+    c->wire = true;
+    c->hosts = sim_mix(c->seed * 13 + 1) % 4 != 0 && c->world > 2;
+    c->own_order = c->skips = c->uneven = c->idle = c->in_step = false;
+    /* A pass in which a rank gathers nothing is not counted: exchange_wire.c. */
+    c->rootless = c->rootless && c->fault != SIM_STRAYS;
+    if (c->fault == SIM_CHANGES || c->fault == SIM_REFUSED) {
+        c->fault = SIM_NO_FAULT;
+        c->at = 0;
+    }
+}
+
 static sim_case
 draw_case(uint64_t seed)
 {
@@ -240,6 +255,9 @@ draw_case(uint64_t seed)
     c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
     c.swaps = c.evaluates && sim_random(&state) % 4 < often;
+    if (options.wire) {
+        draw_wire(&c);
+    }
     return c;
 }
 
@@ -250,21 +268,25 @@ static const char *const fault_names[SIM_FAULTS] = {"none",   "dies",   "stops",
 static void
 print_case(const sim_case *c)
 {
-    printf(
-        "  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s; %d gather slots, "
-        "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
-        c->world, c->units, c->steps, c->rounds, c->own_order ? ", own order" : "",
-        c->skips ? ", units skipped" : "", c->nested ? ", nested" : "",
-        c->rootless ? ", no root" : "", c->late ? ", late gradients" : "",
-        c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
-        c->idle ? ", idle batches" : "", c->swaps ? ", weights put back" : "",
-        c->meets ? ", meetings" : "", c->parts ? ", no last meeting" : "",
-        c->poison ? ", poison" : "", c->wide ? ", wide" : "", c->gather_slots, c->reduce_slots,
-        c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
-        c->spurious ? ", spurious wakes" : "", c->lingers ? ", late sleepers" : "",
-        c->computes ? ", slow modules" : "", c->holds ? ", held up" : "",
-        c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
-        c->weak ? ", late stores" : "", c->in_step ? ", in step" : "", fault_names[c->fault]);
+    printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s%s; %d gather "
+           "slots, "
+           "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
+           c->world, c->units, c->steps, c->rounds,
+           c->hosts  ? ", hosts"
+           : c->wire ? ", a wire"
+                     : "",
+           c->own_order ? ", own order" : "", c->skips ? ", units skipped" : "",
+           c->nested ? ", nested" : "", c->rootless ? ", no root" : "",
+           c->late ? ", late gradients" : "",
+           c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
+           c->idle ? ", idle batches" : "", c->swaps ? ", weights put back" : "",
+           c->meets ? ", meetings" : "", c->parts ? ", no last meeting" : "",
+           c->poison ? ", poison" : "", c->wide ? ", wide" : "", c->gather_slots, c->reduce_slots,
+           c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
+           c->spurious ? ", spurious wakes" : "", c->lingers ? ", late sleepers" : "",
+           c->computes ? ", slow modules" : "", c->holds ? ", held up" : "",
+           c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
+           c->weak ? ", late stores" : "", c->in_step ? ", in step" : "", fault_names[c->fault]);
     if (c->fault) {
         printf(" (rank %d at %llu%s, deadline %g s)", c->victim, (unsigned long long)c->at,
                c->place ? " of a place" : "", c->timeout_s);
@@ -376,18 +398,28 @@ may_be_late(const sim_case *c, const sim_run *run)
     return (double)run->napped_ns > 0.4e9 * c->timeout_s;
 }
 
+/* A barrier of the program's own knows nothing of units: there its deadline ends the wait. */
+static bool
+says_that_ranks_differ(const sim_case *c, const char *text)
+{
+    return strstr(text, "run different units") || strstr(text, "run equally many batches") ||
+           (c->meets && strstr(text, " waited "));
+}
+
 static void
 judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *out)
 {
     const bool joined = out->joined && run->out[c->victim].joined;
     /* Once the ranks have met, a death is seen at once. A stop is seen by the deadline of a wait that may begin after
      * others, for private memory, have ended. */
-    const bool waits = c->fault == SIM_STOPS || c->fault == SIM_STRAYS;
+    const bool waits = c->fault == SIM_STOPS || (c->fault == SIM_STRAYS && (!c->wire || c->meets));
     const double most_s = joined && !waits ? 0 : 1.5 * c->timeout_s;
     /* A rank that leaves disturbs nobody who does not need it: only sleeps count. One that is about to sleep does not
      * see that another one leaves before a slice of the sleep has passed. */
     const bool leaves = c->fault == SIM_LEAVES;
-    const bool told = c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED;
+    /* Who fails before the ranks of its host have met is missed by the deadline, as a stop is. */
+    const bool alone = c->hosts && !run->out[c->victim].joined;
+    const bool told = (c->fault == SIM_NO_MEMORY && !alone) || c->fault == SIM_REFUSED;
     const int64_t late_ns = leaves ? out->idle_ns : out->end_ns - run->fault_ns;
     const int64_t slack_ns =
         (int64_t)(most_s * 1e9) + (leaves ? LEFT_SLACK_MS : SLACK_MS) * INT64_C(1000000);
@@ -408,6 +440,8 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
         if (!strstr(out->text, "has changed its parameters")) {
             sim_violation("rank %d raises without a cause: %s", rank, out->text);
         }
+    } else if (c->wire && c->fault == SIM_STRAYS && !says_that_ranks_differ(c, out->text)) {
+        sim_violation("rank %d does not say that ranks run different units: %s", rank, out->text);
     } else if (says_that_one_left(c, run, out->text)) {
         sim_violation("rank %d says that a rank left which gave up: %s", rank, out->text);
     } else if (misses_what_was_done(c, run, rank)) {
@@ -462,13 +496,14 @@ judge_stop(const sim_case *c, const sim_run *run)
 static void
 judge(const sim_case *c, const sim_run *run)
 {
-    if (c->fault == SIM_STOPS || c->fault == SIM_STRAYS) {
+    if (c->fault == SIM_STOPS || (c->fault == SIM_STRAYS && !c->wire)) {
         judge_stop(c, run);
     }
     for (int r = 0; r < c->world; r++) {
         const sim_outcome *out = &run->out[r];
         const bool victim = r == c->victim && (c->fault == SIM_DIES || c->fault == SIM_STOPS);
-        const char *left = sim_world_leftovers(r, out->died || !out->finished);
+        const bool keeps = sim_wire_has_dropped(r);
+        const char *left = sim_world_leftovers(r, out->died || !out->finished || keeps);
         if (!out->finished) {
             if (!victim || !run->struck) {
                 sim_violation("rank %d has not ended%s", r, run->stuck);
@@ -480,7 +515,7 @@ judge(const sim_case *c, const sim_run *run)
         } else if (r == c->victim && sim_refused_need()) {
             sim_violation("rank %d goes on without what it was refused", r);
         }
-        if (left[0] || out->live || run->threads_left[r]) {
+        if (left[0] || (out->live && !keeps) || run->threads_left[r]) {
             sim_violation("rank %d leaves %s, %lld counted blocks, %d threads", r, left,
                           (long long)out->live, run->threads_left[r]);
         }
@@ -510,11 +545,13 @@ run_seed(uint64_t seed)
     memset(out, 0, sizeof *out * (size_t)c.world);
     renew_copies(c.world);
     sim_world_begin(&c);
+    sim_wire_begin(&c);
     if (options.trace) {
         print_case(&c);
     }
     (void)sim_schedule(&run);
     judge(&c, &run);
+    sim_wire_end();
     sim_world_end();
     total.points += run.points;
     total.switches += run.switches;
@@ -522,8 +559,8 @@ run_seed(uint64_t seed)
     if (violation[0] && !options.quiet) {
         printf("VIOLATION %s\n", violation);
         print_case(&c);
-        printf("  again: simcluster %s --first %llu --count 1 --trace", options.library,
-               (unsigned long long)seed);
+        printf("  again: simcluster %s%s --first %llu --count 1 --trace", options.library,
+               options.wire ? " --wire" : "", (unsigned long long)seed);
         if (options.ranks || options.units || options.steps || options.fault >= 0) {
             printf(" (with the same limits)");
         }
@@ -677,8 +714,10 @@ read_options(int count, char **words)
         options.quiet |= strcmp(word, "--quiet") == 0;
         options.until_found |= strcmp(word, "--until-found") == 0;
         options.shrink |= strcmp(word, "--shrink") == 0;
+        options.wire |= strcmp(word, "--wire") == 0;
         if (strcmp(word, "--trace") == 0 || strcmp(word, "--quiet") == 0 ||
-            strcmp(word, "--until-found") == 0 || strcmp(word, "--shrink") == 0) {
+            strcmp(word, "--until-found") == 0 || strcmp(word, "--shrink") == 0 ||
+            strcmp(word, "--wire") == 0) {
             continue;
         }
         if (i + 1 == count) {

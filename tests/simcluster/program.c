@@ -111,11 +111,22 @@ is_idle(const sim_case *c, int rank, int step, int round)
             drawn(c, 201 + rank, 0, step, round) % 8 == 0);
 }
 
+/* On a wire all ranks must run the same units: one rank leaves one out once. */
+static bool
+leaves_out(const sim_case *c, int rank, int unit, int step, int round)
+{
+    const uint64_t draw = c->at / 2;
+    const int there = c->at % 2 ? EVALUATION : (int)(draw % (uint64_t)c->rounds);
+    return c->wire && c->fault == SIM_STRAYS && rank == c->victim && round == there &&
+           unit == 1 + (int)(draw / 4 % (uint64_t)(c->units - 1)) &&
+           step == (int)(draw / 16 % (uint64_t)c->steps);
+}
+
 /* Whether a rank runs a unit in a round of a step, and whether a parameter of it gets a gradient then. */
 static bool
 runs(const sim_case *c, int rank, int unit, int step, int round)
 {
-    return !is_idle(c, rank, step, round) &&
+    return !is_idle(c, rank, step, round) && !leaves_out(c, rank, unit, step, round) &&
            (unit == ROOT ? !c->rootless
                          : !c->skips || drawn(c, 2 + rank, unit, step, round) % 4 != 0);
 }
@@ -164,19 +175,64 @@ gets_late(const sim_case *c, int rank, int unit, int param, int step)
            gets(c, rank, unit, param, step, LATE_ROUND);
 }
 
+/* Hosts of one rank and more, mostly of neighbours. */
+static void
+draw_hosts(const sim_case *c, int names[SIM_RANKS])
+{
+    const bool apart = drawn(c, 300, 0, 0, 0) % 4 == 0;
+    for (int r = 0; r < c->world; r++) {
+        const int before = r > 0 ? names[r - 1] : -1;
+        const bool begins =
+            r == 0 || drawn(c, 301, r, 0, 0) % 2 || (r == c->world - 1 && before == 0);
+        names[r] = !c->hosts ? r : apart ? r % 2 : before + begins;
+    }
+}
+
+/* In the order of hosts and, within each, of ranks. Where ranks share no host, and where all do, that is their order. */
+static float
+sum_of_ranks(const model *m, float (*of)(const model *, int, const void *), const void *what)
+{
+    int names[SIM_RANKS];
+    float sum = 0;
+    draw_hosts(m->c, names);
+    for (int host = 0; host < m->c->world; host++) {
+        float own = 0;
+        for (int r = 0; r < m->c->world; r++) {
+            own += names[r] == host ? of(m, r, what) : 0;
+        }
+        sum += own;
+    }
+    return sum;
+}
+
+struct element {
+    int unit, param;
+    int64_t i;
+};
+
+static float
+sent_of(const model *m, int rank, const void *what)
+{
+    const struct element *e = what;
+    return sent(m, rank, e->unit, e->param, e->i);
+}
+
+static float
+late_of(const model *m, int rank, const void *what)
+{
+    const struct element *e = what;
+    return gets_late(m->c, rank, e->unit, e->param, m->step)
+               ? grad_of(rank, e->unit, e->param, e->i, m->step, LATE_ROUND)
+               : 0;
+}
+
 /* Those that came late are summed apart. */
 static float
 expected_sum(const model *m, int unit, int param, int64_t i)
 {
-    float sum = 0, late = 0;
-    for (int r = 0; r < m->c->world; r++) {
-        sum += sent(m, r, unit, param, i);
-        if (gets_late(m->c, r, unit, param, m->step)) {
-            late += grad_of(r, unit, param, i, m->step, LATE_ROUND);
-        }
-    }
+    const struct element element = {unit, param, i};
     const float part = (float)(1.0 / m->c->world);
-    return sum * part + late * part;
+    return sum_of_ranks(m, sent_of, &element) * part + sum_of_ranks(m, late_of, &element) * part;
 }
 
 static bool
@@ -274,7 +330,7 @@ check_sums(const model *m)
 static void
 compute(const model *m)
 {
-    if (m->tree && fsdpc_shm_stands(m->tree->exchanges[0]->shm, m->rank)) {
+    if (m->tree && !m->c->wire && fsdpc_shm_stands(m->tree->exchanges[0]->shm, m->rank)) {
         sim_violation("waits: rank %d computes at step %d, and the others read that it waits",
                       m->rank, m->step);
     }
@@ -338,12 +394,188 @@ make_unit(model *m, int u)
     return fsdpc_unit_new(&options, specs, PARAMS, &m->units[u]);
 }
 
+/* --- the wire's library ------------------------------------------------------------------------ */
+
+typedef struct transfers {
+    int count;
+    struct {
+        sim_transfer *transfer;
+        int peer;
+    } each[];
+} transfers;
+
+static int
+wire_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag, const char *what,
+          void **out)
+{
+    const model *m = context;
+    transfers *made = fsdpc_mem_calloc(1, sizeof *made + (size_t)count * sizeof *made->each);
+    if (!made) {
+        return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d transfers of rank %d", what, count,
+                           m->rank);
+    }
+    for (int i = 0; i < count; i++) {
+        const fsdpc_comm_move *move = &moves[i];
+        sim_point("wire");
+        made->each[made->count].peer = move->peer;
+        made->each[made->count++].transfer =
+            sim_wire_post(move->peer, move->send, tag, move->memory, move->bytes);
+    }
+    *out = made;
+    return FSDPC_OK;
+}
+
+static int
+wire_closed(const model *m, int peer, const char *what)
+{
+    const char *reason = sim_wire_reason(peer);
+    return fsdpc_error(FSDPC_E_PEER, "rank %d %s%s while rank %d waits in %s", peer,
+                       reason ? "gave up: " : "has closed its connections", reason ? reason : "",
+                       m->rank, what);
+}
+
+static int
+wire_wait(const model *m, sim_transfer *transfer, int peer, int64_t deadline_ns, const char *what)
+{
+    for (;;) {
+        int64_t until_ns;
+        sim_point("wire");
+        const enum sim_way way = sim_wire_look(transfer, &until_ns);
+        if (way == SIM_OVER) {
+            return FSDPC_OK;
+        }
+        if (way == SIM_CLOSED) {
+            return wire_closed(m, peer, what);
+        }
+        if (sim_now_ns() >= deadline_ns) {
+            return fsdpc_error(FSDPC_E_TIMEOUT, "rank %d waited %g s in %s for rank %d", m->rank,
+                               m->c->timeout_s, what, peer);
+        }
+        (void)sim_sleep_in_poll(until_ns < deadline_ns ? until_ns : deadline_ns);
+    }
+}
+
+static int
+wire_land(void *context, void *memory, const bool *skip, const char *what)
+{
+    int status = FSDPC_OK;
+    const model *m = context;
+    transfers *set = memory;
+    const int64_t deadline_ns = sim_now_ns() + (int64_t)(m->c->timeout_s * 1e9);
+    for (int i = 0; i < set->count; i++) {
+        const int peer = set->each[i].peer;
+        sim_transfer *transfer = set->each[i].transfer;
+        if (status == FSDPC_OK && !(skip && skip[peer])) {
+            status = wire_wait(m, transfer, peer, deadline_ns, what);
+            (status == FSDPC_OK ? sim_wire_forget : sim_wire_skip)(transfer);
+        } else {
+            sim_wire_skip(transfer);
+        }
+    }
+    fsdpc_mem_free(set);
+    return status;
+}
+
+static void
+wire_drop(void *context, void *memory)
+{
+    transfers *set = memory;
+    (void)context;
+    for (int i = 0; i < set->count; i++) {
+        sim_wire_drop(set->each[i].transfer);
+    }
+    fsdpc_mem_free(set);
+}
+
+/* To or from each rank but this one; root -1: both. */
+static int
+wire_exchange(void *context, void *buffer, size_t bytes, int root, uint32_t tag, const char *what)
+{
+    void *set;
+    const model *m = context;
+    fsdpc_comm_move moves[2 * SIM_RANKS];
+    int count = 0;
+    for (int r = 0; r < m->c->world; r++) {
+        if (r != m->rank && (root == -1 || root == m->rank)) {
+            moves[count++] = (fsdpc_comm_move){buffer, bytes, r, true};
+        }
+        if (r != m->rank && (root == -1 || root == r)) {
+            moves[count++] = (fsdpc_comm_move){buffer, bytes, r, false};
+        }
+    }
+    FSDPC_TRY(wire_post(context, moves, count, tag, what, &set));
+    return wire_land(context, set, NULL, what);
+}
+
+static int
+wire_broadcast(void *context, void *buffer, size_t bytes, int root, const char *what)
+{
+    return wire_exchange(context, buffer, bytes, root, 1, what);
+}
+
+static int
+wire_barrier(void *context, const char *what)
+{
+    return wire_exchange(context, NULL, 0, -1, 2, what);
+}
+
+/* A communicator that flies makes the others of flights. */
+static int
+wire_piece(void *context, void *buffer, size_t bytes, const char *what)
+{
+    (void)context, (void)buffer, (void)bytes;
+    return fsdpc_error(FSDPC_E_INTERNAL, "%s: no flight", what);
+}
+
+static int
+wire_pieces(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, const char *what)
+{
+    (void)numel, (void)dtype;
+    return wire_piece(context, buffer, 0, what);
+}
+
+static int
+wire_extreme(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum fsdpc_op op,
+             const char *what)
+{
+    (void)op;
+    return wire_pieces(context, buffer, numel, dtype, what);
+}
+
+static int
+join_hosts(const model *m)
+{
+    int names[SIM_RANKS];
+    char segment[32];
+    draw_hosts(m->c, names);
+    snprintf(segment, sizeof segment, "host%d", names[m->rank]);
+    return fsdpc_comm_set_hosts(m->comm, names, segment, m->c->timeout_s);
+}
+
+static int
+join(model *m)
+{
+    const fsdpc_comm_callbacks calls = {.context = m,
+                                        .all_gather = wire_piece,
+                                        .reduce_scatter = wire_pieces,
+                                        .all_reduce = wire_extreme,
+                                        .broadcast = wire_broadcast,
+                                        .barrier = wire_barrier,
+                                        .post = wire_post,
+                                        .land = wire_land,
+                                        .drop = wire_drop};
+    return m->c->wire
+               ? fsdpc_comm_c10d(device, m->rank, m->c->world, &calls, &m->comm)
+               : fsdpc_comm_shm(device, m->rank, m->c->world, "sim", m->c->timeout_s, &m->comm);
+}
+
 static int
 open_model(model *m, sim_outcome *out)
 {
     const sim_case *c = m->c;
     int depths[SIM_UNITS] = {0, 1, 1, 1, 1};
-    FSDPC_TRY(fsdpc_comm_shm(device, m->rank, c->world, "sim", c->timeout_s, &m->comm));
+    FSDPC_TRY(join(m));
+    FSDPC_TRY(c->hosts ? join_hosts(m) : FSDPC_OK);
     out->joined = true;
     FSDPC_TRY(fsdpc_comm_agree(m->comm, "the same program", "agreement"));
     FSDPC_TRY(fsdpc_comm_agree(m->comm, "and the same step", "agreement"));
@@ -379,7 +611,8 @@ static void
 check_end(const model *m)
 {
     const fsdpc_exchange *x = m->tree->exchanges[0];
-    if (m->c->fault == SIM_NO_FAULT && !m->c->uneven && x->shared->ranks[m->rank].early == x->tag) {
+    if (m->c->fault == SIM_NO_FAULT && !m->c->uneven && !m->c->wire &&
+        x->shared->ranks[m->rank].early == x->tag) {
         sim_violation("memory: rank %d has not waited for the others at the end of a forward",
                       m->rank);
     }
@@ -389,7 +622,7 @@ check_end(const model *m)
 static void
 check_memory(const model *m, int u)
 {
-    if (in_step(m->c) &&
+    if (in_step(m->c) && !m->c->wire &&
         (fsdpc_unit_is_spare(m->units[u]) || m->tree->exchanges[0]->shared->over_used[u])) {
         sim_violation("memory: rank %d uses more for unit %d, at step %d, than ranks in step need",
                       m->rank, u, m->step);
@@ -413,6 +646,9 @@ forward_child(model *m, int i, bool grad, int round)
 {
     const int u = child(m, i);
     const bool here = runs(m->c, m->rank, u, m->step, round);
+    if (leaves_out(m->c, m->rank, u, m->step, round)) {
+        sim_note_fault();
+    }
     if (here) {
         sim_say("forward of unit %d, step %d", u, m->step);
         FSDPC_TRY(enter_child(m, u, fsdpc_tree_forward_enter));
@@ -685,7 +921,7 @@ event(model *m)
         sim_note_fault();
         return fsdpc_error(FSDPC_E_STATE, "the program of rank %d raises", m->rank);
     }
-    if (now && c->fault == SIM_STRAYS) {
+    if (now && c->fault == SIM_STRAYS && !c->wire) {
         sim_note_fault();
         return stray(m);
     }
@@ -817,6 +1053,7 @@ sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
     if (status != FSDPC_OK) {
         snprintf(out->text, sizeof out->text, "%s", fsdpc_error_text());
         sim_say("raises: %s", out->text);
+        sim_wire_give_reason(rank, out->text);
         if (m.comm) {
             fsdpc_comm_abort(m.comm, out->text);
         }

@@ -313,6 +313,7 @@ sim_kill(int rank)
         }
     }
     sim_descriptors_close(rank);
+    sim_wire_close(rank);
     sim_wake_polls();
 }
 
@@ -607,6 +608,7 @@ run_rank(void *argument)
     s.run->out[rank].idle_ns = s.run->idle_ns;
     s.over[rank] = true;
     s.alive--;
+    sim_wire_close(rank);
     sim_wake_polls();
     return NULL;
 }

@@ -4,6 +4,7 @@
  *   schedule.c  fibers, who runs next, virtual time, death and stop
  *   world.c     the calls by which the core meets the world: memory, files, threads, clocks, futexes
  *   sockets.c   the calls of the rendezvous: sockets, descriptors in messages, poll
+ *   wire.c      messages between ranks that share no memory
  *   program.c   what each rank does, and the model that its values must equal; linked into the core's copies
  */
 #ifndef FSDPC_SIMCLUSTER_SIM_H
@@ -42,6 +43,8 @@ enum sim_fault {
 typedef struct sim_case {
     uint64_t seed;
     int world, units, steps;
+    bool wire;  /* between hosts, of which each has one rank, */
+    bool hosts; /* or some that share memory */
     /* The program. */
     int rounds; /* backwards of a step, all but the last under no_sync */
     bool own_order, skips, evaluates, uneven, poison, wide;
@@ -176,6 +179,30 @@ struct sim_file {
 };
 struct sim_file *sim_file_of(int fd);
 int sim_file_fd(struct sim_file *file);
+
+/* --- wire.c ---------------------------------------------------------------------------------- */
+
+typedef struct sim_transfer sim_transfer;
+enum sim_way {
+    SIM_ON_ITS_WAY,
+    SIM_OVER,
+    SIM_CLOSED
+}; /* closed: the other rank has ended or died */
+void sim_wire_begin(const sim_case *c);
+void sim_wire_end(void);
+/* Of the rank that runs. */
+sim_transfer *sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes);
+/* *until_ns: when to look again at the latest. */
+enum sim_way sim_wire_look(sim_transfer *transfer, int64_t *until_ns);
+/* The transfer is over; or it never will be, and finds no match; or its memory stays, and another rank may match it. */
+void sim_wire_forget(sim_transfer *transfer);
+void sim_wire_skip(sim_transfer *transfer);
+void sim_wire_drop(sim_transfer *transfer);
+bool sim_wire_has_dropped(int rank); /* memory stays then */
+/* Why a rank gave up, which others read where its connections are closed; NULL: it did not say. */
+void sim_wire_give_reason(int rank, const char *text);
+const char *sim_wire_reason(int rank);
+void sim_wire_close(int rank);
 
 /* --- the trace and violations ---------------------------------------------------------------- */
 

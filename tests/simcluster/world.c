@@ -31,7 +31,7 @@
 
 enum {
     LINGER_NS = 2000,
-    FILES = 4,
+    FILES = SIM_RANKS,
     MAPPINGS = 256,
     FIRST_CLOCK = 1 << 20,
     SPURIOUS_IN = 24,
@@ -221,6 +221,18 @@ __wrap_fallocate(int fd, int mode, off_t offset, off_t bytes)
         return sim_refuse(ENOSPC, true) ? -1 : 0;
     }
     return fallocate(sim_file_of(fd)->real_fd, mode, offset, bytes);
+}
+
+int
+__wrap_posix_fallocate(int fd, off_t offset, off_t bytes)
+{
+    struct sim_file *file = sim_file_of(fd);
+    sim_point("posix_fallocate");
+    if (sim_refuse(ENOSPC, true)) {
+        return ENOSPC;
+    }
+    file->bytes = (uint64_t)(offset + bytes);
+    return ftruncate(file->real_fd, SEEN_BYTES) == 0 ? 0 : errno;
 }
 
 static void

@@ -1,0 +1,229 @@
+/* Messages between ranks that share no memory, as a library of sends and receives has them. See sim.h.
+ *
+ * A send and a receive match by their tag and, among equal tags of two ranks, in the order of posting. Messages of
+ * different tags overtake each other. What is sent is read when the message leaves, at a time that the seed draws: a
+ * sender that changes the memory before its transfer has ended sends something else. Of a rank that dies, what has
+ * not left is lost.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim.h"
+
+enum { LEAVES_NS = 20000, SLOWEST_BITS = 9 };
+
+struct sim_transfer {
+    struct sim_transfer *next; /* of the two ranks and the direction */
+    struct sim_transfer *other;
+    bool send, over, dropped;
+    uint32_t tag;
+    void *memory;
+    size_t bytes;
+    int from, to;
+    int64_t leaves_ns, comes_ns;
+    char *copy;
+};
+
+static struct {
+    sim_transfer *first[2][SIM_RANKS][SIM_RANKS]; /* [send][from][to] */
+    char *reasons[SIM_RANKS];
+    bool closed[SIM_RANKS], dropped[SIM_RANKS];
+    int64_t trip_ns; /* longest trip of a message */
+} w;
+
+void
+sim_wire_begin(const sim_case *c)
+{
+    w.trip_ns = INT64_C(1000) << sim_mix(c->seed * 7 + 5) % (SLOWEST_BITS + 1);
+}
+
+static void
+free_transfer(sim_transfer *self)
+{
+    sim_transfer **at = &w.first[self->send][self->from][self->to];
+    while (*at != self) {
+        at = &(*at)->next;
+    }
+    *at = self->next;
+    if (self->other) {
+        self->other->other = NULL;
+    }
+    free(self->copy);
+    free(self);
+}
+
+void
+sim_wire_end(void)
+{
+    for (int a = 0; a < SIM_RANKS; a++) {
+        for (int b = 0; b < SIM_RANKS; b++) {
+            for (int send = 0; send < 2; send++) {
+                while (w.first[send][a][b]) {
+                    free_transfer(w.first[send][a][b]);
+                }
+            }
+        }
+        free(w.reasons[a]);
+        w.reasons[a] = NULL;
+        w.closed[a] = w.dropped[a] = false;
+    }
+}
+
+/* The first one of the other direction that has no match yet. */
+static sim_transfer *
+match(const sim_transfer *self)
+{
+    sim_transfer *found = w.first[!self->send][self->from][self->to];
+    while (found && (found->tag != self->tag || found->other || found->over)) {
+        found = found->next;
+    }
+    return found;
+}
+
+sim_transfer *
+sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes)
+{
+    const int own = sim_rank();
+    sim_transfer *made = calloc(1, sizeof *made);
+    *made = (sim_transfer){.send = send,
+                           .tag = tag,
+                           .memory = memory,
+                           .bytes = bytes,
+                           .from = send ? own : peer,
+                           .to = send ? peer : own,
+                           .leaves_ns = sim_now_ns() + (int64_t)(sim_draw() % LEAVES_NS)};
+    made->comes_ns = made->leaves_ns + (int64_t)(sim_draw() % (uint64_t)w.trip_ns);
+    sim_transfer **at = &w.first[send][made->from][made->to];
+    while (*at) {
+        at = &(*at)->next;
+    }
+    *at = made;
+    made->other = match(made);
+    if (made->other) {
+        made->other->other = made;
+    }
+    sim_wake_polls();
+    return made;
+}
+
+/* The message leaves: its sender may use the memory again. */
+static void
+leave(sim_transfer *send)
+{
+    if (!send->copy) {
+        send->copy = malloc(send->bytes + 1);
+        memcpy(send->copy, send->memory, send->bytes);
+    }
+}
+
+static enum sim_way
+look_at_send(sim_transfer *self, int64_t *until_ns)
+{
+    if (self->copy) {
+        return SIM_OVER;
+    }
+    if (sim_now_ns() >= self->leaves_ns) {
+        leave(self);
+        return SIM_OVER;
+    }
+    *until_ns = self->leaves_ns;
+    return w.closed[self->to] ? SIM_CLOSED : SIM_ON_ITS_WAY;
+}
+
+enum sim_way
+sim_wire_look(sim_transfer *self, int64_t *until_ns)
+{
+    *until_ns = SIM_NEVER;
+    if (self->over) {
+        return SIM_OVER;
+    }
+    if (self->send) {
+        return look_at_send(self, until_ns);
+    }
+    sim_transfer *send = self->other;
+    if (!send) {
+        return w.closed[self->from] ? SIM_CLOSED : SIM_ON_ITS_WAY;
+    }
+    if (sim_now_ns() < send->comes_ns) {
+        *until_ns = send->comes_ns;
+        return SIM_ON_ITS_WAY;
+    }
+    if (send->bytes != self->bytes) {
+        sim_violation("wire: rank %d sends %zu bytes where rank %d takes %zu", send->from,
+                      send->bytes, send->to, self->bytes);
+        return SIM_CLOSED;
+    }
+    leave(send);
+    memcpy(self->memory, send->copy, self->bytes);
+    self->over = true;
+    self->other = send->other = NULL;
+    send->over = true;
+    if (send->dropped) {
+        free_transfer(send);
+    }
+    return SIM_OVER;
+}
+
+void
+sim_wire_forget(sim_transfer *self)
+{
+    if (self->send && !self->over) {
+        leave(self);
+        self->dropped = true; /* until the other rank takes what is sent */
+        return;
+    }
+    free_transfer(self);
+}
+
+/* A receive takes a later message, too; a send leaves, if anybody waits for it. */
+void
+sim_wire_drop(sim_transfer *self)
+{
+    w.dropped[sim_rank()] = true;
+    if (self->send) {
+        sim_wire_forget(self);
+    }
+}
+
+bool
+sim_wire_has_dropped(int rank)
+{
+    return w.dropped[rank];
+}
+
+void
+sim_wire_skip(sim_transfer *self)
+{
+    free_transfer(self);
+}
+
+void
+sim_wire_give_reason(int rank, const char *text)
+{
+    free(w.reasons[rank]);
+    w.reasons[rank] = strdup(text);
+}
+
+const char *
+sim_wire_reason(int rank)
+{
+    return w.reasons[rank];
+}
+
+void
+sim_wire_close(int rank)
+{
+    w.closed[rank] = true;
+    for (int other = 0; other < SIM_RANKS; other++) {
+        for (sim_transfer *each = w.first[1][rank][other], *next; each; each = next) {
+            next = each->next;
+            if (!each->copy && each->leaves_ns <= sim_now_ns()) {
+                leave(each);
+            } else if (!each->copy) {
+                free_transfer(each);
+            }
+        }
+    }
+    sim_wake_polls();
+}
