@@ -1,6 +1,7 @@
 /* See flight.h. */
 #include "comm/flight.h"
 
+#include <stddef.h>
 #include <string.h>
 
 #include "base/mem.h"
@@ -15,7 +16,7 @@ enum {
     MARKS_TAG = DATA_TAG - 1, /* in the order of flights */
 };
 
-static const fsdpc_mark begun = {{1, 0}, 0}; /* of flights with a key */
+static const fsdpc_mark begun = {{1, 0}, 0, {0, 0}}; /* of flights with a key */
 
 struct fsdpc_flight {
     fsdpc_comm *comm;
@@ -103,7 +104,7 @@ static bool
 agrees(const fsdpc_flight *flight, int rank)
 {
     return memcmp(&flight->marks[rank], &flight->marks[flight->comm->rank],
-                  sizeof *flight->marks) == 0;
+                  offsetof(fsdpc_mark, note)) == 0;
 }
 
 static bool

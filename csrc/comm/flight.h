@@ -19,6 +19,7 @@ typedef struct fsdpc_flight fsdpc_flight;
 typedef struct fsdpc_mark {
     int32_t words[2];
     int32_t without_data; /* 1: no data comes, because this rank knows that another one differs */
+    uint32_t note[2];     /* for the caller: ranks with other notes read each other's data */
 } fsdpc_mark;
 
 /* The first word of marks of a kind's own collectives; callers' marks have larger ones. */

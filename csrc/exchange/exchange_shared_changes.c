@@ -12,10 +12,8 @@
  *            holds had changed since the pass `before`, without a backward of all ranks between the two;
  *   touched  the last pass before which anything may have changed: a sample, a write that autograd has counted
  *            (also to a parameter without elements here), the memory; or the first pass after a backward.
- * It also numbers the weights that it has had since all ranks met (`weights`: a tag whose last bits are the number): weights
- * that are put back have the number they had before. Ranks that have changed theirs once and twice between two passes
- * that both gather have the same tags but other numbers. A rank that is not sure has number 0: something has changed, but
- * not in most units.
+ * and `weights`, the number of its weights ([Note: numbers of weights] in exchange_weights.c): ranks that have changed theirs
+ * once and twice between two passes that both gather have the same tags but other numbers.
  * A rank that has begun a later pass without gradients, or waits elsewhere, has run fewer batches. Where that rank
  * has changed its weights and this rank has not touched its own, reading that rank's values is a mismatch.
  * Of two ranks in passes of one tag nobody knows whether both have run equally many batches, and a program may
@@ -32,189 +30,21 @@
  * Passes with gradients compare themselves only with ranks that wait elsewhere or have left: their tags (next_pass
  * in tree.c) keep them apart from passes without. They publish if the pass before was one without gradients.
  */
-#include <string.h>
-
 #include "exchange/exchange_shared_impl.h"
 #include "base/status.h"
-
-enum { EACH = 8, SAMPLES = 2 * EACH }; /* of the first parameter, then of the last one */
 
 size_t
 fsdpc_shared_samples_bytes(const fsdpc_exchange *x)
 {
-    return sizeof(uint64_t) * SAMPLES * (size_t)x->world * (size_t)x->unit_count;
+    return fsdpc_weights_bytes(x) * (size_t)x->world;
 }
 
 /* Of `all`: the samples that ranks publish, or those that this rank has seen. */
-static _Atomic uint64_t *
-samples_of(const fsdpc_exchange *x, _Atomic uint64_t *all, int rank, int unit)
-{
-    return all + ((size_t)rank * (size_t)x->unit_count + (size_t)unit) * SAMPLES;
-}
-
-/* --- samples --------------------------------------------------------------------------------- */
-
-/* The first (step 1) or last (step -1) trainable parameter of which the rank holds elements, or -1. */
-static int
-outermost(const fsdpc_layout *layout, int rank, int step)
-{
-    for (int i = step > 0 ? 0 : layout->param_count - 1; i >= 0 && i < layout->param_count;
-         i += step) {
-        const int param = layout->order[i];
-        if (layout->params[param].trainable_index >= 0 &&
-            fsdpc_layout_span(layout, param, rank).length > 0) {
-            return param;
-        }
-    }
-    return -1;
-}
-
-/* The bytes of elements that are evenly spread over what the rank holds of the parameter. */
-static void
-read_samples(const fsdpc_unit *unit, int rank, int param, uint64_t out[EACH])
-{
-    const fsdpc_layout *layout = fsdpc_unit_layout(unit);
-    const fsdpc_segment *seg = &layout->segments[layout->params[param].segment];
-    const fsdpc_span span = fsdpc_layout_span(layout, param, rank);
-    const size_t item = fsdpc_dtype_bytes(seg->storage);
-    const char *first = fsdpc_unit_peer_master(unit, rank) + seg->shard_offset;
-    for (int k = 0; k < EACH; k++) {
-        int64_t at = span.piece_begin + span.length * (2 * k + 1) / (2 * EACH);
-        out[k] = 0;
-        memcpy(&out[k], first + (size_t)at * item, item < sizeof *out ? item : sizeof *out);
-    }
-}
-
-/* How many of EACH samples differ from the values; `keep`: they become the values. */
-static int
-compare_param(const fsdpc_unit *unit, int rank, int param, _Atomic uint64_t *samples, bool keep)
-{
-    uint64_t now[EACH];
-    int changed = 0;
-    read_samples(unit, rank, param, now);
-    for (int k = 0; k < EACH; k++) {
-        changed += atomic_load_explicit(&samples[k], memory_order_relaxed) != now[k];
-        if (keep) {
-            atomic_store_explicit(&samples[k], now[k], memory_order_relaxed);
-        }
-    }
-    return changed;
-}
-
-enum found { SAME, SOME, MOST };
-
-/* Compares a rank's values with its samples. */
-static enum found
+static enum fsdpc_found
 compare_rank(const fsdpc_exchange *x, _Atomic uint64_t *all, int rank, bool keep)
 {
-    int units = 0, whole = 0, any = 0;
-    for (int u = 0; u < x->unit_count; u++) {
-        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
-        const int first = outermost(layout, rank, 1), last = outermost(layout, rank, -1);
-        units += layout->trainable_count > 0;
-        if (first < 0) {
-            continue;
-        }
-        _Atomic uint64_t *samples = samples_of(x, all, rank, u);
-        int begin = compare_param(x->units[u], rank, first, samples, keep);
-        int end = compare_param(x->units[u], rank, last, samples + EACH, keep);
-        whole += begin > 0 && end > 0;
-        any += begin + end;
-    }
-    return 2 * whole > units ? MOST : any > 0 ? SOME : SAME;
-}
-
-/* In most units the rank `other` holds a part of a parameter that is sampled of `rank`. */
-static bool
-shares(const fsdpc_exchange *x, int rank, int other)
-{
-    int units = 0, shared = 0;
-    for (int u = 0; u < x->unit_count; u++) {
-        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
-        const int first = outermost(layout, rank, 1), last = outermost(layout, rank, -1);
-        units += layout->trainable_count > 0;
-        shared += first >= 0 && (fsdpc_layout_span(layout, first, other).length > 0 ||
-                                 fsdpc_layout_span(layout, last, other).length > 0);
-    }
-    return 2 * shared > units;
-}
-
-/* --- numbers of weights ---------------------------------------------------------------------- */
-
-/* Of the samples of what the rank's weights are now. */
-static uint64_t
-hash_weights(const fsdpc_exchange *x, int rank)
-{
-    uint64_t hash = 0, now[EACH];
-    for (int u = 0; u < x->unit_count; u++) {
-        const fsdpc_layout *layout = fsdpc_unit_layout(x->units[u]);
-        const int ends[] = {outermost(layout, rank, 1), outermost(layout, rank, -1)};
-        for (int k = 0; ends[0] >= 0 && k < SAMPLES; k++) {
-            if (k % EACH == 0) {
-                read_samples(x->units[u], rank, ends[k / EACH], now);
-            }
-            hash = (hash ^ now[k % EACH]) * UINT64_C(0x9e3779b97f4a7c15);
-            hash ^= hash >> 29;
-        }
-    }
-    return hash ? hash : 1;
-}
-
-static uint64_t
-number_of(uint64_t weights)
-{
-    return weights & (((uint64_t)1 << FSDPC_PASS_BITS) - 1);
-}
-
-static bool
-is_known(const fsdpc_exchange *x, int rank, uint64_t number, uint64_t hash)
-{
-    return atomic_load(&x->shared->ranks[rank].known[number % FSDPC_KNOWN_WEIGHTS]) == hash;
-}
-
-/* The number of this rank's weights, which may be new. */
-static uint64_t
-find_number(const fsdpc_exchange *x)
-{
-    struct fsdpc_shared *s = x->shared;
-    const uint64_t hash = hash_weights(x, x->rank);
-    for (uint64_t n = s->newest; n > 0 && n + FSDPC_KNOWN_WEIGHTS > s->newest; n--) {
-        if (is_known(x, x->rank, n, hash)) {
-            return n;
-        }
-    }
-    s->newest++;
-    atomic_store(&s->ranks[x->rank].known[s->newest % FSDPC_KNOWN_WEIGHTS], hash);
-    return s->newest;
-}
-
-static void
-forget_numbers(fsdpc_exchange *x)
-{
-    x->shared->newest = 0;
-    for (int n = 0; n < FSDPC_KNOWN_WEIGHTS; n++) {
-        atomic_store(&x->shared->ranks[x->rank].known[n], 0);
-    }
-}
-
-/* `weights` of a pass, its samples taken. A pass with gradients goes on with the numbers of those before it, whose ranks may
- * read its values. */
-static uint64_t
-number_weights(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched, enum found found)
-{
-    const uint64_t last = atomic_load(&x->shared->ranks[x->rank].weights);
-    const uint64_t met = (grad ? last : tag) >> FSDPC_PASS_BITS << FSDPC_PASS_BITS;
-    if (grad && last >> FSDPC_TAG_BITS != tag >> FSDPC_TAG_BITS) {
-        return tag >> FSDPC_PASS_BITS << FSDPC_PASS_BITS;
-    }
-    if (!grad && (last >> FSDPC_PASS_BITS != met >> FSDPC_PASS_BITS || x->shared->newest == 0)) {
-        forget_numbers(x);
-        return met | find_number(x);
-    }
-    if (number_of(last) == 0 || (found == SAME && !touched)) {
-        return last;
-    }
-    return found == MOST ? met | find_number(x) : met;
+    const size_t each = fsdpc_weights_bytes(x) / sizeof *all;
+    return fsdpc_weights_compare(x, rank, all + each * (size_t)rank, keep);
 }
 
 /* --- publishing ------------------------------------------------------------------------------ */
@@ -231,20 +61,22 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
         atomic_store(&own->touched, tag);
         return;
     }
-    enum found found = compare_rank(x, x->shared->samples, x->rank, false);
+    enum fsdpc_found found = compare_rank(x, x->shared->samples, x->rank, false);
     bool follows = before != 0 && atomic_load(&own->sampled) == before &&
                    before >> FSDPC_TAG_BITS == tag >> FSDPC_TAG_BITS;
-    if (!follows || touched || found != SAME) {
+    if (!follows || touched || found != FSDPC_SAME) {
         atomic_store(&own->touched, tag);
     }
-    if (follows && found == MOST) {
+    if (follows && found == FSDPC_MOST) {
         x->shared->earlier = atomic_load(&own->changed);
         atomic_store(&own->before, before);
         atomic_store(&own->changed, tag);
     }
     /* Last: who finds the samples as the values are finds the change in the tags. */
-    (void)(found != SAME && compare_rank(x, x->shared->samples, x->rank, true));
-    atomic_store(&own->weights, number_weights(x, tag, grad, touched, found));
+    (void)(found != FSDPC_SAME && compare_rank(x, x->shared->samples, x->rank, true));
+    const fsdpc_pass pass = {tag, grad, touched};
+    fsdpc_weights_number(x, &x->shared->numbers, own->known, &pass, found);
+    atomic_store(&own->weights, x->shared->numbers.last);
     atomic_store(&own->sampled, tag);
 }
 
@@ -286,17 +118,7 @@ lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
     if (!seen && (ready == 0 || s->earlier > ready)) {
         return true;
     }
-    return compare_rank(x, seen ? s->seen : s->samples, r, false) == SAME;
-}
-
-/* Both ranks number their weights since the same meeting, and see the same changes. */
-static bool
-numbered_alike(const fsdpc_exchange *x, int r)
-{
-    const uint64_t own = atomic_load(&x->shared->ranks[x->rank].weights);
-    const uint64_t other = atomic_load(&x->shared->ranks[r].weights);
-    return own >> FSDPC_PASS_BITS == other >> FSDPC_PASS_BITS && number_of(own) > 0 &&
-           number_of(other) > 0 && shares(x, x->rank, r) && shares(x, r, x->rank);
+    return compare_rank(x, seen ? s->seen : s->samples, r, false) == FSDPC_SAME;
 }
 
 /* Both ranks have begun this pass, and have changed their weights a different number of times. */
@@ -308,23 +130,24 @@ other_number(const fsdpc_exchange *x, int r, int *who)
     const uint64_t changed = atomic_load(&x->shared->ranks[x->rank].changed);
     const uint64_t theirs = atomic_load(&x->shared->ranks[r].changed);
     *who = changed > theirs || (changed == theirs && own > other) ? x->rank : r;
-    return own != other && numbered_alike(x, r);
+    return own != other && fsdpc_weights_alike(x, r, own, other);
 }
 
 /* A rank that waits elsewhere has weights again that it has had before, and this rank has other ones. */
 static bool
 older_number(const fsdpc_exchange *x, int r)
 {
-    const uint64_t own = number_of(atomic_load(&x->shared->ranks[x->rank].weights));
-    if (!x->shared->compared || !numbered_alike(x, r)) {
+    const struct fsdpc_rank_ctl *other = &x->shared->ranks[r];
+    const uint64_t own = atomic_load(&x->shared->ranks[x->rank].weights);
+    if (!x->shared->compared || !fsdpc_weights_alike(x, r, own, atomic_load(&other->weights))) {
         return false;
     }
-    const uint64_t hash = hash_weights(x, r);
+    const uint64_t hash = fsdpc_weights_hash(x, r);
     bool found = false;
     for (int n = 0; n < FSDPC_KNOWN_WEIGHTS; n++) {
-        found = found || is_known(x, r, (uint64_t)n, hash);
+        found = found || atomic_load(&other->known[n]) == hash;
     }
-    return found && !is_known(x, r, own, hash);
+    return found && atomic_load(&other->known[own % FSDPC_KNOWN_WEIGHTS]) != hash;
 }
 
 /* A rank waits elsewhere, and this rank has read its values: one of the two has changed its weights. */
@@ -336,13 +159,13 @@ waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
     const uint64_t ready = atomic_load(&other->ready);
     uint64_t before;
     if (touched <= ready) {
-        return compare_rank(x, s->samples, r, false) == MOST;
+        return compare_rank(x, s->samples, r, false) == FSDPC_MOST;
     }
     *who = x->rank;
     const bool differs = changed_here(x, ready, &before) &&
                          atomic_load(&s->ranks[x->rank].changed) > s->seen_at[r] &&
-                         atomic_load(&other->touched) <= before && shares(x, x->rank, r) &&
-                         lacks_change(x, r, ready);
+                         atomic_load(&other->touched) <= before &&
+                         fsdpc_weights_share(x, x->rank, r) && lacks_change(x, r, ready);
     if (s->compared && s->seen_at[r] != x->tag) {
         compare_rank(x, s->seen, r, true);
         s->seen_at[r] = x->tag;
@@ -367,19 +190,19 @@ differs(fsdpc_exchange *x, int r, int *who)
         return false;
     }
     if (atomic_load(&other->early) >= x->tag &&
-        compare_rank(x, x->shared->samples, r, false) == MOST) {
+        compare_rank(x, x->shared->samples, r, false) == FSDPC_MOST) {
         return true;
     }
     if (atomic_load(&other->changed) >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS &&
         touched <= atomic_load(&other->before)) {
-        return ready > x->tag || shares(x, r, x->rank);
+        return ready > x->tag || fsdpc_weights_share(x, r, x->rank);
     }
     if (other_number(x, r, who)) {
         return true;
     }
     *who = x->rank;
     return changed_here(x, 0, &before) && atomic_load(&other->touched) <= before &&
-           (ready > x->tag || shares(x, x->rank, r));
+           (ready > x->tag || fsdpc_weights_share(x, x->rank, r));
 }
 
 /* A rank that has left before this pass cannot have made a change that any rank has made since. */
@@ -416,7 +239,7 @@ fsdpc_shared_check_join(fsdpc_exchange *x, const fsdpc_unit *unit, int claimer, 
 {
     uint64_t before;
     return x->shared->checks && changed_here(x, 0, &before) && touched <= before &&
-                   shares(x, x->rank, claimer)
+                   fsdpc_weights_share(x, x->rank, claimer)
                ? refuse(x, unit, x->rank, claimer)
                : FSDPC_OK;
 }

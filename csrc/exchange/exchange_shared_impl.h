@@ -5,8 +5,7 @@
 #include <stdatomic.h>
 
 #include "exchange/exchange_impl.h"
-
-enum { FSDPC_KNOWN_WEIGHTS = 16 };
+#include "exchange/exchange_weights.h"
 
 struct fsdpc_rank_ctl {
     _Atomic uint64_t ready; /* tag for which this rank's masters are final */
@@ -58,10 +57,10 @@ struct fsdpc_shared {
     _Atomic uint64_t *seen;
     uint64_t *seen_at; /* per rank */
     uint64_t earlier;  /* this rank's `changed` before the last one */
-    uint64_t newest;   /* the largest number of this rank's `known` weights */
-    bool checks;       /* this pass is without gradients: exchange_shared_changes.c */
-    bool compared;     /* samples were taken before this pass */
-    int reduce_total;  /* base slots, then one overflow slot per unit */
+    fsdpc_numbers numbers;
+    bool checks;      /* this pass is without gradients: exchange_shared_changes.c */
+    bool compared;    /* samples were taken before this pass */
+    int reduce_total; /* base slots, then one overflow slot per unit */
     char *base_map, *over_map;
     uint64_t ctl_offset, base_offset, over_offset; /* in the segment */
     size_t base_bytes, over_bytes, base_stride, over_stride;

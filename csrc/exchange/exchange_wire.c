@@ -68,6 +68,11 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
         !wire->bits) {
         return fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange");
     }
+    if (x->world > 1 && fsdpc_device_get_caps(fsdpc_unit_device(x->units[0]))->host_memory) {
+        wire->samples = fsdpc_mem_calloc(1, fsdpc_weights_bytes(x));
+        FSDPC_TRY(wire->samples ? FSDPC_OK
+                                : fsdpc_error(FSDPC_E_NOMEM, "no memory for an exchange"));
+    }
     FSDPC_TRY(fsdpc_wire_host_open(x, plan->slot_count));
     FSDPC_TRY(fsdpc_wire_coded_open(x, plan->slot_count));
     return open_reduces(x, wire);
@@ -124,6 +129,7 @@ close_wire(fsdpc_exchange *x)
     fsdpc_mem_free(wire->parts);
     fsdpc_mem_free(wire->landing_offsets);
     fsdpc_mem_free(wire->used);
+    fsdpc_mem_free((void *)wire->samples);
     fsdpc_mem_free(wire);
     x->wire = NULL;
 }
@@ -324,6 +330,7 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .any_order = false,
     .open = open_wire,
     .close = close_wire,
+    .compare = fsdpc_wire_number_weights,
     .begin = begin,
     .leave = leave,
     .gather = gather,

@@ -4,6 +4,7 @@
 
 #include "comm/hosts.h"
 #include "exchange/exchange_impl.h"
+#include "exchange/exchange_weights.h"
 
 enum { FSDPC_WIRE_WHAT_BYTES = 256 };
 
@@ -21,6 +22,12 @@ struct fsdpc_wire {
     fsdpc_flight **gathers;    /* per unit, NULL: none in flight */
     int *flying, flying_count; /* the units of these, in the order of their flights */
     fsdpc_lander lander;       /* of these flights */
+    /* Of this rank's weights, as in exchange_weights.h; NULL: these lie in a device's memory. */
+    _Atomic uint64_t *samples;
+    _Atomic uint64_t known[FSDPC_KNOWN_WEIGHTS];
+    fsdpc_numbers numbers;
+    uint64_t weights; /* what marks say of them: the number, or 0 */
+    bool checks;      /* the pass before was without gradients */
     struct fsdpc_wire_reduce *reduces;
     int reduce_count, next;
     fsdpc_comm_part *parts; /* of the unit being sent */
@@ -89,6 +96,10 @@ const fsdpc_mark *fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_m
 void fsdpc_wire_count(fsdpc_exchange *x, const fsdpc_unit *unit, const fsdpc_flight *flight);
 /* The number below zero by which a mark says that its rank unfreezes this parameter. */
 int32_t fsdpc_wire_thaw_turn(int unit, int param);
+/* fsdpc_exchange_compare. */
+void fsdpc_wire_number_weights(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched);
+/* FSDPC_E_MISMATCH: the flight has landed, and another rank's weights have another number. */
+int fsdpc_wire_check_weights(const fsdpc_exchange *x, const fsdpc_flight *landed, const char *what);
 /* FSDPC_E_MISMATCH: the marks of a flight that has landed differ; the error says how. */
 int fsdpc_wire_compare(const fsdpc_exchange *x, const fsdpc_flight *landed, const char *what);
 

@@ -92,6 +92,7 @@ fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool
     int status = fsdpc_comm_land_before(x->comm, fsdpc_flight_number(landed));
     FSDPC_KEEP(status == FSDPC_OK ? fsdpc_flight_land(landed, what, &agreed) : FSDPC_OK);
     FSDPC_KEEP(status == FSDPC_OK && !agreed ? fsdpc_wire_compare(x, landed, what) : FSDPC_OK);
+    FSDPC_KEEP(status == FSDPC_OK ? fsdpc_wire_check_weights(x, landed, what) : FSDPC_OK);
     if (summed) {
         *summed = fsdpc_flight_is_summed(landed);
     }

@@ -89,7 +89,9 @@ compare_turn(const fsdpc_exchange *x, struct turn mine, const char *what, int ra
 const fsdpc_mark *
 fsdpc_wire_mark(const fsdpc_exchange *x, int32_t next, fsdpc_mark *mark)
 {
-    *mark = (fsdpc_mark){{next, fsdpc_unit_born(x->units[0])}, 0};
+    const uint64_t weights = x->wire->weights;
+    *mark = (fsdpc_mark){
+        {next, fsdpc_unit_born(x->units[0])}, 0, {(uint32_t)weights, (uint32_t)(weights >> 32)}};
     return x->trust_order ? NULL : mark;
 }
 
@@ -112,4 +114,41 @@ fsdpc_wire_compare(const fsdpc_exchange *x, const fsdpc_flight *landed, const ch
                        "%s: the ranks run different units, or one of them differs from the "
                        "other ranks of its host",
                        what);
+}
+
+/* --- numbers of weights -------------------------------------------------------------------------- */
+
+/* Training steps sample nothing, but for the first one after an evaluation. */
+void
+fsdpc_wire_number_weights(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
+{
+    struct fsdpc_wire *wire = x->wire;
+    const bool samples = wire->samples && (!grad || wire->checks);
+    wire->checks = !grad;
+    wire->weights = 0;
+    if (samples) {
+        const fsdpc_pass pass = {tag, grad, touched};
+        const enum fsdpc_found found = fsdpc_weights_compare(x, x->rank, wire->samples, true);
+        fsdpc_weights_number(x, &wire->numbers, wire->known, &pass, found);
+        wire->weights = wire->numbers.last;
+    }
+}
+
+int
+fsdpc_wire_check_weights(const fsdpc_exchange *x, const fsdpc_flight *landed, const char *what)
+{
+    const fsdpc_mark *marks = fsdpc_flight_marks(landed);
+    const uint64_t own = x->wire->weights;
+    for (int r = 0; own && r < x->world; r++) {
+        const uint64_t other = marks[r].note[0] | (uint64_t)marks[r].note[1] << 32;
+        if (other != own && fsdpc_weights_alike(x, r, own, other)) {
+            return fsdpc_error(
+                FSDPC_E_MISMATCH,
+                "%s: rank %d and rank %d have weights of before and after a change (averages "
+                "swapped in or out, an optimizer step): one of them runs more batches. All ranks "
+                "must run equally many batches before parameters change, also in an evaluation",
+                what, x->rank, r);
+        }
+    }
+    return FSDPC_OK;
 }

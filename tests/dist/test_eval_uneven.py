@@ -199,6 +199,18 @@ def test_changes_of_what_one_rank_holds(rank, world, cut):
                     model(batch)
 
 
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_more_batches_over_a_wire(rank, world, door):
+    """The second batch of one rank meets the first one of the other's next weights."""
+    model, plain, other = sharded(door), wide(), halved()
+    evaluate(model, rank, 1, plain)
+    with pytest.raises((fsdpc.MismatchError, fsdpc.PeerError), match="equally many batches"):
+        evaluate(model, rank, 1 + rank, plain)
+        with other_weights(model):
+            evaluate(model, rank, 2, other)
+
+
 # --- a rank that leaves in good order -------------------------------------------------------------
 
 

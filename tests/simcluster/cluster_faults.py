@@ -48,6 +48,7 @@ MEET, HOST, SHM = "shm/shm_rendezvous.c", "shm/shm_host.c", "shm/shm.c"
 GATHER, REDUCE = "exchange/exchange_shared_gather.c", "exchange/exchange_shared_reduce.c"
 SHARED, PAUSE = "exchange/exchange_shared.c", "exchange/exchange_shared_wait.c"
 COMM, CHANGES, TREE = "comm/comm_shm.c", "exchange/exchange_shared_changes.c", "tree/tree.c"
+WEIGHTS = "exchange/exchange_weights.c"
 MESSAGE = "shm/shm_message.c"
 WIRE, LANDS = "exchange/exchange_wire.c", "exchange/exchange_wire_land.c"
 WIRE_WAIT, WIRE_REDUCE = "exchange/exchange_wire_wait.c", "exchange/exchange_wire_reduce.c"
@@ -558,16 +559,16 @@ FAULTS = [
     ),
     Fault(
         "weights have no numbers in a pass with gradients",
-        CHANGES,
-        "    if (grad && last >> FSDPC_TAG_BITS != tag >> FSDPC_TAG_BITS) {",
-        "    if (grad) {",
+        WEIGHTS,
+        "    if (pass->grad && own->last >> FSDPC_TAG_BITS != pass->tag >> FSDPC_TAG_BITS) {",
+        "    if (pass->grad) {",
         mended=True,
     ),
     Fault(
         "samples renewed before the change is known",
         CHANGES,
-        "enum found found = compare_rank(x, x->shared->samples, x->rank, false);",
-        "enum found found = compare_rank(x, x->shared->samples, x->rank, true);",
+        "enum fsdpc_found found = compare_rank(x, x->shared->samples, x->rank, false);",
+        "enum fsdpc_found found = compare_rank(x, x->shared->samples, x->rank, true);",
         mended=True,
     ),
     # More of barriers, waits and departures.
@@ -1112,10 +1113,17 @@ FAULTS = [
         wire=True,
     ),
     Fault(
+        "numbers of weights in marks not compared",
+        "exchange/exchange_wire_marks.c",
+        "        if (other != own && fsdpc_weights_alike(x, r, own, other)) {",
+        "        if (false && other != own && fsdpc_weights_alike(x, r, own, other)) {",
+        wire=True,
+    ),
+    Fault(
         "ranks with other marks read each other's data",
         FLIGHT,
         "    return memcmp(&flight->marks[rank], &flight->marks[flight->comm->rank],\n"
-        "                  sizeof *flight->marks) == 0;",
+        "                  offsetof(fsdpc_mark, note)) == 0;",
         "    return rank >= 0 || flight;",
         wire=True,
     ),
