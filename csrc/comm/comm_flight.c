@@ -16,7 +16,7 @@ enum {
     MARKS_TAG = DATA_TAG - 1, /* in the order of flights */
 };
 
-static const fsdpc_mark begun = {{1, 0}, 0, {0, 0}}; /* of flights with a key */
+static const fsdpc_mark begun = {.words = {1}}; /* of flights with a key */
 
 struct fsdpc_flight {
     fsdpc_comm *comm;

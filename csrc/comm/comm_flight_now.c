@@ -9,7 +9,7 @@
 static fsdpc_mark
 mark_of(enum fsdpc_now kind, uint64_t size)
 {
-    return (fsdpc_mark){{(int32_t)kind, (int32_t)(uint32_t)(size ^ size >> 32)}, 0, {0, 0}};
+    return (fsdpc_mark){.words = {(int32_t)kind, (int32_t)(uint32_t)(size ^ size >> 32)}};
 }
 
 int

@@ -561,7 +561,7 @@ run_flights(int rank, ranks_run *run)
     const fsdpc_landing landing = {(char *)landed, FLIGHT_PIECE * sizeof(float), &offset};
     CHECK_INT(fsdpc_comm_flies(comm), run->option);
     for (int k = 0; k < 2; k++) {
-        const fsdpc_mark mark = {{k, 7}, 0};
+        const fsdpc_mark mark = {.words = {k, 7}};
         gathered[k] = calloc((size_t)whole, sizeof(float));
         fill(gathered[k] + (int64_t)FLIGHT_PIECE * rank, FSDPC_F32, FLIGHT_PIECE, rank + k);
         const fsdpc_comm_part part = {gathered[k], FLIGHT_PIECE, FSDPC_F32};
@@ -569,7 +569,7 @@ run_flights(int rank, ranks_run *run)
     }
     fill(packed, FSDPC_F32, whole, rank);
     const fsdpc_comm_part part = {packed, FLIGHT_PIECE, FSDPC_F32};
-    const fsdpc_mark mark = {{9, 7}, 0};
+    const fsdpc_mark mark = {.words = {9, 7}};
     REQUIRE_OK(
         fsdpc_flight_reduce(comm, &part, 1, &landing, FSDPC_TO_ALL, &mark, "reduce", &flights[2]));
     const bool summed = fsdpc_flight_is_summed(flights[2]);
@@ -646,7 +646,7 @@ run_packets(int rank, ranks_run *run)
         bool agreed = false;
         fsdpc_flight *flight;
         const int before = flying_moved;
-        const fsdpc_mark mark = {{reduces, 7}, 0};
+        const fsdpc_mark mark = {.words = {reduces, 7}};
         for (int p = 0; p < PACKET_PARTS; p++) {
             const int64_t n = PACKET_NUMEL[p];
             float *to = (float *)parts[p].buffer + (reduces ? 0 : n * rank);
@@ -700,7 +700,7 @@ run_keys(int rank, ranks_run *run)
         REQUIRE_OK(fsdpc_flight_by_key(comm, &part, 1, &landing, keys[k], "by key", &flights[k]));
         CHECK(!fsdpc_flight_is_here(flights[k])); /* here nothing lands before it is waited for */
     }
-    const fsdpc_mark mark = {{1, 7}, 0};
+    const fsdpc_mark mark = {.words = {1, 7}};
     const fsdpc_comm_part part = {whole, FLIGHT_PIECE, FSDPC_F32};
     fill(whole + (int64_t)FLIGHT_PIECE * rank, FSDPC_F32, FLIGHT_PIECE, rank);
     REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &mark, "gather", &flights[KEYS]));
@@ -779,7 +779,7 @@ run_other_marks(int rank, ranks_run *run)
     fsdpc_comm *comm = join_flying(rank, run);
     const int last = run->world - 1;
     const fsdpc_comm_part part = {values, sizeof values[0], FSDPC_BYTES};
-    const fsdpc_mark mark = {{rank == last, 3}, 0}, same = {{5, 3}, 0};
+    const fsdpc_mark mark = {.words = {rank == last, 3}}, same = {.words = {5, 3}};
     values[rank] = rank + 1;
     REQUIRE_OK(fsdpc_flight_gather(comm, &part, 1, FSDPC_TO_ALL, &mark, "gather", &flight));
     REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
@@ -840,7 +840,7 @@ flights_fail(void)
         fsdpc_flight *flight;
         char bytes[2] = {0};
         const fsdpc_comm_part part = {bytes, 1, FSDPC_BYTES};
-        const fsdpc_mark mark = {{1, 1}, 0};
+        const fsdpc_mark mark = {.words = {1, 1}};
         fsdpc_comm_callbacks calls = carrier_callbacks(&self);
         self.flies = calloc(1, sizeof *self.flies);
         snprintf(self.flies->name, sizeof self.flies->name, "test-flights-%d", (int)getpid());
