@@ -3,7 +3,7 @@
 With FULL_SHARD a step costs each unit two all-gathers and one reduce-scatter, less a gather where
 backward still finds the values in the unit's slot, and the whole tree one all-reduce of bits (which
 parameters got a gradient anywhere). Before each gather and reduce
-the ranks compare which unit they mean, by an all-gather of one int; trust_order leaves that out.
+the ranks compare which unit they mean, by an all-gather of marks; trust_order leaves that out.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Counting:
 
     def __init__(self, world: int) -> None:
         self.calls: Counter[str] = Counter()
-        self.small = 12 * world  # bytes of a comparison of turns: a mark of each rank
+        self.small = 20 * world  # bytes of a comparison of turns: a mark of each rank
 
     def __enter__(self) -> Counter[str]:
         self.before = {name: getattr(dist, name) for name in (GATHER, SCATTER, "all_reduce")}
