@@ -160,7 +160,7 @@ store_codes(const codec_share &share, const codec_bytes<BYTES> &in)
     }
 }
 
-/* What the thread's codes are multiplied by. */
+/* The factor by which the thread's codes are decoded. */
 template <int CODEC>
 static __device__ __forceinline__ float
 load_scale(const codec_share &share)

@@ -77,7 +77,7 @@ bool fsdpc_flight_free(fsdpc_flight *flight);
 /* [Note: landed in order] Other ranks of this host may wait for this rank's part of a flight; until the part has landed they
  * begin no later one. So this rank lands such flights before it waits for any later one of the communicator, or for ranks of its
  * host, even if it does not need what they bring, and whichever exchange began them. Otherwise ranks that run different units
- * wait for each other. Who begins such flights is their lander. */
+ * wait for each other. The exchange that began such flights is their lander. */
 typedef struct fsdpc_lander {
     uint64_t first; /* the number of its first flight; UINT64_MAX: it has none */
     int (*land_first)(void *context);

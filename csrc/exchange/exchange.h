@@ -25,7 +25,7 @@
 
 typedef struct fsdpc_exchange fsdpc_exchange;
 
-/* Passes between two at which all ranks meet are fewer than 1 << FSDPC_PASS_BITS. */
+/* Of a tag the last FSDPC_PASS_BITS count the passes since all ranks met. */
 enum { FSDPC_TAG_BITS = 36, FSDPC_PASS_BITS = 20 };
 
 typedef struct fsdpc_exchange_plan {

@@ -47,7 +47,7 @@ struct fsdpc_unit_use {
         consumed; /* rounds of reduction in this backward; "stream": 1, it was summed */
 };
 
-/* Memory that belongs to a slot or a unit; each use says what lies in the memory. */
+/* Memory of one slot or one unit. The comment of each field of this type says what the memory holds. */
 struct fsdpc_exchange_room {
     char *memory;
     size_t bytes;

@@ -121,7 +121,8 @@ lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
     return compare_rank(x, seen ? s->seen : s->samples, r, false) == FSDPC_SAME;
 }
 
-/* Both ranks have begun this pass, and have changed their weights a different number of times. */
+/* True if the weights of the two ranks, which have both begun this pass, have different numbers; *who: the rank whose
+ * change is the later one. */
 static bool
 other_number(const fsdpc_exchange *x, int r, int *who)
 {

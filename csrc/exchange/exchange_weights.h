@@ -27,7 +27,8 @@ typedef struct fsdpc_pass {
     uint64_t tag;
     bool grad, touched; /* as fsdpc_exchange_compare */
 } fsdpc_pass;
-/* Before a pass, which has found that; `known`: hashes of FSDPC_KNOWN_WEIGHTS weights by their numbers, or 0. */
+/* Called before each pass that takes samples, with what their comparison has found: updates this rank's number. `known`: the
+ * hashes of the last FSDPC_KNOWN_WEIGHTS weights, each at its number modulo that; 0: none. */
 void fsdpc_weights_number(const fsdpc_exchange *x, fsdpc_numbers *own, _Atomic uint64_t *known,
                           const fsdpc_pass *pass, enum fsdpc_found found);
 /* This rank's numbers and those of rank r count the same changes since the same meeting. */

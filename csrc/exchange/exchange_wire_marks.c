@@ -134,13 +134,19 @@ fsdpc_wire_number_weights(fsdpc_exchange *x, uint64_t tag, bool grad, bool touch
     }
 }
 
+static uint64_t
+weights_of(const fsdpc_mark *mark)
+{
+    return mark->note[0] | (uint64_t)mark->note[1] << 32;
+}
+
 int
 fsdpc_wire_check_weights(const fsdpc_exchange *x, const fsdpc_flight *landed, const char *what)
 {
     const fsdpc_mark *marks = fsdpc_flight_marks(landed);
-    const uint64_t own = x->wire->weights;
+    const uint64_t own = weights_of(&marks[x->rank]);
     for (int r = 0; own && r < x->world; r++) {
-        const uint64_t other = marks[r].note[0] | (uint64_t)marks[r].note[1] << 32;
+        const uint64_t other = weights_of(&marks[r]);
         if (other != own && fsdpc_weights_alike(x, r, own, other)) {
             return fsdpc_error(
                 FSDPC_E_MISMATCH,

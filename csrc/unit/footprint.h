@@ -60,8 +60,8 @@ typedef struct fsdpc_share {
 /* False behind the last run. *segment as of fsdpc_layout_next_run. */
 bool fsdpc_footprint_next_share(const fsdpc_layout *layout, int replicas, int *segment,
                                 fsdpc_share *share);
-/* Bytes of one replica's shares; *begin: where, behind the shard group's sum, those of all replicas lie, one behind the
- * other. */
+/* Bytes of one replica's shares; *begin: the offset of the first replica's shares, behind the shard group's sum. Those of
+ * the other replicas follow. */
 size_t fsdpc_footprint_shares(const fsdpc_layout *layout, int replicas, size_t *begin);
 
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,

@@ -22,6 +22,7 @@ enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
+    int host_of[SIM_RANKS];
     bool swapped; /* its weights, to be put back */
     int done;     /* passes, backwards and meetings */
     bool gone;    /* this rank has left before the end */
@@ -175,32 +176,29 @@ gets_late(const sim_case *c, int rank, int unit, int param, int step)
            gets(c, rank, unit, param, step, LATE_ROUND);
 }
 
-/* Hosts of one rank and more, mostly of neighbours. */
+/* Hosts of one rank and more, mostly of neighbours; in other cases each rank counts as one. */
 static void
-draw_hosts(const sim_case *c, int names[SIM_RANKS])
+draw_hosts(model *m)
 {
-    const bool apart = drawn(c, 300, 0, 0, 0) % 4 == 0;
-    for (int r = 0; r < c->world; r++) {
-        const int before = r > 0 ? names[r - 1] : -1;
-        const bool begins =
-            r == 0 || drawn(c, 301, r, 0, 0) % 2 || (r == c->world - 1 && before == 0);
-        names[r] = !c->hosts ? r : apart ? r % 2 : before + begins;
+    const sim_case *c = m->c;
+    const bool mixed = drawn(c, 300, 0, 0, 0) % 4 == 0;
+    for (int r = 1; r < c->world; r++) {
+        const int before = m->host_of[r - 1];
+        const bool begins = drawn(c, 301, r, 0, 0) % 2 || (r == c->world - 1 && before == 0);
+        m->host_of[r] = !c->hosts ? r : mixed ? r % 2 : before + begins;
     }
 }
 
-/* In the order of hosts and, within each, of ranks. Where ranks share no host, and where all do, that is their order. */
+/* In the order of hosts and, within each, of ranks. */
 static float
 sum_of_ranks(const model *m, float (*of)(const model *, int, const void *), const void *what)
 {
-    int names[SIM_RANKS];
-    float sum = 0;
-    draw_hosts(m->c, names);
+    float sum = 0, hosts[SIM_RANKS] = {0};
+    for (int r = 0; r < m->c->world; r++) {
+        hosts[m->host_of[r]] += of(m, r, what);
+    }
     for (int host = 0; host < m->c->world; host++) {
-        float own = 0;
-        for (int r = 0; r < m->c->world; r++) {
-            own += names[r] == host ? of(m, r, what) : 0;
-        }
-        sum += own;
+        sum += hosts[host];
     }
     return sum;
 }
@@ -545,11 +543,9 @@ wire_extreme(void *context, void *buffer, int64_t numel, fsdpc_dtype dtype, enum
 static int
 join_hosts(const model *m)
 {
-    int names[SIM_RANKS];
     char segment[32];
-    draw_hosts(m->c, names);
-    snprintf(segment, sizeof segment, "host%d", names[m->rank]);
-    return fsdpc_comm_set_hosts(m->comm, names, segment, m->c->timeout_s);
+    snprintf(segment, sizeof segment, "host%d", m->host_of[m->rank]);
+    return fsdpc_comm_set_hosts(m->comm, m->host_of, segment, m->c->timeout_s);
 }
 
 static int
@@ -1037,6 +1033,7 @@ void
 sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
 {
     model m = {.c = c, .rank = rank};
+    draw_hosts(&m);
     const int64_t live = fsdpc_mem_live();
     const bool starved = c->fault == SIM_NO_MEMORY && rank == c->victim;
     fsdpc_error_clear();
