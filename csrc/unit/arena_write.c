@@ -71,9 +71,11 @@ on_fault(int number, siginfo_t *info, void *context)
     }
 }
 
+/* Locked, because ranks may be threads of one process. */
 void
 fsdpc_arena_watch_writes(void)
 {
+    pthread_mutex_lock(&shown.lock);
     struct sigaction now;
     if (!atomic_load(&passing_on) && sigaction(SIGSEGV, NULL, &now) == 0 &&
         !(now.sa_flags & SA_SIGINFO && now.sa_sigaction == on_fault)) {
@@ -81,6 +83,7 @@ fsdpc_arena_watch_writes(void)
         before = now;
         (void)sigaction(SIGSEGV, &ours, NULL);
     }
+    pthread_mutex_unlock(&shown.lock);
 }
 
 /* --- which ranges ----------------------------------------------------------------------------- */
