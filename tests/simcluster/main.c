@@ -9,6 +9,7 @@
 #include <execinfo.h>
 #include <fcntl.h>
 #include <link.h>
+#include <malloc.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -754,6 +755,8 @@ main(int count, char **words)
         return usage();
     }
     sim_tracing = options.trace;
+    /* Else the records of trees, half a megabyte each, are cleared by hand in each run. */
+    (void)mallopt(M_MMAP_THRESHOLD, 128 << 10);
     catch_crashes();
     setvbuf(stdout, NULL, _IOLBF, 0);
     const double begin = seconds();

@@ -27,6 +27,7 @@ enum {
     NUMBERS = 1 << 20,
     COMPUTE_NS = 60000000,
     BUSY_POINTS = 4000000,
+    BUSY_IN = 1024, /* points between two looks for a rank that is busy without an end */
     CALL_NS = 5000000, /* within which a call comes that was on its way */
     NAP_IN = 48,       /* one of so many switches is a nap, where there are naps */
     KNOWN = 4096,      /* places whose hash is kept */
@@ -46,25 +47,26 @@ typedef struct late_store {
 } late_store;
 
 typedef struct fiber {
+    /* What the choice of the next one reads lies together. */
     enum state state;
     int rank;
-    void *sp;
-    char *stack;
     int64_t wake_ns;
+    uint64_t held_until; /* points of the run; before, it runs only if no other one can */
+    uint64_t priority;
+    void *sp;
+    uint64_t busy; /* points since it slept */
+    const char *place;
+    int late_count;
+    int word_count;
     const void *words[WORDS];
     const uint32_t *unchanged; /* the word of the last sleep, if that timed out; it was: */
     uint32_t then;
-    int word_count;
     bool polls, woken, main;
     int number; /* of the fibers that this place has had */
-    uint64_t priority;
-    uint64_t held_until; /* points of the run; before, it runs only if no other one can */
-    uint64_t busy;       /* points since it slept */
+    char *stack;
     void *(*function)(void *);
     void *argument;
-    const char *place;
     late_store late[LATE]; /* in their order */
-    int late_count;
 } fiber;
 
 static struct {
@@ -354,7 +356,7 @@ hash_of(const char *place)
         const char *place;
         uint64_t hash;
     } known[KNOWN];
-    const size_t at = sim_mix((uintptr_t)place) % KNOWN;
+    const size_t at = (uintptr_t)place * UINT64_C(0x9e3779b97f4a7c15) >> 52; /* of KNOWN */
     if (known[at].place != place) {
         const char *name = strrchr(place, '/');
         uint64_t hash = 0;
@@ -445,7 +447,7 @@ sim_point(const char *place)
     if (s.quiet && s.now_ns >= s.quiet_until_ns) {
         check_quiet();
     }
-    if (++self->busy >= most_busy(s.run->c)) {
+    if (++self->busy % BUSY_IN == 0 && self->busy >= most_busy(s.run->c)) {
         sim_violation("rank %d is busy without an end, at %s", self->rank, place);
         to_scheduler();
     }
