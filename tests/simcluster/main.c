@@ -41,7 +41,7 @@ static struct options {
     const char *library;
     uint64_t first, count;
     int ranks, units, steps, fault;
-    bool trace, quiet, until_found, shrink, wire;
+    bool trace, quiet, until_found, shrink, wire, replicas;
     const char *mended; /* a file of seeds that are run first */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
@@ -185,6 +185,18 @@ draw_fault(sim_case *c, uint64_t *state)
     c->uneven = c->uneven && c->fault != SIM_CHANGES;
 }
 
+/* Two or three groups of as many ranks, or as many more as the limit of the command line wants. */
+static void
+draw_replicas(sim_case *c)
+{
+    const uint64_t draw = sim_mix(c->seed * 17 + 3);
+    c->replicas = 2 + (int)(draw % 2);
+    const int shards = options.ranks ? options.ranks / c->replicas : 2 + (int)(draw / 2 % 2);
+    c->world = c->replicas * (shards > 2 ? shards : 2);
+    c->victim %= c->world;
+    c->near = draw / 4 % 4 == 0;
+}
+
 /* All ranks gather and reduce in one order there. */
 static void
 draw_wire(sim_case *c)
@@ -258,6 +270,8 @@ draw_case(uint64_t seed)
     c.swaps = c.evaluates && sim_random(&state) % 4 < often;
     if (options.wire) {
         draw_wire(&c);
+    } else if (options.replicas) {
+        draw_replicas(&c);
     }
     return c;
 }
@@ -273,9 +287,11 @@ print_case(const sim_case *c)
            "slots, "
            "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
            c->world, c->units, c->steps, c->rounds,
-           c->hosts  ? ", hosts"
-           : c->wire ? ", a wire"
-                     : "",
+           c->hosts      ? ", hosts"
+           : c->wire     ? ", a wire"
+           : c->near     ? ", replicas in one memory"
+           : c->replicas ? ", replicas"
+                         : "",
            c->own_order ? ", own order" : "", c->skips ? ", units skipped" : "",
            c->nested ? ", nested" : "", c->rootless ? ", no root" : "",
            c->late ? ", late gradients" : "",
@@ -419,12 +435,14 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
     /* A rank that leaves disturbs nobody who does not need it: only sleeps count. One that is about to sleep does not
      * see that another one leaves before a slice of the sleep has passed. */
     const bool leaves = c->fault == SIM_LEAVES;
-    /* Who fails before the ranks of its host have met is missed by the deadline, as a stop is. */
-    const bool alone = c->hosts && !run->out[c->victim].joined;
-    const bool told = (c->fault == SIM_NO_MEMORY && !alone) || c->fault == SIM_REFUSED;
+    /* Who fails before the ranks of its host have met, or those of one of its groups, is missed by the deadline, as a
+     * stop is; a text may name it by its place in the group. */
+    const bool alone = (c->hosts || c->replicas) && !run->out[c->victim].joined;
+    const bool told = (c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED) && !alone;
     const int64_t late_ns = leaves ? out->idle_ns : out->end_ns - run->fault_ns;
-    const int64_t slack_ns =
-        (int64_t)(most_s * 1e9) + (leaves ? LEFT_SLACK_MS : SLACK_MS) * INT64_C(1000000);
+    /* From one group to another an error travels with the ranks that end. */
+    const int slack_ms = leaves || c->replicas ? LEFT_SLACK_MS : SLACK_MS;
+    const int64_t slack_ns = (int64_t)(most_s * 1e9) + slack_ms * INT64_C(1000000);
     if (may_be_late(c, run)) {
         return;
     }
@@ -562,7 +580,10 @@ run_seed(uint64_t seed)
         printf("VIOLATION %s\n", violation);
         print_case(&c);
         printf("  again: simcluster %s%s --first %llu --count 1 --trace", options.library,
-               options.wire ? " --wire" : "", (unsigned long long)seed);
+               options.wire       ? " --wire"
+               : options.replicas ? " --replicas"
+                                  : "",
+               (unsigned long long)seed);
         if (options.ranks || options.units || options.steps || options.fault >= 0) {
             printf(" (with the same limits)");
         }
@@ -717,9 +738,10 @@ read_options(int count, char **words)
         options.until_found |= strcmp(word, "--until-found") == 0;
         options.shrink |= strcmp(word, "--shrink") == 0;
         options.wire |= strcmp(word, "--wire") == 0;
+        options.replicas |= strcmp(word, "--replicas") == 0;
         if (strcmp(word, "--trace") == 0 || strcmp(word, "--quiet") == 0 ||
             strcmp(word, "--until-found") == 0 || strcmp(word, "--shrink") == 0 ||
-            strcmp(word, "--wire") == 0) {
+            strcmp(word, "--wire") == 0 || strcmp(word, "--replicas") == 0) {
             continue;
         }
         if (i + 1 == count) {

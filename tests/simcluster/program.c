@@ -19,14 +19,22 @@
 enum { LATE_ROUND = 8, EVALUATION = 16, BATCHES = 8 };
 enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 
+/* The ranks of a communicator, by their numbers in the world. */
+typedef struct group {
+    const struct model *m;
+    int rank, world; /* this rank's place among them */
+    int members[SIM_RANKS];
+} group;
+
 typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
     int host_of[SIM_RANKS];
+    group shard, replicas; /* the second has one member where the first has all ranks */
     bool swapped; /* its weights, to be put back */
     int done;     /* passes, backwards and meetings */
     bool gone;    /* this rank has left before the end */
-    fsdpc_comm *comm;
+    fsdpc_comm *comm, *replicate; /* NULL without replicas */
     fsdpc_unit *units[SIM_UNITS];
     fsdpc_tree *tree;
 } model;
@@ -189,12 +197,29 @@ draw_hosts(model *m)
     }
 }
 
-/* In the order of hosts and, within each, of ranks. */
+/* Ranks that hold the same shards are `shards` apart. */
+static void
+draw_groups(model *m)
+{
+    const int replicas = m->c->replicas ? m->c->replicas : 1, shards = m->c->world / replicas;
+    m->shard = (group){.m = m, .rank = m->rank % shards, .world = shards};
+    m->replicas = (group){.m = m, .rank = m->rank / shards, .world = replicas};
+    for (int i = 0; i < shards; i++) {
+        m->shard.members[i] = m->replicas.rank * shards + i;
+    }
+    for (int i = 0; i < replicas; i++) {
+        m->replicas.members[i] = i * shards + m->shard.rank;
+    }
+}
+
+/* Of a shard group, in the order of its hosts and, within each, of ranks. */
 static float
-sum_of_ranks(const model *m, float (*of)(const model *, int, const void *), const void *what)
+sum_of_ranks(const model *m, int replica, float (*of)(const model *, int, const void *),
+             const void *what)
 {
     float sum = 0, hosts[SIM_RANKS] = {0};
-    for (int r = 0; r < m->c->world; r++) {
+    const int first = replica * m->shard.world;
+    for (int r = first; r < first + m->shard.world; r++) {
         hosts[m->host_of[r]] += of(m, r, what);
     }
     for (int host = 0; host < m->c->world; host++) {
@@ -224,13 +249,18 @@ late_of(const model *m, int rank, const void *what)
                : 0;
 }
 
-/* Those that came late are summed apart. */
+/* Those that came late are summed apart. Without replicas both are divided; else the sum of all is. */
 static float
 expected_sum(const model *m, int unit, int param, int64_t i)
 {
+    float sum = 0;
     const struct element element = {unit, param, i};
-    const float part = (float)(1.0 / m->c->world);
-    return sum_of_ranks(m, sent_of, &element) * part + sum_of_ranks(m, late_of, &element) * part;
+    const float part = (float)(1.0 / m->c->world), within = m->replicate ? 1 : part;
+    for (int k = 0; k < m->replicas.world; k++) {
+        sum += sum_of_ranks(m, k, sent_of, &element) * within +
+               sum_of_ranks(m, k, late_of, &element) * within;
+    }
+    return m->replicate ? sum * part : sum;
 }
 
 static bool
@@ -269,7 +299,7 @@ check_values(const model *m, int u)
 {
     const fsdpc_segment *seg = &m->units[u]->layout->segments[0];
     const float *full = (const float *)fsdpc_unit_full(m->units[u]);
-    for (int64_t i = 0; i < seg->piece_numel * m->c->world; i++) {
+    for (int64_t i = 0; i < seg->piece_numel * m->shard.world; i++) {
         if (full[i] != value_of(u, i, m->version)) {
             sim_violation(
                 "values: rank %d reads %g in element %lld of unit %d at step %d, version %d "
@@ -303,7 +333,7 @@ check_sums(const model *m)
         const fsdpc_segment *seg = &unit->layout->segments[0];
         const float *sums = (const float *)((const char *)unit->grad + seg->grad_offset);
         for (int64_t k = 0; any_sends(m, u) && k < seg->piece_numel; k++) {
-            int64_t at = seg->piece_numel * m->rank + k;
+            int64_t at = seg->piece_numel * m->shard.rank + k;
             float expected = expected_at(m, u, at);
             if (memcmp(&sums[k], &expected, sizeof expected) != 0 && sums[k] + expected != 0) {
                 sim_violation(
@@ -328,7 +358,7 @@ check_sums(const model *m)
 static void
 compute(const model *m)
 {
-    if (m->tree && !m->c->wire && fsdpc_shm_stands(m->tree->exchanges[0]->shm, m->rank)) {
+    if (m->tree && !m->c->wire && fsdpc_shm_stands(m->tree->exchanges[0]->shm, m->shard.rank)) {
         sim_violation("waits: rank %d computes at step %d, and the others read that it waits",
                       m->rank, m->step);
     }
@@ -343,7 +373,7 @@ holds_all(const model *m)
     for (int u = 0; u < m->c->units; u++) {
         bool any = false;
         for (int p = 0; p < PARAMS; p++) {
-            any = any || fsdpc_layout_span(m->units[u]->layout, p, m->rank).length > 0;
+            any = any || fsdpc_layout_span(m->units[u]->layout, p, m->shard.rank).length > 0;
         }
         all = all && any;
     }
@@ -361,7 +391,7 @@ set_version(model *m, int version)
         float *piece = unit->master;
         sim_point("weights");
         for (int64_t i = 0; i < seg->piece_numel; i++) {
-            piece[i] = value_of(u, seg->piece_numel * m->rank + i, version);
+            piece[i] = value_of(u, seg->piece_numel * m->shard.rank + i, version);
         }
         unit->grads.add = false;
         memset(unit->grads.used, 0, PARAMS);
@@ -379,7 +409,11 @@ make_unit(model *m, int u)
     char name[16];
     snprintf(name, sizeof name, "u%d", u);
     const fsdpc_unit_options options = {
-        .name = name, .shard = m->comm, .divide = m->c->world, .reshard = u != ROOT};
+        .name = name,
+                                        .shard = m->comm,
+                                        .replicate = m->replicate,
+                                        .divide = m->c->world,
+                                        .reshard = u != ROOT};
     fsdpc_param_spec specs[PARAMS];
     for (int p = 0; p < PARAMS; p++) {
         specs[p] = (fsdpc_param_spec){.name = p ? "b" : "a",
@@ -406,18 +440,18 @@ static int
 wire_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag, const char *what,
           void **out)
 {
-    const model *m = context;
+    const group *g = context;
     transfers *made = fsdpc_mem_calloc(1, sizeof *made + (size_t)count * sizeof *made->each);
     if (!made) {
         return fsdpc_error(FSDPC_E_NOMEM, "%s: no memory for %d transfers of rank %d", what, count,
-                           m->rank);
+                           g->m->rank);
     }
     for (int i = 0; i < count; i++) {
         const fsdpc_comm_move *move = &moves[i];
         sim_point("wire");
         made->each[made->count].peer = move->peer;
         made->each[made->count++].transfer =
-            sim_wire_post(move->peer, move->send, tag, move->memory, move->bytes);
+            sim_wire_post(g->members[move->peer], move->send, tag, move->memory, move->bytes);
     }
     *out = made;
     return FSDPC_OK;
@@ -457,14 +491,14 @@ static int
 wire_land(void *context, void *memory, const bool *skip, const char *what)
 {
     int status = FSDPC_OK;
-    const model *m = context;
+    const group *g = context;
     transfers *set = memory;
-    const int64_t deadline_ns = sim_now_ns() + (int64_t)(m->c->timeout_s * 1e9);
+    const int64_t deadline_ns = sim_now_ns() + (int64_t)(g->m->c->timeout_s * 1e9);
     for (int i = 0; i < set->count; i++) {
         const int peer = set->each[i].peer;
         sim_transfer *transfer = set->each[i].transfer;
         if (status == FSDPC_OK && !(skip && skip[peer])) {
-            status = wire_wait(m, transfer, peer, deadline_ns, what);
+            status = wire_wait(g->m, transfer, g->members[peer], deadline_ns, what);
             (status == FSDPC_OK ? sim_wire_forget : sim_wire_skip)(transfer);
         } else {
             sim_wire_skip(transfer);
@@ -490,14 +524,14 @@ static int
 wire_exchange(void *context, void *buffer, size_t bytes, int root, uint32_t tag, const char *what)
 {
     void *set;
-    const model *m = context;
+    const group *g = context;
     fsdpc_comm_move moves[2 * SIM_RANKS];
     int count = 0;
-    for (int r = 0; r < m->c->world; r++) {
-        if (r != m->rank && (root == -1 || root == m->rank)) {
+    for (int r = 0; r < g->world; r++) {
+        if (r != g->rank && (root == -1 || root == g->rank)) {
             moves[count++] = (fsdpc_comm_move){buffer, bytes, r, true};
         }
-        if (r != m->rank && (root == -1 || root == r)) {
+        if (r != g->rank && (root == -1 || root == r)) {
             moves[count++] = (fsdpc_comm_move){buffer, bytes, r, false};
         }
     }
@@ -549,9 +583,9 @@ join_hosts(const model *m)
 }
 
 static int
-join(model *m)
+join_wire(group *g, fsdpc_comm **out)
 {
-    const fsdpc_comm_callbacks calls = {.context = m,
+    const fsdpc_comm_callbacks calls = {.context = g,
                                         .all_gather = wire_piece,
                                         .reduce_scatter = wire_pieces,
                                         .all_reduce = wire_extreme,
@@ -560,9 +594,35 @@ join(model *m)
                                         .post = wire_post,
                                         .land = wire_land,
                                         .drop = wire_drop};
-    return m->c->wire
-               ? fsdpc_comm_c10d(device, m->rank, m->c->world, &calls, &m->comm)
-               : fsdpc_comm_shm(device, m->rank, m->c->world, "sim", m->c->timeout_s, &m->comm);
+    return fsdpc_comm_c10d(device, g->rank, g->world, &calls, out);
+}
+
+static int
+join_memory(const group *g, fsdpc_comm **out)
+{
+    char name[32];
+    snprintf(name, sizeof name, "sim%d-%d", g->members[0], g->members[1]);
+    FSDPC_TRY(fsdpc_comm_shm(device, g->rank, g->world, name, g->m->c->timeout_s, out));
+    fsdpc_shm_set_numbers(fsdpc_comm_segment(*out), g->members);
+    return FSDPC_OK;
+}
+
+static int
+join(model *m)
+{
+    FSDPC_TRY(m->c->wire ? join_wire(&m->shard, &m->comm) : join_memory(&m->shard, &m->comm));
+    FSDPC_TRY(m->c->hosts ? join_hosts(m) : FSDPC_OK);
+    return !m->c->replicas ? FSDPC_OK
+           : m->c->near    ? join_memory(&m->replicas, &m->replicate)
+                           : join_wire(&m->replicas, &m->replicate);
+}
+
+/* Twice: texts of the first one must not show in the second. */
+static int
+agree(fsdpc_comm *comm)
+{
+    FSDPC_TRY(fsdpc_comm_agree(comm, "the same program", "agreement"));
+    return fsdpc_comm_agree(comm, "and the same step", "agreement");
 }
 
 static int
@@ -571,10 +631,9 @@ open_model(model *m, sim_outcome *out)
     const sim_case *c = m->c;
     int depths[SIM_UNITS] = {0, 1, 1, 1, 1};
     FSDPC_TRY(join(m));
-    FSDPC_TRY(c->hosts ? join_hosts(m) : FSDPC_OK);
     out->joined = true;
-    FSDPC_TRY(fsdpc_comm_agree(m->comm, "the same program", "agreement"));
-    FSDPC_TRY(fsdpc_comm_agree(m->comm, "and the same step", "agreement"));
+    FSDPC_TRY(agree(m->comm));
+    FSDPC_TRY(m->replicate ? agree(m->replicate) : FSDPC_OK);
     for (int u = 0; u < c->units; u++) {
         FSDPC_TRY(make_unit(m, u));
     }
@@ -608,7 +667,7 @@ check_end(const model *m)
 {
     const fsdpc_exchange *x = m->tree->exchanges[0];
     if (m->c->fault == SIM_NO_FAULT && !m->c->uneven && !m->c->wire &&
-        x->shared->ranks[m->rank].early == x->tag) {
+        x->shared->ranks[m->shard.rank].early == x->tag) {
         sim_violation("memory: rank %d has not waited for the others at the end of a forward",
                       m->rank);
     }
@@ -782,69 +841,69 @@ item_of(const model *m, int rank, int i)
 }
 
 static float
-sum_of(const model *m, int i)
+sum_of(const group *g, int i)
 {
     float sum = 0;
-    for (int r = 0; r < m->c->world; r++) {
-        sum += item_of(m, r, i);
+    for (int r = 0; r < g->world; r++) {
+        sum += item_of(g->m, g->members[r], i);
     }
     return sum;
 }
 
 static void
-check_item(const model *m, const char *what, float got, float expected)
+check_item(const group *g, const char *what, float got, float expected)
 {
     if (got != expected) {
-        sim_violation("sums: %s on rank %d at step %d is %.9g, not %.9g", what, m->rank, m->step,
-                      (double)got, (double)expected);
+        sim_violation("sums: %s on rank %d at step %d is %.9g, not %.9g", what, g->m->rank,
+                      g->m->step, (double)got, (double)expected);
     }
 }
 
 /* A norm's way: one sum over all ranks. */
 static int
-add_up(const model *m)
+add_up(const group *g, fsdpc_comm *comm)
 {
-    float sum = item_of(m, m->rank, 0);
-    FSDPC_TRY(fsdpc_comm_all_reduce(m->comm, &sum, 1, FSDPC_F32, FSDPC_SUM, "norm"));
-    check_item(m, "the norm", sum, sum_of(m, 0));
+    float sum = item_of(g->m, g->m->rank, 0);
+    FSDPC_TRY(fsdpc_comm_all_reduce(comm, &sum, 1, FSDPC_F32, FSDPC_SUM, "norm"));
+    check_item(g, "the norm", sum, sum_of(g, 0));
     return FSDPC_OK;
 }
 
 static int
-spread(const model *m)
+spread(const group *g, fsdpc_comm *comm)
 {
-    const int root = m->step % m->c->world;
-    float got = item_of(m, m->rank, 1);
-    FSDPC_TRY(fsdpc_comm_broadcast(m->comm, &got, sizeof got, root, "spread"));
-    check_item(m, "the value of the root", got, item_of(m, root, 1));
+    const int root = g->m->step % g->world;
+    float got = item_of(g->m, g->m->rank, 1);
+    FSDPC_TRY(fsdpc_comm_broadcast(comm, &got, sizeof got, root, "spread"));
+    check_item(g, "the value of the root", got, item_of(g->m, g->members[root], 1));
     return FSDPC_OK;
 }
 
 static int
-collect(const model *m)
+collect(const group *g, fsdpc_comm *comm)
 {
     float all[SIM_RANKS];
-    all[m->rank] = item_of(m, m->rank, 2);
-    FSDPC_TRY(fsdpc_comm_all_gather(m->comm, all, sizeof *all, "collect"));
-    for (int r = 0; r < m->c->world; r++) {
-        check_item(m, "a rank's value", all[r], item_of(m, r, 2));
+    all[g->rank] = item_of(g->m, g->m->rank, 2);
+    FSDPC_TRY(fsdpc_comm_all_gather(comm, all, sizeof *all, "collect"));
+    for (int r = 0; r < g->world; r++) {
+        check_item(g, "a rank's value", all[r], item_of(g->m, g->members[r], 2));
     }
     return FSDPC_OK;
 }
 
 static int
-deal(const model *m)
+deal(const group *g, fsdpc_comm *comm)
 {
     float all[SIM_RANKS];
-    for (int r = 0; r < m->c->world; r++) {
-        all[r] = item_of(m, m->rank, r);
+    for (int r = 0; r < g->world; r++) {
+        all[r] = item_of(g->m, g->m->rank, r);
     }
-    FSDPC_TRY(fsdpc_comm_reduce_scatter(m->comm, all, 1, FSDPC_F32, "deal"));
-    check_item(m, "a dealt sum", all[m->rank], sum_of(m, m->rank));
+    FSDPC_TRY(fsdpc_comm_reduce_scatter(comm, all, 1, FSDPC_F32, "deal"));
+    check_item(g, "a dealt sum", all[g->rank], sum_of(g, g->rank));
     return FSDPC_OK;
 }
 
-static int (*const ways[])(const model *) = {add_up, spread, collect, deal};
+static int (*const ways[])(const group *, fsdpc_comm *) = {add_up, spread, collect, deal};
 enum { MEETINGS = 2, WAYS = 4 };
 
 /* Which of the ways a meeting after a step is, or -1. */
@@ -859,11 +918,19 @@ way_of(const sim_case *c, int step, int meeting)
 }
 
 static int
+barrier(const model *m, const char *what)
+{
+    FSDPC_TRY(fsdpc_comm_barrier(m->comm, what));
+    return m->replicate ? fsdpc_comm_barrier(m->replicate, what) : FSDPC_OK;
+}
+
+static int
 meet(model *m)
 {
     for (int k = 0; k < MEETINGS; k++) {
         const int way = way_of(m->c, m->step, k);
-        FSDPC_TRY(way >= 0 ? ways[way](m) : FSDPC_OK);
+        FSDPC_TRY(way >= 0 ? ways[way](&m->shard, m->comm) : FSDPC_OK);
+        FSDPC_TRY(way >= 0 && m->replicate ? ways[way](&m->replicas, m->replicate) : FSDPC_OK);
         m->done++;
     }
     return FSDPC_OK;
@@ -966,7 +1033,7 @@ evaluate(model *m)
             FSDPC_TRY(forward(m, false, EVALUATION + k * BATCHES + i));
         }
         if (!m->gone && c->meets && !changes_early(m, k)) {
-            FSDPC_TRY(fsdpc_comm_barrier(m->comm, "after an evaluation"));
+            FSDPC_TRY(barrier(m, "after an evaluation"));
             m->done++;
         }
         if (!m->gone && changes_after(m, k)) {
@@ -1010,7 +1077,7 @@ train(model *m)
         FSDPC_TRY(m->gone ? FSDPC_OK : step(m));
     }
     FSDPC_TRY(m->gone ? FSDPC_OK : event(m));
-    return m->gone || c->parts ? FSDPC_OK : fsdpc_comm_barrier(m->comm, "close");
+    return m->gone || c->parts ? FSDPC_OK : barrier(m, "close");
 }
 
 static void
@@ -1020,6 +1087,7 @@ close_model(model *m)
     for (int u = 0; u < m->c->units; u++) {
         fsdpc_unit_free(m->units[u]);
     }
+    fsdpc_comm_free(m->replicate);
     fsdpc_comm_free(m->comm);
 }
 
@@ -1034,6 +1102,7 @@ sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
 {
     model m = {.c = c, .rank = rank};
     draw_hosts(&m);
+    draw_groups(&m);
     const int64_t live = fsdpc_mem_live();
     const bool starved = c->fault == SIM_NO_MEMORY && rank == c->victim;
     fsdpc_error_clear();
@@ -1053,6 +1122,9 @@ sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
         sim_wire_give_reason(rank, out->text);
         if (m.comm) {
             fsdpc_comm_abort(m.comm, out->text);
+        }
+        if (m.replicate) {
+            fsdpc_comm_abort(m.replicate, out->text);
         }
     }
     close_model(&m);

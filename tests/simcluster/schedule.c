@@ -506,12 +506,24 @@ sim_sleep(int64_t until_ns, const char *place)
     return sleep_until(until_ns);
 }
 
-/* A futex's sleep ends before its time where no rank is late: else a wake-up was lost. */
+static bool
+all_joined(const sim_run *run)
+{
+    bool joined = true;
+    for (int r = 0; r < run->c->world; r++) {
+        joined = joined && run->out[r].joined;
+    }
+    return joined;
+}
+
+/* A futex's sleep ends before its time where no rank is late: else a wake-up was lost. With two groups a rank sleeps in
+ * one for ranks that try to connect in the other, every now and then. */
 bool
 sim_sleep_on(void *const *words, int count, int64_t until_ns)
 {
     fiber *self = s.now;
     const sim_case *c = s.run->c;
+    const bool met = !c->replicas || all_joined(s.run);
     const int64_t from_ns = s.now_ns, from_busy_ns = (int64_t)s.run->points * POINT_NS;
     self->word_count = count;
     memcpy(self->words, words, sizeof *words * (size_t)count);
@@ -520,7 +532,7 @@ sim_sleep_on(void *const *words, int count, int64_t until_ns)
     const bool woken = sleep_until(until_ns);
     /* While many ranks are busy a slice may pass. */
     const bool idle = (int64_t)s.run->points * POINT_NS - from_busy_ns < (s.now_ns - from_ns) / 2;
-    const bool judged = !woken && idle && c->fault == SIM_NO_FAULT && !c->naps;
+    const bool judged = met && !woken && idle && c->fault == SIM_NO_FAULT && !c->naps;
     self->unchanged = judged && on_word ? words[0] : NULL;
     if (judged && !c->computes) {
         sim_violation("sleeps: rank %d sleeps %.3f ms in vain", self->rank,
@@ -668,10 +680,7 @@ is_unseen(void)
     const enum sim_fault fault = run->c->fault;
     bool joined = run->struck && fault != SIM_STOPS && fault != SIM_PAUSES && fault != SIM_STRAYS &&
                   fault != SIM_REFUSED;
-    for (int r = 0; r < run->c->world; r++) {
-        joined = joined && run->out[r].joined;
-    }
-    return joined && run->idle_ns > UNSEEN_NS + run->napped_ns;
+    return joined && all_joined(run) && run->idle_ns > UNSEEN_NS + run->napped_ns;
 }
 
 /* To the first moment at which a fiber can run; false: there is none. */

@@ -45,6 +45,8 @@ typedef struct sim_case {
     int world, units, steps;
     bool wire;  /* between hosts, of which each has one rank, */
     bool hosts; /* or some that share memory */
+    int replicas; /* of shard groups, each of ranks that share memory; 0: all ranks are one */
+    bool near;    /* replicas share memory, too, else a wire is between them */
     /* The program. */
     int rounds; /* backwards of a step, all but the last under no_sync */
     bool own_order, skips, evaluates, uneven, poison, wide;
