@@ -39,7 +39,7 @@ class Fault:
     old: str  # occurs once in the file
     new: str
     mended: bool = False  # this was how the engine was
-    wire: bool = False  # tried with ranks of several hosts
+    ways: str = ""  # how the ranks are connected: "--wire", "--replicas"
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
@@ -53,8 +53,12 @@ MESSAGE = "shm/shm_message.c"
 WIRE, LANDS = "exchange/exchange_wire.c", "exchange/exchange_wire_land.c"
 WIRE_WAIT, WIRE_REDUCE = "exchange/exchange_wire_wait.c", "exchange/exchange_wire_reduce.c"
 WIRE_HOST, FLIGHT = "exchange/exchange_wire_host.c", "comm/comm_flight.c"
+REPLICAS, BACKWARD = "unit/unit_replicas.c", "tree/tree_backward.c"
 
 # Not here, as they change nothing that can be seen:
+# - A replica's swap that begins before its shard group has summed: the sum has changed since, so it
+#   is swapped again.
+# - One key for both flights of a swap: messages of one key match in the order of posting.
 # - The slots' set-up without its barrier: rank 0 empties the slots before it begins a pass, and
 #   nobody takes hold of one before all have begun, or stand in waits, which are after the set-up.
 # - The begin of a pass that wakes nobody: its rank gathers the root at once, whose last chunk is
@@ -1023,14 +1027,14 @@ FAULTS = [
         WIRE_REDUCE,
         "host ? host->hosts->host : x->rank,",
         "0,",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "a part of a gather that has landed is not said",
         LANDS,
         "        fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, wire->host->fills[slot]);",
         "        (void)slot;",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "a part of a gather is said before it has landed",
@@ -1040,84 +1044,84 @@ FAULTS = [
         "        fsdpc_wire_say(x, FSDPC_WIRE_FILLED, slot, wire->host->fills[slot]);\n"
         "    }\n"
         "    int status = fsdpc_wire_land(x, &wire->gathers[id], what, NULL);",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "the parts of other ranks of the host are not awaited",
         WIRE,
         "    return fsdpc_wire_is_shared(x, unit)\n",
         "    return false && fsdpc_wire_is_shared(x, unit)\n",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "a slot is filled before the host's ranks have left it",
         WIRE,
         "    return fsdpc_wire_host_wait(x, FSDPC_WIRE_CLEARED,",
         "    return true ? FSDPC_OK : fsdpc_wire_host_wait(x, FSDPC_WIRE_CLEARED,",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "a slot shows values of an earlier pass",
         WIRE,
         "x->slot_unit[use->slot] == use->id && x->slot_tag[use->slot] == x->tag;",
         "x->slot_unit[use->slot] == use->id;",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "gathers are not landed before a wait for the host",
         WIRE_WAIT,
         "    FSDPC_TRY(fsdpc_comm_land_before(x->comm, UINT64_MAX)); /* [Note: no deadlock] */\n",
         "",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "ranks of a host that begin different flights do not see that",
         WIRE_WAIT,
         "        if (disagree(x, next)) {",
         "        if (false && disagree(x, next)) {",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "a turn is said without a change",
         WIRE_WAIT,
         "        fsdpc_wire_say_change(x);\n",
         "",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "a change wakes nobody of the host",
         WIRE_HOST,
         "    fsdpc_shm_wake(fsdpc_wire_changes(x));\n",
         "",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "gradients are summed before the host's ranks have packed theirs",
         WIRE_REDUCE,
         "            FSDPC_TRY(fsdpc_wire_host_wait(x, FSDPC_WIRE_PACKED,",
         "            FSDPC_TRY(true ? 0 : fsdpc_wire_host_wait(x, FSDPC_WIRE_PACKED,",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "a reduce buffer is packed while the host's ranks read it",
         WIRE_REDUCE,
         "    return x->wire->host ? fsdpc_wire_host_wait(x, FSDPC_WIRE_READ,",
         "    return false ? fsdpc_wire_host_wait(x, FSDPC_WIRE_READ,",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "used bits of the last rank are left out",
         WIRE_REDUCE,
         "    for (int r = 1; r < x->world; r++) {",
         "    for (int r = 1; r < x->world - 1; r++) {",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "numbers of weights in marks not compared",
         "exchange/exchange_wire_marks.c",
         "        if (other != own && fsdpc_weights_alike(x, r, own, other)) {",
         "        if (false && other != own && fsdpc_weights_alike(x, r, own, other)) {",
-        wire=True,
+        ways="--wire",
     ),
     Fault(
         "ranks with other marks read each other's data",
@@ -1125,7 +1129,94 @@ FAULTS = [
         "    return memcmp(&flight->marks[rank], &flight->marks[flight->comm->rank],\n"
         "                  offsetof(fsdpc_mark, note)) == 0;",
         "    return rank >= 0 || flight;",
-        wire=True,
+        ways="--wire",
+    ),
+    Fault(
+        "sums that changed after their swap are not swapped again",
+        REPLICAS,
+        "    return s->used[i] && (s->flags[i] & CHANGED);",
+        "    (void)s, (void)i;\n    return false;",
+        ways="--replicas",
+    ),
+    Fault(
+        "a replica swaps only what it has used itself",
+        REPLICAS,
+        "        s->flags[i] |= *from++;",
+        "        s->flags[i] |= *from++ & 0;",
+        ways="--replicas",
+    ),
+    Fault(
+        "used parameters of the other replicas are left out",
+        REPLICAS,
+        "            unit->grads.used[p] |= *from++;",
+        "            unit->grads.used[p] |= *from++ & 0;",
+        ways="--replicas",
+    ),
+    Fault(
+        "used parameters of the last replica are left out",
+        REPLICAS,
+        "    for (size_t r = 0; r < world; r++) {\n        read_record",
+        "    for (size_t r = 0; r + 1 < world; r++) {\n        read_record",
+        ways="--replicas",
+    ),
+    Fault(
+        "units have one key for their swaps",
+        REPLICAS,
+        "        if (s->units[i]->swap.key == 0) {",
+        "        s->units[i]->swap.key = i ? s->units[0]->swap.key : 0;\n"
+        "        if (s->units[i]->swap.key == 0) {",
+        ways="--replicas",
+    ),
+    Fault(
+        "replicas add in an order of their own",
+        REPLICAS,
+        "landed + bytes * (size_t)(r < own ? r : r - 1) + share.offset;",
+        "landed + bytes * (size_t)(r < own ? r : own ? r - 1 : count - 1 - r) + share.offset;",
+        ways="--replicas",
+    ),
+    Fault(
+        "a replica leaves out its own sum",
+        REPLICAS,
+        "item * (size_t)(share.numel * own);",
+        "item * (size_t)(share.numel * (own ? 0 : 1));",
+        ways="--replicas",
+    ),
+    Fault(
+        "the sums of the replicas are read before they have landed",
+        REPLICAS,
+        "!swap->gathers && fsdpc_flight_is_here(swap->flight) ? begin_gather(unit)\n",
+        "!swap->gathers ? begin_gather(unit)\n",
+        ways="--replicas",
+    ),
+    Fault(
+        "a unit that no rank of this replica ran sends what was there before",
+        REPLICAS,
+        "    return unit->grads.partial_any\n"
+        "               ? FSDPC_OK\n"
+        "               : fsdpc_device",
+        "    return true\n               ? FSDPC_OK\n               : fsdpc_device",
+        ways="--replicas",
+    ),
+    Fault(
+        "the last share of a sum is not taken",
+        REPLICAS,
+        "    for (int r = 0; left > 0; r++, left",
+        "    for (int r = 0; left > share.numel; r++, left",
+        ways="--replicas",
+    ),
+    Fault(
+        "partial sums of a backward count in the next one",
+        REPLICAS,
+        "        s.units[i]->grads.partial_any = false;",
+        "        s.units[i]->grads.partial_any = true;",
+        ways="--replicas",
+    ),
+    Fault(
+        "a flight by key is taken for here when it has begun",
+        FLIGHT,
+        "        if (atomic_load(word) != begun.words[0]) {",
+        "        if (false && atomic_load(word) != begun.words[0]) {",
+        ways="--replicas",
     ),
 ]
 
@@ -1161,7 +1252,8 @@ def plant(fault: Fault, build: Path) -> Path:
     link = ["-shared", "-Wl,-z,now", "-Wl,-Bsymbolic", *os.environ["CLUSTER_WRAPS"].split()]
     # The changed file comes first, so that the one in the archive is not needed.
     parts = [str(build / "program.o"), str(made), str(build / "core.a")]
-    points = [] if fault.file.startswith("tree/") else ["-include", "tests/simcluster/points.h"]
+    shares = fault.file.split("/")[0] in ("shm", "comm", "exchange")
+    points = ["-include", "tests/simcluster/points.h"] if shares else []
     for command in (
         [compiler, *flags, "-w", "-fPIC", *points, "-c", str(changed), "-o", str(made)],
         [compiler, *link, *parts, "-o", str(library), "-lm"],
@@ -1188,7 +1280,7 @@ def search(fault: Fault, build: Path, before: Outcome, most: int, end: float) ->
     library = plant(fault, build)
     first, begin = before.tried + 1, time.monotonic()
     command = [str(build / "simcluster"), str(library), "--until-found"]
-    command += ["--wire"] * fault.wire
+    command += fault.ways.split()
     command += ["--first", str(first), "--count", str(most - before.tried)]
     tried, found, what = before.tried, 0, ""
     try:

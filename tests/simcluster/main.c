@@ -440,8 +440,10 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
     const bool alone = (c->hosts || c->replicas) && !run->out[c->victim].joined;
     const bool told = (c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED) && !alone;
     const int64_t late_ns = leaves ? out->idle_ns : out->end_ns - run->fault_ns;
-    /* From one group to another an error travels with the ranks that end. */
-    const int slack_ms = leaves || c->replicas ? LEFT_SLACK_MS : SLACK_MS;
+    /* From one group to another an error travels with the ranks that end. Who waits for a rank of its host looks every
+     * 0.1 s whether ranks run different units. */
+    const bool slow = leaves || c->replicas || (apart && c->hosts);
+    const int slack_ms = slow ? LEFT_SLACK_MS : SLACK_MS;
     const int64_t slack_ns = (int64_t)(most_s * 1e9) + slack_ms * INT64_C(1000000);
     if (may_be_late(c, run)) {
         return;
@@ -488,10 +490,11 @@ judge_stop(const sim_case *c, const sim_run *run)
     const bool in_wait =
         run->struck &&
         (strstr(run->struck_at, "shm_stuck.c") || strstr(run->struck_at, "_wait.c") ||
+         (c->late && strstr(run->struck_at, "exchange_shared_reduce.c")) ||
          strstr(run->struck_at, "shm_state.c") || strstr(run->struck_at, "exchange_shared.c"));
     const bool locks =
         c->fault == SIM_STOPS && run->struck && strstr(run->struck_at, "exchange_shared_gather.c");
-    const bool apart = c->fault == SIM_STOPS && in_wait && (c->late || (c->uneven && c->meets));
+    const bool apart = c->fault == SIM_STOPS && ((in_wait && c->late) || (c->uneven && c->meets));
     if (may_be_late(c, run)) {
         return;
     }
@@ -681,6 +684,7 @@ catch_crashes(void)
     struct sigaction caught = {.sa_handler = on_crash, .sa_flags = SA_ONSTACK};
     (void)sigaltstack(&other, NULL);
     (void)sigaction(SIGSEGV, &caught, NULL);
+    (void)sigaction(SIGBUS, &caught, NULL);
     (void)sigaction(SIGABRT, &caught, NULL);
     (void)sigaction(SIGFPE, &caught, NULL);
 }

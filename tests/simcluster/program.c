@@ -30,10 +30,10 @@ typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
     int host_of[SIM_RANKS];
-    group shard, replicas; /* the second has one member where the first has all ranks */
-    bool swapped; /* its weights, to be put back */
-    int done;     /* passes, backwards and meetings */
-    bool gone;    /* this rank has left before the end */
+    group shard, replicas;        /* the second has one member where the first has all ranks */
+    bool swapped;                 /* its weights, to be put back */
+    int done;                     /* passes, backwards and meetings */
+    bool gone;                    /* this rank has left before the end */
     fsdpc_comm *comm, *replicate; /* NULL without replicas */
     fsdpc_unit *units[SIM_UNITS];
     fsdpc_tree *tree;
@@ -408,8 +408,7 @@ make_unit(model *m, int u)
 {
     char name[16];
     snprintf(name, sizeof name, "u%d", u);
-    const fsdpc_unit_options options = {
-        .name = name,
+    const fsdpc_unit_options options = {.name = name,
                                         .shard = m->comm,
                                         .replicate = m->replicate,
                                         .divide = m->c->world,
@@ -505,6 +504,9 @@ wire_land(void *context, void *memory, const bool *skip, const char *what)
         }
     }
     fsdpc_mem_free(set);
+    if (status != FSDPC_OK) {
+        sim_wire_cut();
+    }
     return status;
 }
 

@@ -43,8 +43,8 @@ enum sim_fault {
 typedef struct sim_case {
     uint64_t seed;
     int world, units, steps;
-    bool wire;  /* between hosts, of which each has one rank, */
-    bool hosts; /* or some that share memory */
+    bool wire;    /* between hosts, of which each has one rank, */
+    bool hosts;   /* or some that share memory */
     int replicas; /* of shard groups, each of ranks that share memory; 0: all ranks are one */
     bool near;    /* replicas share memory, too, else a wire is between them */
     /* The program. */
@@ -192,6 +192,9 @@ enum sim_way {
 }; /* closed: the other rank has ended or died */
 void sim_wire_begin(const sim_case *c);
 void sim_wire_end(void);
+/* Messages leave and come whose time it is; the next one's time. */
+void sim_wire_advance(void);
+extern int64_t sim_wire_due_ns;
 /* Of the rank that runs. */
 sim_transfer *sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes);
 /* *until_ns: when to look again at the latest. */
@@ -201,6 +204,7 @@ void sim_wire_forget(sim_transfer *transfer);
 void sim_wire_skip(sim_transfer *transfer);
 void sim_wire_drop(sim_transfer *transfer);
 bool sim_wire_has_dropped(int rank); /* memory stays then */
+void sim_wire_cut(void);             /* nothing that was posted writes to memory any more */
 /* Why a rank gave up, which others read where its connections are closed; NULL: it did not say. */
 void sim_wire_give_reason(int rank, const char *text);
 const char *sim_wire_reason(int rank);

@@ -2,8 +2,8 @@
  *
  * A send and a receive match by their tag and, among equal tags of two ranks, in the order of posting. Messages of
  * different tags overtake each other. What is sent is read when the message leaves, at a time that the seed draws: a
- * sender that changes the memory before its transfer has ended sends something else. Of a rank that dies, what has
- * not left is lost.
+ * sender that changes the memory before its transfer has ended sends something else. It is written when the message
+ * comes, whether anybody waits for it or not. Of a rank that dies, what has not left is lost.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -16,7 +16,8 @@ enum { LEAVES_NS = 20000, SLOWEST_BITS = 9 };
 struct sim_transfer {
     struct sim_transfer *next; /* of the two ranks and the direction */
     struct sim_transfer *other;
-    bool send, over, dropped;
+    struct sim_transfer *next_send;
+    bool send, over, dropped, cut; /* cut: nothing comes any more */
     uint32_t tag;
     void *memory;
     size_t bytes;
@@ -29,12 +30,16 @@ static struct {
     sim_transfer *first[2][SIM_RANKS][SIM_RANKS]; /* [send][from][to] */
     char *reasons[SIM_RANKS];
     bool closed[SIM_RANKS], dropped[SIM_RANKS];
-    int64_t trip_ns; /* longest trip of a message */
+    sim_transfer *sends; /* those that have not come */
+    int64_t trip_ns;     /* longest trip of a message */
 } w;
+
+int64_t sim_wire_due_ns = SIM_NEVER;
 
 void
 sim_wire_begin(const sim_case *c)
 {
+    sim_wire_due_ns = SIM_NEVER;
     w.trip_ns = INT64_C(1000) << sim_mix(c->seed * 7 + 5) % (SLOWEST_BITS + 1);
 }
 
@@ -46,6 +51,12 @@ free_transfer(sim_transfer *self)
         at = &(*at)->next;
     }
     *at = self->next;
+    for (at = &w.sends; *at; at = &(*at)->next_send) {
+        if (*at == self) {
+            *at = self->next_send;
+            break;
+        }
+    }
     if (self->other) {
         self->other->other = NULL;
     }
@@ -103,6 +114,11 @@ sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes)
     if (made->other) {
         made->other->other = made;
     }
+    if (send) {
+        made->next_send = w.sends;
+        w.sends = made;
+    }
+    sim_wire_due_ns = sim_now_ns();
     sim_wake_polls();
     return made;
 }
@@ -117,52 +133,61 @@ leave(sim_transfer *send)
     }
 }
 
-static enum sim_way
-look_at_send(sim_transfer *self, int64_t *until_ns)
+static void
+come(sim_transfer *send)
 {
-    if (self->copy) {
-        return SIM_OVER;
+    sim_transfer *taker = send->other;
+    if (send->bytes != taker->bytes) {
+        sim_violation("wire: rank %d sends %zu bytes where rank %d takes %zu", send->from,
+                      send->bytes, send->to, taker->bytes);
+        return;
     }
-    if (sim_now_ns() >= self->leaves_ns) {
-        leave(self);
-        return SIM_OVER;
+    leave(send);
+    memcpy(taker->memory, send->copy, taker->bytes);
+    taker->over = send->over = true;
+    taker->other = send->other = NULL;
+}
+
+static int64_t
+due_of(const sim_transfer *send)
+{
+    const bool comes = send->other && !send->other->cut;
+    return !send->copy ? send->leaves_ns : comes ? send->comes_ns : SIM_NEVER;
+}
+
+/* Messages leave and come whose time it is. */
+void
+sim_wire_advance(void)
+{
+    const int64_t now_ns = sim_now_ns();
+    sim_wire_due_ns = SIM_NEVER;
+    for (sim_transfer *each = w.sends, *next; each; each = next) {
+        next = each->next_send;
+        if (!each->copy && each->leaves_ns <= now_ns) {
+            leave(each);
+        }
+        if (each->other && !each->other->cut && each->comes_ns <= now_ns && !sim_violated()) {
+            come(each);
+        }
+        const int64_t due_ns = each->over ? SIM_NEVER : due_of(each);
+        sim_wire_due_ns = due_ns < sim_wire_due_ns ? due_ns : sim_wire_due_ns;
+        if (each->over && each->dropped) {
+            free_transfer(each);
+        }
     }
-    *until_ns = self->leaves_ns;
-    return w.closed[self->to] ? SIM_CLOSED : SIM_ON_ITS_WAY;
 }
 
 enum sim_way
 sim_wire_look(sim_transfer *self, int64_t *until_ns)
 {
-    *until_ns = SIM_NEVER;
-    if (self->over) {
+    const sim_transfer *send = self->send ? self : self->other;
+    sim_wire_advance();
+    *until_ns = self->send ? self->leaves_ns : send && send->other ? send->comes_ns : SIM_NEVER;
+    if (self->over || (self->send && self->copy)) {
         return SIM_OVER;
     }
-    if (self->send) {
-        return look_at_send(self, until_ns);
-    }
-    sim_transfer *send = self->other;
-    if (!send) {
-        return w.closed[self->from] ? SIM_CLOSED : SIM_ON_ITS_WAY;
-    }
-    if (sim_now_ns() < send->comes_ns) {
-        *until_ns = send->comes_ns;
-        return SIM_ON_ITS_WAY;
-    }
-    if (send->bytes != self->bytes) {
-        sim_violation("wire: rank %d sends %zu bytes where rank %d takes %zu", send->from,
-                      send->bytes, send->to, self->bytes);
-        return SIM_CLOSED;
-    }
-    leave(send);
-    memcpy(self->memory, send->copy, self->bytes);
-    self->over = true;
-    self->other = send->other = NULL;
-    send->over = true;
-    if (send->dropped) {
-        free_transfer(send);
-    }
-    return SIM_OVER;
+    return w.closed[self->send ? self->to : self->from] && (self->send || !send) ? SIM_CLOSED
+                                                                                 : SIM_ON_ITS_WAY;
 }
 
 void
@@ -192,10 +217,21 @@ sim_wire_has_dropped(int rank)
     return w.dropped[rank];
 }
 
+/* What is sent cannot be called back: a later message must not come in its place. */
 void
 sim_wire_skip(sim_transfer *self)
 {
-    free_transfer(self);
+    self->send ? sim_wire_forget(self) : free_transfer(self);
+}
+
+void
+sim_wire_cut(void)
+{
+    for (int other = 0; other < SIM_RANKS; other++) {
+        for (sim_transfer *each = w.first[0][other][sim_rank()]; each; each = each->next) {
+            each->cut = true;
+        }
+    }
 }
 
 void
@@ -216,6 +252,9 @@ sim_wire_close(int rank)
 {
     w.closed[rank] = true;
     for (int other = 0; other < SIM_RANKS; other++) {
+        while (w.first[0][other][rank]) { /* nobody takes these */
+            free_transfer(w.first[0][other][rank]);
+        }
         for (sim_transfer *each = w.first[1][rank][other], *next; each; each = next) {
             next = each->next;
             if (!each->copy && each->leaves_ns <= sim_now_ns()) {
