@@ -287,6 +287,7 @@ $(CLUSTER)/simcluster: $(CLUSTER_PARTS)
 cluster-run: $(CLUSTER)/simcluster $(CLUSTER)/core.so
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --mended tests/simcluster/mended.list --count $(SEEDS) $(ARGS)
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --wire --count $$(($(SEEDS) / 3)) $(ARGS)
+	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --replicas --count $$(($(SEEDS) / 6)) $(ARGS)
 
 # `make simcluster SEEDS=1000000`; ARGS="--ranks 16 --first 7".
 SEEDS := 10000

@@ -195,6 +195,21 @@ draw_replicas(sim_case *c)
     c->world = c->replicas * (shards > 2 ? shards : 2);
     c->victim %= c->world;
     c->near = draw / 4 % 4 == 0;
+    for (int r = 0; r < c->world; r++) {
+        c->host_of[r] = r / (c->world / c->replicas);
+    }
+}
+
+/* Hosts of one rank and more, mostly of neighbours; in other cases each rank counts as one. */
+static void
+draw_hosts(sim_case *c)
+{
+    const bool mixed = sim_drawn(c, 300, 0, 0, 0) % 4 == 0;
+    for (int r = 1; r < c->world; r++) {
+        const int before = c->host_of[r - 1];
+        const bool begins = sim_drawn(c, 301, r, 0, 0) % 2 || (r == c->world - 1 && before == 0);
+        c->host_of[r] = !c->hosts ? r : mixed ? r % 2 : before + begins;
+    }
 }
 
 /* All ranks gather and reduce in one order there. */
@@ -203,6 +218,7 @@ draw_wire(sim_case *c)
 {
     c->wire = true;
     c->hosts = sim_mix(c->seed * 13 + 1) % 4 != 0 && c->world > 2;
+    draw_hosts(c);
     c->own_order = c->skips = c->uneven = c->idle = c->in_step = false;
     /* A pass in which a rank gathers nothing is not counted: exchange_wire.c. */
     c->rootless = c->rootless && c->fault != SIM_STRAYS;
@@ -273,6 +289,7 @@ draw_case(uint64_t seed)
     } else if (options.replicas) {
         draw_replicas(&c);
     }
+    c.vanishes = c.fault == SIM_STOPS && (c.hosts || c.replicas) && sim_mix(seed * 23 + 7) % 2;
     return c;
 }
 
@@ -305,7 +322,8 @@ print_case(const sim_case *c)
            c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
            c->weak ? ", late stores" : "", c->in_step ? ", in step" : "", fault_names[c->fault]);
     if (c->fault) {
-        printf(" (rank %d at %llu%s, deadline %g s)", c->victim, (unsigned long long)c->at,
+        printf(" (rank %d%s at %llu%s, deadline %g s)", c->victim,
+               c->vanishes ? " and its host" : "", (unsigned long long)c->at,
                c->place ? " of a place" : "", c->timeout_s);
     }
     printf("\n");
@@ -478,6 +496,26 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
     }
 }
 
+static bool
+names_lost(const sim_case *c, const char *text)
+{
+    bool any = names(text, c->victim);
+    for (int r = 0; r < c->world; r++) {
+        any = any || (sim_is_lost(c, r) && names(text, r));
+    }
+    return any;
+}
+
+static bool
+lost_joined(const sim_case *c, const sim_run *run)
+{
+    bool all = run->out[c->victim].joined;
+    for (int r = 0; r < c->world; r++) {
+        all = all && (!sim_is_lost(c, r) || run->out[r].joined);
+    }
+    return all;
+}
+
 /* Who stops in a wait, or is in another one, looks like who waits: where deadlines pass at the same time, a rank may
  * name another one that waits as well, but not all ranks do: except where ranks that have run fewer batches wait in a
  * barrier, or one waits to post late gradients, which looks like the cause. Then a text must say that who is named
@@ -500,9 +538,9 @@ judge_stop(const sim_case *c, const sim_run *run)
     }
     for (int r = 0; r < c->world; r++) {
         const sim_outcome *out = &run->out[r];
-        if (out->finished && out->status != 0 && out->joined && run->out[c->victim].joined) {
+        if (out->finished && out->status != 0 && out->joined && lost_joined(c, run)) {
             raised++;
-            knows += names(out->text, c->victim) || may_be_any(run, out->text) ||
+            knows += names_lost(c, out->text) || may_be_any(run, out->text) ||
                      (apart && (strstr(out->text, ") waits in ") ||
                                 strstr(out->text, ") was last seen in "))) ||
                      (locks && strstr(out->text, " in end of forward for ") &&
@@ -524,7 +562,7 @@ judge(const sim_case *c, const sim_run *run)
     }
     for (int r = 0; r < c->world; r++) {
         const sim_outcome *out = &run->out[r];
-        const bool victim = r == c->victim && (c->fault == SIM_DIES || c->fault == SIM_STOPS);
+        const bool victim = sim_is_lost(c, r) && c->fault != SIM_PAUSES;
         const bool keeps = sim_wire_has_dropped(r);
         const char *left = sim_world_leftovers(r, out->died || !out->finished || keeps);
         if (!out->finished) {
@@ -720,7 +758,8 @@ static int
 usage(void)
 {
     printf("simcluster LIBRARY [--first SEED] [--count N] [--ranks N] [--units N] [--steps N]\n"
-           "  [--fault 0..%d] [--mended FILE] [--trace] [--quiet] [--until-found] [--shrink]\n"
+           "  [--fault 0..%d] [--mended FILE] [--wire] [--replicas] [--trace] [--quiet]\n"
+           "  [--until-found] [--shrink]\n"
            "Runs N seeds; ends with 1 if an invariant was violated. --until-found ends at the "
            "first one\n"
            "and prints \"found SEEDS\", or \"not found\".\n",

@@ -29,7 +29,6 @@ typedef struct group {
 typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
-    int host_of[SIM_RANKS];
     group shard, replicas;        /* the second has one member where the first has all ranks */
     bool swapped;                 /* its weights, to be put back */
     int done;                     /* passes, backwards and meetings */
@@ -81,17 +80,10 @@ sim_program sim_rank_main;
 
 /* --- the plain model ------------------------------------------------------------------------- */
 
-static uint64_t
-drawn(const sim_case *c, int a, int b, int d, int e)
-{
-    return sim_mix(c->seed * 31 + (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)d * 1009 +
-                   (uint64_t)e * 101 + 1);
-}
-
 static int64_t
 numel_of(const sim_case *c, int unit, int param)
 {
-    const int64_t draw = (int64_t)drawn(c, 1, unit, param, 0);
+    const int64_t draw = (int64_t)sim_drawn(c, 1, unit, param, 0);
     if (c->wide && param == 0) { /* each rank has a part of it */
         return PIECE * (c->world - 1) + 1 + (draw & 15);
     }
@@ -116,8 +108,8 @@ static bool
 is_idle(const sim_case *c, int rank, int step, int round)
 {
     return c->idle && round >= EVALUATION &&
-           (drawn(c, 200, 0, step, round) % 4 == 0 ||
-            drawn(c, 201 + rank, 0, step, round) % 8 == 0);
+           (sim_drawn(c, 200, 0, step, round) % 4 == 0 ||
+            sim_drawn(c, 201 + rank, 0, step, round) % 8 == 0);
 }
 
 /* On a wire all ranks must run the same units: one rank leaves one out once. */
@@ -137,14 +129,14 @@ runs(const sim_case *c, int rank, int unit, int step, int round)
 {
     return !is_idle(c, rank, step, round) && !leaves_out(c, rank, unit, step, round) &&
            (unit == ROOT ? !c->rootless
-                         : !c->skips || drawn(c, 2 + rank, unit, step, round) % 4 != 0);
+                         : !c->skips || sim_drawn(c, 2 + rank, unit, step, round) % 4 != 0);
 }
 
 static bool
 gets(const sim_case *c, int rank, int unit, int param, int step, int round)
 {
     return runs(c, rank, unit, step, round) &&
-           drawn(c, 100 + rank, unit * PARAMS + param, step, round) % 4 != 0;
+           sim_drawn(c, 100 + rank, unit * PARAMS + param, step, round) % 4 != 0;
 }
 
 /* What a rank sends of an element: its rounds one after the other. */
@@ -173,7 +165,8 @@ in_step(const sim_case *c)
 static bool
 is_late(const sim_case *c, int unit)
 {
-    return c->late && (unit == 1 || (unit != ROOT && !in_step(c) && drawn(c, 7, unit, 0, 0) % 2));
+    return c->late &&
+           (unit == 1 || (unit != ROOT && !in_step(c) && sim_drawn(c, 7, unit, 0, 0) % 2));
 }
 
 /* The rank runs the unit in the last round, and more gradients of the parameter come after its reduction. */
@@ -182,19 +175,6 @@ gets_late(const sim_case *c, int rank, int unit, int param, int step)
 {
     return is_late(c, unit) && runs(c, rank, unit, step, c->rounds - 1) &&
            gets(c, rank, unit, param, step, LATE_ROUND);
-}
-
-/* Hosts of one rank and more, mostly of neighbours; in other cases each rank counts as one. */
-static void
-draw_hosts(model *m)
-{
-    const sim_case *c = m->c;
-    const bool mixed = drawn(c, 300, 0, 0, 0) % 4 == 0;
-    for (int r = 1; r < c->world; r++) {
-        const int before = m->host_of[r - 1];
-        const bool begins = drawn(c, 301, r, 0, 0) % 2 || (r == c->world - 1 && before == 0);
-        m->host_of[r] = !c->hosts ? r : mixed ? r % 2 : before + begins;
-    }
 }
 
 /* Ranks that hold the same shards are `shards` apart. */
@@ -220,7 +200,7 @@ sum_of_ranks(const model *m, int replica, float (*of)(const model *, int, const 
     float sum = 0, hosts[SIM_RANKS] = {0};
     const int first = replica * m->shard.world;
     for (int r = first; r < first + m->shard.world; r++) {
-        hosts[m->host_of[r]] += of(m, r, what);
+        hosts[m->c->host_of[r]] += of(m, r, what);
     }
     for (int host = 0; host < m->c->world; host++) {
         sum += hosts[host];
@@ -580,8 +560,8 @@ static int
 join_hosts(const model *m)
 {
     char segment[32];
-    snprintf(segment, sizeof segment, "host%d", m->host_of[m->rank]);
-    return fsdpc_comm_set_hosts(m->comm, m->host_of, segment, m->c->timeout_s);
+    snprintf(segment, sizeof segment, "host%d", m->c->host_of[m->rank]);
+    return fsdpc_comm_set_hosts(m->comm, m->c->host_of, segment, m->c->timeout_s);
 }
 
 static int
@@ -912,7 +892,7 @@ enum { MEETINGS = 2, WAYS = 4 };
 static int
 way_of(const sim_case *c, int step, int meeting)
 {
-    const uint64_t draw = drawn(c, 6, step, 0, 0);
+    const uint64_t draw = sim_drawn(c, 6, step, 0, 0);
     if (draw % 32 >= (meeting == 0 ? 24 : 12)) {
         return -1;
     }
@@ -964,7 +944,7 @@ stray(const model *m)
 static int
 evaluations(const sim_case *c, int step)
 {
-    return c->evaluates ? (int)(drawn(c, 3, step, 0, 0) % 4) : 0;
+    return c->evaluates ? (int)(sim_drawn(c, 3, step, 0, 0) % 4) : 0;
 }
 
 static int
@@ -1010,8 +990,8 @@ changes_early(const model *m, int k)
 static int
 batches(const model *m, int k)
 {
-    const int more = m->c->uneven ? (int)(drawn(m->c, 4 + m->rank, m->step, k, 1) % 3)
-                                  : drawn(m->c, 8, m->step, k, 1) % (m->c->idle ? 2 : 4) == 0;
+    const int more = m->c->uneven ? (int)(sim_drawn(m->c, 4 + m->rank, m->step, k, 1) % 3)
+                                  : sim_drawn(m->c, 8, m->step, k, 1) % (m->c->idle ? 2 : 4) == 0;
     return 1 + more + (changes_early(m, k) && m->rank != m->c->victim ? 1 : 0);
 }
 
@@ -1020,7 +1000,7 @@ batches(const model *m, int k)
 static bool
 changes_after(const model *m, int k)
 {
-    return changes_early(m, k) || (!m->c->uneven && drawn(m->c, 5, m->step, k, 1) % 4 != 0);
+    return changes_early(m, k) || (!m->c->uneven && sim_drawn(m->c, 5, m->step, k, 1) % 4 != 0);
 }
 
 /* Batches without gradients. */
@@ -1103,7 +1083,6 @@ void
 sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
 {
     model m = {.c = c, .rank = rank};
-    draw_hosts(&m);
     draw_groups(&m);
     const int64_t live = fsdpc_mem_live();
     const bool starved = c->fault == SIM_NO_MEMORY && rank == c->victim;

@@ -342,8 +342,11 @@ strike(void)
     if (c->fault == SIM_STOPS || c->fault == SIM_PAUSES) {
         sim_note_fault();
         sim_say("stops at %s", s.now->place);
-        int64_t half_ns = (int64_t)(c->timeout_s * 0.5e9);
-        s.stopped_until[c->victim] = c->fault == SIM_STOPS ? SIM_NEVER : s.now_ns + half_ns;
+        const int64_t half_ns = (int64_t)(c->timeout_s * 0.5e9);
+        for (int r = 0; r < c->world; r++) {
+            const int64_t until_ns = c->fault == SIM_STOPS ? SIM_NEVER : s.now_ns + half_ns;
+            s.stopped_until[r] = sim_is_lost(c, r) ? until_ns : 0;
+        }
         to_scheduler();
     }
 }
@@ -712,13 +715,15 @@ jump(void)
     return true;
 }
 
-/* A rank that is stopped for good does not hold up the end of a run. */
+/* Ranks that are stopped for good do not hold up the end of a run. */
 static bool
 all_over(void)
 {
-    const sim_case *c = s.run->c;
-    bool stopped = s.stopped_until[c->victim] == SIM_NEVER && !s.over[c->victim];
-    return s.alive == (stopped ? 1 : 0);
+    int stopped = 0;
+    for (int r = 0; r < s.run->c->world; r++) {
+        stopped += s.stopped_until[r] == SIM_NEVER && !s.over[r];
+    }
+    return s.alive == stopped;
 }
 
 static void

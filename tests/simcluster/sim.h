@@ -47,6 +47,7 @@ typedef struct sim_case {
     bool hosts;   /* or some that share memory */
     int replicas; /* of shard groups, each of ranks that share memory; 0: all ranks are one */
     bool near;    /* replicas share memory, too, else a wire is between them */
+    int host_of[SIM_RANKS];
     /* The program. */
     int rounds; /* backwards of a step, all but the last under no_sync */
     bool own_order, skips, evaluates, uneven, poison, wide;
@@ -79,6 +80,7 @@ typedef struct sim_case {
     /* What goes wrong, with whom, at which of its points (or allocations, or steps). */
     enum sim_fault fault;
     int victim;
+    bool vanishes; /* with all ranks of its host */
     uint64_t at;
     int place; /* not 0: at one of the places whose hash is this, however rarely a rank comes there */
 } sim_case;
@@ -108,6 +110,22 @@ sim_random(uint64_t *state)
 {
     *state += UINT64_C(0x9e3779b97f4a7c15);
     return sim_mix(*state);
+}
+
+/* The same number for the same case and arguments, on every rank. */
+static inline uint64_t
+sim_drawn(const sim_case *c, int a, int b, int d, int e)
+{
+    return sim_mix(c->seed * 31 + (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)d * 1009 +
+                   (uint64_t)e * 101 + 1);
+}
+
+/* The rank dies or stops as the fault says. */
+static inline bool
+sim_is_lost(const sim_case *c, int rank)
+{
+    return (c->fault == SIM_DIES || c->fault == SIM_STOPS || c->fault == SIM_PAUSES) &&
+           (rank == c->victim || (c->vanishes && c->host_of[rank] == c->host_of[c->victim]));
 }
 
 /* --- schedule.c ------------------------------------------------------------------------------ */

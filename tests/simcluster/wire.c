@@ -92,6 +92,13 @@ match(const sim_transfer *self)
     return found;
 }
 
+static int64_t
+due_of(const sim_transfer *send)
+{
+    const bool comes = send->other && !send->other->cut;
+    return !send->copy ? send->leaves_ns : comes ? send->comes_ns : SIM_NEVER;
+}
+
 sim_transfer *
 sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes)
 {
@@ -118,7 +125,8 @@ sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes)
         made->next_send = w.sends;
         w.sends = made;
     }
-    sim_wire_due_ns = sim_now_ns();
+    const int64_t due_ns = send ? due_of(made) : made->other ? due_of(made->other) : SIM_NEVER;
+    sim_wire_due_ns = due_ns < sim_wire_due_ns ? due_ns : sim_wire_due_ns;
     sim_wake_polls();
     return made;
 }
@@ -148,13 +156,6 @@ come(sim_transfer *send)
     taker->other = send->other = NULL;
 }
 
-static int64_t
-due_of(const sim_transfer *send)
-{
-    const bool comes = send->other && !send->other->cut;
-    return !send->copy ? send->leaves_ns : comes ? send->comes_ns : SIM_NEVER;
-}
-
 /* Messages leave and come whose time it is. */
 void
 sim_wire_advance(void)
@@ -181,7 +182,9 @@ enum sim_way
 sim_wire_look(sim_transfer *self, int64_t *until_ns)
 {
     const sim_transfer *send = self->send ? self : self->other;
-    sim_wire_advance();
+    if (sim_now_ns() >= sim_wire_due_ns) {
+        sim_wire_advance();
+    }
     *until_ns = self->send ? self->leaves_ns : send && send->other ? send->comes_ns : SIM_NEVER;
     if (self->over || (self->send && self->copy)) {
         return SIM_OVER;

@@ -112,7 +112,6 @@ def test_faults_can_still_be_planted() -> None:
 def test_each_mended_fault_has_a_seed() -> None:
     unknown = {  # in 10,000 seeds
         "rank 0 does not read why a rank closed the connection",
-        "weights of a rank that did not wait at the end of a later forward unchecked",
         "earlier weights of a rank that waits elsewhere not looked for",
         "samples renewed before the change is known",
     }
