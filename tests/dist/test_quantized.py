@@ -6,6 +6,7 @@ import os
 from unittest import mock
 
 import env
+import numpy as np
 import pytest
 import torch
 from harness import ranks
@@ -24,11 +25,11 @@ SHAPES = [(100, 300), (64, 512), (65, 64)]
 def through_codes(weight, codec):
     """What a whole weight is gathered as."""
     rows, columns = weight.shape
-    out = torch.empty(rows, columns)
-    coded = torch.empty(_probe.codec_bytes(codec, rows, columns), dtype=torch.uint8)
-    _probe.codec_encode(codec, weight.contiguous().numpy(), "float32", columns, coded.numpy())
-    _probe.codec_decode(codec, out.numpy(), "float32", columns, coded.numpy())
-    return out
+    out = np.empty((rows, columns), np.float32)
+    coded = np.empty(_probe.codec_bytes(codec, rows, columns), np.uint8)
+    _probe.codec_encode(codec, weight.contiguous().cpu().numpy(), "float32", columns, coded)
+    _probe.codec_decode(codec, out, "float32", columns, coded)
+    return torch.from_numpy(out).to(weight.device)
 
 
 def layers():
