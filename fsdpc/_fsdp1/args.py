@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from fsdpc import _C
 from fsdpc._comm.bootstrap import read_timeout, this_host
@@ -140,9 +141,11 @@ def check_policy(policy: Any) -> None:
 
 def _check_type(name: str, value: Any, kind: type) -> None:
     if value is not None and not isinstance(value, kind):
+        of_other = isinstance(value, MixedPrecisionPolicy | OffloadPolicy)
         raise TypeError(
             f"{name} must be a torch.distributed.fsdp.{kind.__name__} or None, "
             f"but got {type(value).__name__}: {value!r}"
+            + (": policies, and what they add, are for fully_shard" if of_other else "")
         )
 
 

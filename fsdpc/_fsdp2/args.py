@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._comm.bootstrap import Groups, make_groups
@@ -64,6 +65,22 @@ def default_mesh() -> DeviceMesh:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
     return init_device_mesh(kind, (dist.get_world_size(),))
+
+
+def check_policies(mp_policy: Any, offload_policy: Any) -> None:
+    """``TypeError``: of another class; FSDP1's have other fields, which would count for nothing.
+    As in torch, ``offload_policy`` may be None.
+    """
+    for name, value, kind in (
+        ("mp_policy", mp_policy, MixedPrecisionPolicy),
+        ("offload_policy", offload_policy, OffloadPolicy),
+    ):
+        none = value is None and kind is OffloadPolicy
+        if not none and not isinstance(value, kind):
+            raise TypeError(
+                f"fully_shard: {name} must be a {kind.__name__} of torch or a "
+                f"subclass, but got {type(value).__name__}: {value!r}"
+            )
 
 
 def check_mesh(mesh: DeviceMesh) -> None:

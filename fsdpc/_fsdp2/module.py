@@ -307,6 +307,7 @@ def fully_shard(
     ``ShardPlacementResult``: parameters of another mesh are a unit of their own then, gathered with
     the call's modules.
     """
+    _args.check_policies(mp_policy, offload_policy)
     modules = roots_of(module if isinstance(module, list) else [module])
     for one in modules:
         _args.check_module(one, alone=not isinstance(module, list))

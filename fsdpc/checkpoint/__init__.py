@@ -83,6 +83,7 @@ def save(
     only: Only = None,
     hf: bool = False,
     tokenizer: Any = None,
+    values: bool = False,
     staging: str | os.PathLike[str] | None = None,
     link: bool = True,
     group: dist.ProcessGroup | None = None,
@@ -113,7 +114,7 @@ def save(
         format: ``"dcp"`` writes a folder of torch's distributed checkpoints by torch's own library,
             pickled as they are: ``{"model", "optimizer", "scheduler"}`` of ``get_state_dict``.
             ``extra``, ``states``, ``rng``, ``dtype``, ``step``, ``file_bytes``, ``async_``,
-            ``progress``, ``only``, ``hf`` and dicts are refused.
+            ``progress``, ``only``, ``hf``, ``values`` and dicts are refused.
         file_bytes: a file holds at most so many bytes of tensors, or one tensor.
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
@@ -127,6 +128,9 @@ def save(
             without an optimizer, in the names and forms of the Hub, with ``config.json`` and the
             generation's configuration. ``load_pretrained`` reads it back.
         tokenizer: with ``hf``: a tokenizer or processor, whose files are written, too (rank 0's).
+        values: weights in codes (``fsdpc.lowbit.quantize``) are saved as the values that they stand
+            for, of ``dtype`` or that which they had, decoded a part at a time, so that any library
+            reads them. Not with ``async_``.
         staging: for a URL: the local folder through which the checkpoint goes; default the one for
             temporary files. Ranks on several hosts need one that all of them see.
         link: a file of frozen parameters that the last save has written alike is linked, so that
@@ -153,6 +157,7 @@ def save(
                 "hf": hf or tokenizer is not None,
                 "states": states is not None,
                 "rng": rng,
+                "values": values,
                 "model={...}": not isinstance(model, nn.Module),
             }
             with ranks.step(f"saving checkpoint {target}"):
@@ -165,6 +170,8 @@ def save(
                 raise TypeError("hf=True is for a model alone, without optimizer= and only=")
             if tokenizer is not None and not hf:
                 raise TypeError("tokenizer= is for hf=True")
+            if values and async_:
+                raise TypeError("values=True decodes while it writes: save without async_=True")
             scheduler, objects = states_of(scheduler, states, rng)
         way = way_to(target, ranks, staging, overwrite=overwrite)
         plan = plan_of(
@@ -181,6 +188,7 @@ def save(
             file_bytes=way.file_bytes if file_bytes == FILE_BYTES else file_bytes,
             only=only,
             form=HubForm(tokenizer) if hf else None,
+            values=values,
         )
         plan.published, plan.links = way.published, way.links and link
         advance = bar(plan, ranks, progress)

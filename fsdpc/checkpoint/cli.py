@@ -33,6 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     convert.add_argument("source", help="safetensors, a torch.save file or a DCP folder")
     convert.add_argument("target")
     convert.add_argument("--dtype", help="of the model's floats, such as bfloat16")
+    convert.add_argument(
+        "--values", action="store_true", help="write the values that codes stand for (nf4)"
+    )
     convert.add_argument("--to", choices=("safetensors", "dcp"), default="safetensors")
     convert.add_argument(
         "--prefix",
@@ -94,7 +97,15 @@ def _diff(args: argparse.Namespace) -> int:
 def _convert(args: argparse.Namespace) -> int:
     from fsdpc.checkpoint.convert import convert
 
-    left = convert(args.source, args.target, args.dtype, args.to, args.trust_pickle, args.prefix)
+    left = convert(
+        args.source,
+        args.target,
+        args.dtype,
+        args.to,
+        args.trust_pickle,
+        args.prefix,
+        args.values,
+    )
     for name in left:
         print(f"not converted: {name}")
     return 0

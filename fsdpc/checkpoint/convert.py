@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 
@@ -18,14 +19,15 @@ from fsdpc._companions.spans import whole_span
 from fsdpc._engine.lowbit import SCALES
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.dcp_folder import KEYS, keys_of
+from fsdpc.checkpoint.decoded import stored_values
 from fsdpc.checkpoint.digests import Digests, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.entries import Entry, flat
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.folders import Draft, sync
-from fsdpc.checkpoint.layout import Layout, lay_out
+from fsdpc.checkpoint.layout import Layout, Place, lay_out
 from fsdpc.checkpoint.loading import read_rows
-from fsdpc.checkpoint.opened import Opened, StoredSet
+from fsdpc.checkpoint.opened import Opened, StoredFile, StoredSet
 from fsdpc.checkpoint.optimizer import state_name
 from fsdpc.checkpoint.saving import (
     EXTRA_JSON,
@@ -36,7 +38,8 @@ from fsdpc.checkpoint.saving import (
 )
 from fsdpc.checkpoint.torch_files import TorchFiles, open_any
 from fsdpc.checkpoint.values import dump, to_json
-from fsdpc.checkpoint.write import Job, joined, rows_of, write_job
+from fsdpc.checkpoint.verify import digest_of
+from fsdpc.checkpoint.write import Job, computed, joined, rows_of, write_job, write_rows
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 Fetch = Callable[[str], torch.Tensor]
@@ -59,14 +62,16 @@ def convert(
     to: str,
     trust_pickle: bool = False,
     prefix: str = "",
+    values: bool = False,
 ) -> list[str]:
     """Convert ``source`` to the new folder ``target``. ``dtype``: of the model's floats. ``to``:
     ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory. ``prefix``: of the names
-    that are taken, and lose it, from a DCP folder or a ``torch.save`` file. Returns the names and
-    files of the source that were left out.
+    that are taken, and lose it, from a DCP folder or a ``torch.save`` file. ``values``: write what
+    codes stand for. Returns the names and files of the source that were left out.
 
     ``CheckpointError``: a damaged source, or a DCP folder whose index has other classes than
-    torch's, without ``trust_pickle``. ``ValueError``: an unknown dtype. ``FileExistsError``.
+    torch's, without ``trust_pickle``; codes of which the source does not say how they were made.
+    ``ValueError``: an unknown dtype. ``FileExistsError``.
     """
     cast = None if dtype is None else getattr(torch, _DTYPES.get(dtype, dtype), None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and can_cast(cast)):
@@ -86,6 +91,8 @@ def convert(
             )
         sets, files, step = _from_safetensors(found)
         left = found.left
+    if values:
+        _decode(found, sets[0])
     if to == "dcp":
         if target.exists():
             raise FileExistsError(f"{target} exists: choose another name")
@@ -93,15 +100,55 @@ def convert(
         if found.manifest is not None:
             left.append(EXTRA_JSON)
         return left + ([] if step is None else [f"step {step}"])
-    _write(target, sets, files, cast, step, found.aliases)
+    _write(target, sets, files, cast, _made(found, step), found.aliases)
     return left
+
+
+def _made(found: Opened | TorchFiles, step: int | None) -> _manifest.Manifest:
+    """A new manifest, in which it is as unknown as in the source's how codes were made."""
+    known = found.manifest is not None and found.manifest.codings is not None
+    return _manifest.Manifest(step, codings={} if known else None)
+
+
+def _decode(found: Opened | TorchFiles, model: _Set) -> None:
+    """Put values for codes into the model's set. ``CheckpointError``."""
+    known = found.manifest is not None and found.manifest.codings is not None
+    for at, entry in enumerate(model.entries):
+        if entry.coding is not None:
+            file, place = found.model.where[entry.name]
+            assert found.manifest is not None
+            if digest_of(file, place) != found.manifest.tensors[file.name][entry.name]:
+                raise CheckpointError(f"{file.path}: tensor {entry.name!r} is damaged")
+            model.entries[at] = stored_values(entry, _read_codes(file, place))
+        elif entry.exact:
+            raise CheckpointError(
+                f"--values: {entry.name} has codes or scales of bitsandbytes, which only that "
+                "library decodes: load the checkpoint into a model of it, and call its dequantize()"
+            )
+        elif entry.dtype == torch.uint8 and not known:
+            raise CheckpointError(
+                f"--values: {entry.name} has bytes, and {found.path} does not say if they are "
+                f"codes, of how many values and how made (no {_manifest.NAME}, or an older one): "
+                "load it into a model of fsdpc.lowbit.quantize and save that with values=True"
+            )
+
+
+def _read_codes(file: StoredFile, place: Place) -> Callable[[int, int], torch.Tensor]:
+    def read(first: int, last: int) -> torch.Tensor:
+        codes = torch.empty((last - first, place.shape[1]), dtype=place.dtype, device="cpu")
+        entry = Entry(place.name, place.shape, place.dtype, codes.view(-1))
+        begin = first * place.shape[1]
+        read_rows(file, rows_of(place, entry, np.array([[begin, 0, codes.numel()]])))
+        return codes
+
+    return read
 
 
 def _dcp_state(
     found: Opened | TorchFiles, sets: list[_Set], cast: torch.dtype | None
 ) -> dict[str, Any]:
     """What ``save(format="dcp")`` writes, too."""
-    tensors = {each.name: {e.name: each.fetch(e.name) for e in each.entries} for each in sets}
+    tensors = {each.name: {e.name: _fetched(each, e, cast) for e in each.entries} for each in sets}
     if cast is not None:
         exact = {entry.name for each in sets for entry in each.entries if entry.exact}
         casts = {n for n, v in tensors["model"].items() if can_cast(v.dtype) and n not in exact}
@@ -121,19 +168,25 @@ def _dcp_state(
     return {**state, KEYS: keys_of(state)}
 
 
+def _fetched(of: _Set, entry: Entry, cast: torch.dtype | None) -> torch.Tensor:
+    if entry.decoder is None:
+        return of.fetch(entry.name)
+    return entry.decoder.read(0, entry.numel, cast or entry.dtype).view(entry.shape)
+
+
 def _write(
     target: Path,
     sets: list[_Set],
     files: dict[str, bytes],
     cast: torch.dtype | None,
-    step: int | None,
+    made: _manifest.Manifest,
     aliases: dict[str, str],
 ) -> None:
     draft = Draft(target.absolute(), overwrite=False)
     try:
         done = [_write_set(draft, found, cast, aliases) for found in sets]
         sync([draft.path / layout.path(file) for layout, _ in done for file in layout.files])
-        finish(draft, done, files, _manifest.Manifest(step))
+        finish(draft, done, files, made)
     except BaseException:
         draft.discard()
         raise
@@ -152,6 +205,11 @@ def _write_set(
         draft.create(path, file.nbytes, file.header)
         for place in file.places:
             old = found.entries[place.index]
+            if old.decoder is not None:
+                rows, decoders = write_rows(place, old), {place.index: old.decoder}
+                own = computed(draft.path / path, rows, {place.index: place}, decoders)
+                parts += [write_job(job) for job in own]
+                continue
             memory = flat(found.fetch(place.name))
             span = whole_span(len(memory))
             entry = Entry(old.name, old.shape, old.dtype, memory, span)
@@ -219,15 +277,16 @@ def _sets(found: Opened | TorchFiles) -> list[_Set]:
     sets, aliases = [], found.aliases
     for name, stored in found.sets.items():
         own = [place for alias, (_, place) in stored.where.items() if alias not in aliases]
-        entries = [_outline(place.name, place.shape, place.dtype) for place in own]
+        entries = [_outline(place) for place in own]
         _keep_codes(entries)
         folder = "" if name == "model" else OPTIMIZER
         sets.append(_Set(name, folder, entries, _fetch_stored(found, stored)))
     return sets
 
 
-def _outline(name: str, shape: Any, dtype: torch.dtype) -> Entry:
-    return Entry(name, tuple(shape), dtype, torch.empty(0, dtype=dtype, device="cpu"))
+def _outline(place: Any) -> Entry:
+    memory = torch.empty(0, dtype=place.dtype, device="cpu")
+    return Entry(place.name, tuple(place.shape), place.dtype, memory, coding=place.coding)
 
 
 def _keep_codes(entries: list[Entry]) -> None:

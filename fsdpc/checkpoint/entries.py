@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,6 +20,22 @@ from fsdpc._companions.spans import NO_SPANS, clip
 
 _CUT_BYTES = 1 << 20  # what replicas hold of a tensor is divided from this size on
 _PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How rows of ``row`` values, before that of this dtype, were coded (``fsdpc.lowbit``)."""
+
+    codec: str
+    row: int
+    dtype: torch.dtype
+
+
+class Decoder(Protocol):
+    """Values that this rank computes, in the place of an entry's memory."""
+
+    def read(self, first: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Values from the ``first`` on, 1-D, in host memory."""
 
 
 @dataclass
@@ -48,6 +64,8 @@ class Entry:
     number: int = 0
     frozen: bool = False  # no gradient asked for: it lies in files of such tensors alone
     exact: bool = False  # codes, or their scales: never converted
+    coding: Coding | None = None
+    decoder: Decoder | None = None  # then ``memory`` is empty, and spans are places in the values
 
     @property
     def numel(self) -> int:

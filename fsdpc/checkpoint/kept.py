@@ -138,6 +138,11 @@ class Reading:
         self.parts = parts_of_some(self._found.entries, self._everyone[1])
 
     @property
+    def entries(self) -> list[Entry]:
+        """The model's tensors, before ``settled``, where it was read anew."""
+        return self._found.entries
+
+    @property
     def stamp(self) -> list[Any] | None:
         """The same object as long as the kept reading is used."""
         if self._old is not None:

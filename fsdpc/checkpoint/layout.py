@@ -18,7 +18,7 @@ import torch
 
 from fsdpc import _C
 from fsdpc.checkpoint.dtypes import can_cast, name_of
-from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.entries import Coding, Decoder, Entry
 
 FILE_BYTES = 5_000_000_000
 BLOCK_BYTES = 4 << 20
@@ -38,6 +38,7 @@ class Place:
     offset: int
     nbytes: int
     index: int  # in the order of the set
+    coding: Coding | None = None
 
 
 @dataclass
@@ -116,14 +117,14 @@ def lay_out(
     named ``name-00001-of-0000N.safetensors``. ``TypeError``: a dtype without a name.
     """
     tensors = tuple(
-        (entry.name, file_dtype(entry, cast), tuple(entry.shape), entry.frozen) for entry in entries
+        (e.name, file_dtype(e, cast), tuple(e.shape), e.frozen, e.coding) for e in entries
     )
     return _laid_out(tensors, name, folder, file_bytes, tuple((aliases or {}).items()))
 
 
 @functools.lru_cache(maxsize=16)  # a training saves few models and optimizers, again and again
 def _laid_out(
-    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], bool], ...],
+    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...], bool, Coding | None], ...],
     name: str,
     folder: str,
     file_bytes: int,
@@ -131,14 +132,14 @@ def _laid_out(
 ) -> Layout:
     groups: list[list[Place]] = [[]]
     used, kind = 0, False
-    for index, (tensor, dtype, shape, frozen) in enumerate(tensors):
+    for index, (tensor, dtype, shape, frozen, coding) in enumerate(tensors):
         name_of(dtype, tensor)
         nbytes = math.prod(shape) * dtype.itemsize
         if groups[-1] and (used + nbytes > file_bytes or frozen != kind):
             groups.append([])
             used = 0
         kind = frozen
-        groups[-1].append(Place(tensor, dtype, shape, used, nbytes, index))
+        groups[-1].append(Place(tensor, dtype, shape, used, nbytes, index, coding))
         used += nbytes
     aliases = dict(renamed)
     groups = groups if groups[-1] else []  # no tensors, no file
@@ -180,12 +181,14 @@ def fingerprint(layouts: Sequence[Layout]) -> str:
 
 # Columns of a table of ranges; the first six are those of ``ckpt_write``.
 MEMORY, OFFSET, NBYTES, IN_TENSOR, MEMORY_TYPE, FILE_TYPE, INDEX = range(7)
+COMPUTED = 4096  # an address of 0 stands for none
 
 
 @dataclass
 class Table:
     """The ranges that a rank writes of a file, in its order; not to be changed. ``gpu``: whose
-    memory each is in, -1 for the host's; ``steady``: see ``Entry``.
+    memory each is in, -1 for the host's, -2 for none: values that are computed, at ``COMPUTED`` and
+    their place. ``steady``: see ``Entry``.
     """
 
     rows: np.ndarray
@@ -200,11 +203,14 @@ class Table:
 
 @dataclass
 class PlannedSet:
-    """What a rank writes of a set, by files. ``keep``: what the addresses point into."""
+    """What a rank writes of a set, by files. ``keep``: what the addresses point into.
+    ``decoders``: by places' numbers.
+    """
 
     layout: Layout
     tables: list[Table]
     keep: list[torch.Tensor]
+    decoders: dict[int, Decoder] = field(default_factory=dict)
 
 
 def fragments(rows: np.ndarray, block_bytes: int = BLOCK_BYTES) -> np.ndarray:

@@ -15,13 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from fsdpc._fsdp1.names import clean_fqn
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.keymap import library_model
 from fsdpc.checkpoint.lazy import Lazy, Source, merged
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.pretrained import shadow_with
-from fsdpc.lowbit import coded_layers
 
 
 class HubForm:
@@ -47,12 +45,11 @@ def _as_on_hub(model: nn.Module, found: Model) -> Any:
     """
     shadow = shadow_with(model, found)
     library = library_model(shadow)
-    coded = next((name for name, _ in coded_layers(model)), None)
+    coded = next((entry.name for entry in found.entries if entry.coding is not None), None)
     if coded is not None:
         raise TypeError(
-            f"hf=True: {clean_fqn(coded)} has its weight in codes, which from_pretrained does not "
-            "read: save without hf=True, or give save_pretrained(state_dict=) what "
-            "fsdpc.lowbit.values makes of a full state dict"
+            f"hf=True: {coded} is in codes, which from_pretrained does not read: save with "
+            "values=True, too, or without hf=True"
         )
     if library is None:
         raise TypeError("hf=True is for a model of transformers (one, perhaps inside of another)")

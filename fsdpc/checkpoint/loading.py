@@ -272,6 +272,10 @@ def check_equal(digests: Sequence[int], what: str) -> None:
 # --- what is compared ----------------------------------------------------------------------------
 
 
+_QUANTISE = "load_pretrained quantises while it reads"
+_DECODE = "make values of it (python -m fsdpc.checkpoint convert --values)"
+
+
 def match(
     where: Mapping[str, tuple[StoredFile, Place]],
     target: Model,
@@ -300,7 +304,8 @@ def match(
         else:
             problems.append(problem)
             castable |= _problem(entry, place, True) is None
-            shapes |= tuple(place.shape) != tuple(entry.shape)
+            coded = entry.coding is not None or place.coding is not None
+            shapes |= tuple(place.shape) != tuple(entry.shape) and not coded
     if problems:
         text = "; ".join(shortened(problems))
         hint = " (cast=True converts floats of 16, 32 and 64 bits)" if castable else ""
@@ -327,6 +332,14 @@ def _renamed(found: Found, own_name: Callable[[str], str]) -> dict[str, tuple[St
 
 
 def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
+    ours, theirs = entry.coding, place.coding
+    if ours is not None and place.dtype.is_floating_point:
+        return f"{entry.name} has values in the checkpoint, {ours.codec} here: {_QUANTISE}"
+    if theirs is not None and entry.dtype.is_floating_point:
+        return f"{entry.name} is in {theirs.codec} in the checkpoint, {entry.dtype} here: {_DECODE}"
+    if ours and theirs and (ours.codec, ours.row) != (theirs.codec, theirs.row):
+        forms = [f"rows of {each.row} values in {each.codec}" for each in (theirs, ours)]
+        return f"{entry.name} has {forms[0]} in the checkpoint, {forms[1]} here"
     if tuple(place.shape) != tuple(entry.shape):
         return f"{entry.name} has shape {tuple(place.shape)} in the checkpoint, {entry.shape} here"
     if place.dtype == entry.dtype:

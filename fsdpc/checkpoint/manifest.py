@@ -14,6 +14,8 @@ from typing import Any
 
 from fsdpc import _C
 from fsdpc.checkpoint.digests import Digest, Digests
+from fsdpc.checkpoint.dtypes import dtype_of, name_of
+from fsdpc.checkpoint.entries import Coding
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import BLOCK_BYTES, Layout
 
@@ -30,6 +32,7 @@ class Manifest:
     """``headers``: path of a safetensors file -> (bytes of the file, digest of its header).
     ``tensors``: path -> name -> digest, of a manifest that was read; ``written``: path -> the text
     of these, of one that is made. ``files``: path of another file -> (bytes, digest).
+    ``codings``: path -> name -> how these codes were made; None: unknown.
     ``published``: see ``steps``; ``metric``: see ``Checkpointer``.
     """
 
@@ -42,6 +45,7 @@ class Manifest:
     tensors: dict[str, dict[str, Digest]] = field(default_factory=dict)
     written: dict[str, str] = field(default_factory=dict)
     files: dict[str, tuple[int, int]] = field(default_factory=dict)
+    codings: dict[str, dict[str, Coding]] | None = field(default_factory=dict)
     digest: int = 0  # of the text that was read
 
     def add_set(self, layout: Layout, digests: Digests) -> None:
@@ -50,6 +54,9 @@ class Manifest:
         for file in layout.files:
             path = layout.path(file)
             self.headers[path] = (file.nbytes, _C.ckpt_crc32c(file.header))
+            coded = {p.name: p.coding for p in file.places if p.coding is not None}
+            if coded and self.codings is not None:
+                self.codings[path] = coded
             pairs = zip(file.keys, forms, strict=False)
             self.written[path] = _BETWEEN.join(
                 [f'{key}: ["{whole}"{_BETWEEN}"{own}"]' for key, (whole, own) in pairs]
@@ -70,6 +77,7 @@ class Manifest:
             "block_bytes": self.block_bytes,
             "headers": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.headers.items())},
             "files": {p: [size, _hex(crc)] for p, (size, crc) in sorted(self.files.items())},
+            **({} if self.codings is None else {"codes": _forms(self.codings)}),
         }
         most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
         # Python's encoder has indents in Python alone, which takes long for many tensors.
@@ -79,11 +87,18 @@ class Manifest:
         return _signed(f"{most},\n {_record('tensors', _BETWEEN.join(parts))}\n}}")
 
 
+def _forms(codings: dict[str, dict[str, Coding]]) -> dict[str, dict[str, list[Any]]]:
+    return {
+        path: {name: [c.codec, c.row, name_of(c.dtype, name)] for name, c in coded.items()}
+        for path, coded in sorted(codings.items())
+    }
+
+
 def split(made: Manifest, parts: list[str], write: Callable[[str, bytes], object]) -> None:
     """Move what belongs to parts into manifests of theirs, which ``write`` puts into files."""
     for part in parts:
         own = Manifest(made.step, made.world)
-        for name in ("headers", "written", "files"):
+        for name in ("headers", "written", "files", "codings"):
             table = getattr(made, name)
             for path in [path for path in table if path.startswith(f"{part}/")]:
                 getattr(own, name)[path.removeprefix(f"{part}/")] = table.pop(path)
@@ -169,7 +184,18 @@ def _decode(text: bytes) -> Manifest:
         path: {name: _digest(*form) for name, form in tensors.items()}
         for path, tensors in body["tensors"].items()
     }
+    coded = body.get("codes")
+    manifest.codings = coded and {
+        path: {name: _coding(name, *form) for name, form in own.items()}
+        for path, own in coded.items()
+    }
     return manifest
+
+
+def _coding(name: str, codec: str, row: int, dtype: str) -> Coding:
+    if type(codec) is not str or type(row) is not int:
+        raise TypeError(f"{name!r} is coded as {codec!r}, {row!r}")
+    return Coding(codec, row, dtype_of(dtype, name))
 
 
 def _digest(whole: str, blocks: str) -> Digest:

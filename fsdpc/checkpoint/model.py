@@ -30,7 +30,8 @@ from fsdpc._fsdp2.extension import is_opaque
 from fsdpc._fsdp2.state import states_below
 from fsdpc.checkpoint import torch_fsdp
 from fsdpc.checkpoint.dtensor import block_of
-from fsdpc.checkpoint.entries import Entry, OptimParam, flat, flat_and_home
+from fsdpc.checkpoint.entries import Coding, Entry, OptimParam, flat, flat_and_home
+from fsdpc.lowbit import coded_layers
 
 
 @dataclass
@@ -85,7 +86,18 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
     found.extra = extra_states(model)
     _rename(found, cleaner(model))
     _check_names(found)
+    _add_codings(found, model)
     return found
+
+
+def _add_codings(found: Model, model: nn.Module) -> None:
+    clean = cleaner(model)
+    entries = {entry.name: entry for entry in found.entries}
+    for path, layer in coded_layers(model):
+        name = clean(clean_fqn(join(path, "weight")))
+        entry = entries.get(found.aliases.get(name, name))
+        if entry is not None:
+            entry.coding = Coding(layer.codec, layer.row, layer.value_dtype)
 
 
 def extra_states(model: nn.Module) -> dict[str, Any]:

@@ -253,11 +253,13 @@ class Opened:
             rows, metadata = _C.ckpt_header(header[8:], nbytes - len(header))
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from error
+        codings = self.manifest.codings if self.manifest is not None else None
+        coded = (codings or {}).get(name, {})
         places = []
         for number, (tensor, dtype, shape, begin, end) in enumerate(rows):
             torch_dtype = _dtype(dtype, f"{path}: tensor {tensor!r}")
-            place = Place(tensor, torch_dtype, shape, len(header) + begin, end - begin, number)
-            places.append(place)
+            at, coding = len(header) + begin, coded.get(tensor)
+            places.append(Place(tensor, torch_dtype, shape, at, end - begin, number, coding))
         found = StoredFile(path, name, nbytes, places, metadata, held)
         if self.manifest is not None:
             _compare_digests(found, self.manifest)

@@ -59,7 +59,7 @@ from fsdpc.checkpoint.progress import read_bar
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.storage import local_path
 from fsdpc.checkpoint.torch_files import stored_file
-from fsdpc.lowbit import can_encode, coded_layers
+from fsdpc.lowbit import can_encode
 
 _REPO = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _POLL_S = 5.0
@@ -110,7 +110,7 @@ def run_pretrained(
         kept = chosen_names(target, chosen, only)
         shadow = shadow_with(model, target)
         mapped, extra = _mapped(found.model.where, shadow, target, keys, rename)
-        _quantised(mapped, model, target)
+        _quantised(mapped, target)
         where, twice = _places(path, mapped, target, kept)
         work, missing, unexpected = loading.match(where, target, True, kept, chosen)
         unexpected = [name for name in unexpected if name not in extra]
@@ -339,29 +339,29 @@ def _mapped(
     return made, extra
 
 
-def _quantised(mapped: Mapped, model: nn.Module, target: Model) -> None:
+def _quantised(mapped: Mapped, target: Model) -> None:
     """Codes of the values that files have of weights in codes (``fsdpc.lowbit.quantize``).
     ``CheckpointError``: the files have codes of another library, or values in 8 bits.
     """
-    clean = cleaner(model)
-    entries = {entry.name: entry for entry in target.entries}
-    for path, layer in coded_layers(model):
-        own = clean(clean_fqn(join(path, "weight")))
-        entry = entries.get(target.aliases.get(own, own))
-        for name in () if entry is None else {own, entry.name} & mapped.tensors.keys():
+    others = _others(target)
+    for entry in target.entries:
+        if entry.coding is None:
+            continue
+        codec, row = entry.coding.codec, entry.coding.row
+        for name in {entry.name, *others[entry.name]} & mapped.tensors.keys():
             value = _lazy(mapped.tensors[name])
-            if can_encode(value, (entry.shape[0], layer.row)):
-                mapped.tensors[name] = Lazy(Coded(value.node, layer.codec, entry.shape[1]))
+            if can_encode(value, (entry.shape[0], row)):
+                mapped.tensors[name] = Lazy(Coded(value.node, codec, entry.shape[1]))
             elif f"{name}.absmax" in mapped.tensors:
                 raise CheckpointError(
                     f"the files have {name!r} in codes of another library, and the model in "
-                    f"{layer.codec} of fsdpc.lowbit.quantize: load a folder of values (by "
+                    f"{codec} of fsdpc.lowbit.quantize: load a folder of values (by "
                     "dequantize() of that library's model, and save_pretrained)"
                 )
             elif value.is_floating_point():
                 raise CheckpointError(
                     f"the files have {name!r} as {tuple(value.shape)} values of {value.dtype}, and "
-                    f"the model has {layer.codec} of {(entry.shape[0], layer.row)}: values of 16 "
+                    f"the model has {codec} of {(entry.shape[0], row)}: values of 16 "
                     "bits or more are quantised (a key map in keys= can make them of scaled ones)"
                 )
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from fsdpc.checkpoint import manifest as _manifest
+from fsdpc.checkpoint.decoded import Pieces, cut_rows, decoded
 from fsdpc.checkpoint.digests import Digests, combine
 from fsdpc.checkpoint.dtypes import can_cast
 from fsdpc.checkpoint.errors import CheckpointError
@@ -86,6 +87,7 @@ def make_plan(
     file_bytes: int = FILE_BYTES,
     only: Only = None,
     form: Form | None = None,
+    values: bool = False,
 ) -> Plan:
     """Collective. ``CheckpointError``: ranks have different models, or a value cannot be saved."""
     what = f"planning checkpoint {target}"
@@ -95,15 +97,17 @@ def make_plan(
                 f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
             )
         optimizer = check_objects(optimizer, scheduler, "state_dict")
-        everyone, whole = (ranks.rank, ranks.world), only is None and form is None
+        everyone, whole = (ranks.rank, ranks.world), only is None and form is None and not values
         read = Reading(model, everyone, dtype, file_bytes, whole=whole)
-        seen.value = read.parts
-    found = read.settled(seen.values)
+        seen.value = read.parts, cut_rows(read.entries) if values else None
+    found = read.settled([parts for parts, _ in seen.values])
     held, state = None, State()
     if optimizer is not None:
         held = StateReading(optimizer, found, ranks, read, whole)
         state = held.state
     with ranks.step(what) as planned:
+        if values:
+            found.entries = decoded(found.entries, _agreed([cut for _, cut in seen.values]))
         if only is not None:
             cut_state(state, cut_model(found, chooser(only), only))
         if form is not None:
@@ -132,6 +136,13 @@ def make_plan(
         body = {"world": ranks.world, "ranks": extras}
         files[EXTRA_JSON] = dump(body | ({"states": _shared(own)} if own[0] else {}))
     return Plan(target, sets, files, step, overwrite, read.params)
+
+
+def _agreed(cuts: list[Pieces | None]) -> list[Pieces]:
+    found = [cut for cut in cuts if cut is not None]
+    if len(found) < len(cuts):
+        raise CheckpointError(f"rank {cuts.index(None)} saves without values=True, and others with")
+    return found
 
 
 def _shared(own: list[dict[str, Any]]) -> dict[str, list[Any]]:

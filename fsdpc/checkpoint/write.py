@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,10 @@ import torch
 from fsdpc import _C
 from fsdpc._companions.lane import ordinal_of
 from fsdpc.checkpoint.dtypes import codes
-from fsdpc.checkpoint.entries import Entry
+from fsdpc.checkpoint.entries import Decoder, Entry
 from fsdpc.checkpoint.layout import (
     BLOCK_BYTES,
+    COMPUTED,
     ELEMENT_BYTES,
     FILE_TYPE,
     IN_TENSOR,
@@ -32,6 +33,7 @@ from fsdpc.checkpoint.layout import (
 from fsdpc.checkpoint.staging import SIZES, begun, cut_row, in_host_memory
 
 _COLUMNS = 7
+_COMPUTED_BYTES = 32 << 20
 _WAVE_BYTES = 256 << 20  # written by one call, between two looks at signals and steps of a bar
 _PAGE = 4096
 
@@ -47,7 +49,7 @@ class Job:
 
 def planned_set(layout: Layout, entries: Sequence[Entry]) -> PlannedSet:
     """What this rank writes of the entries. Local."""
-    gpus = np.array([-1 if in_host_memory(e) else ordinal_of(e.memory) for e in entries], np.int64)
+    gpus = np.array([_memory_of(entry) for entry in entries], np.int64)
     steady = np.array([entry.steady for entry in entries], bool)
     tables = []
     for file in layout.files:
@@ -55,7 +57,15 @@ def planned_set(layout: Layout, entries: Sequence[Entry]) -> PlannedSet:
         rows = np.concatenate([np.empty((0, _COLUMNS), np.int64), *parts])
         rows = rows[np.argsort(rows[:, OFFSET], kind="stable")]
         tables.append(Table(rows, gpus[rows[:, INDEX]], steady[rows[:, INDEX]]))
-    return PlannedSet(layout, tables, [entry.memory for entry in entries])
+    decoders = {i: entry.decoder for i, entry in enumerate(entries) if entry.decoder is not None}
+    return PlannedSet(layout, tables, [entry.memory for entry in entries], decoders)
+
+
+def _memory_of(entry: Entry) -> int | None:
+    """As in ``Table``."""
+    if entry.decoder is not None:
+        return -2
+    return -1 if in_host_memory(entry) else ordinal_of(entry.memory)
 
 
 def jobs(folder: Path, planned: PlannedSet) -> Iterator[Job]:
@@ -64,16 +74,37 @@ def jobs(folder: Path, planned: PlannedSet) -> Iterator[Job]:
     """
     for file, table in zip(planned.layout.files, planned.tables, strict=True):
         path = folder / planned.layout.path(file)
-        for part in waves(table.rows[table.gpu < 0], _WAVE_BYTES):
+        for part in waves(table.rows[table.gpu == -1], _WAVE_BYTES):
             yield Job(path, part, planned.keep)
+        if planned.decoders:
+            places = {place.index: place for place in file.places}
+            yield from computed(path, table.rows[table.gpu == -2], places, planned.decoders)
         for ordinal in np.unique(table.gpu[table.gpu >= 0]).tolist():
             for part in begun(ordinal, rows := table.rows[table.gpu == ordinal]).rows_out(rows):
                 yield Job(path, part, planned.keep)
 
 
+def computed(
+    path: Path, rows: np.ndarray, places: Mapping[int, Place], decoders: Mapping[int, Decoder]
+) -> Iterator[Job]:
+    """The same of values that are computed, in the dtype of the file."""
+    for part in waves(rows, _COMPUTED_BYTES):
+        made, keep = part.copy(), []
+        for row in made:
+            dtype = places[row[INDEX]].dtype
+            types = row[MEMORY_TYPE], row[FILE_TYPE]
+            wide = dtype.itemsize if types[0] == types[1] else SIZES[types[0]]
+            first, count = int(row[MEMORY] - COMPUTED) // wide, int(row[NBYTES]) // dtype.itemsize
+            keep.append(decoders[row[INDEX]].read(first, count, dtype))
+            row[MEMORY] = keep[-1].data_ptr()
+            row[MEMORY_TYPE], row[FILE_TYPE] = codes(dtype, dtype)
+        yield Job(path, made, keep)
+
+
 def write_rows(place: Place, entry: Entry) -> np.ndarray:
     """The table of the ranges that this rank writes of one tensor."""
-    return rows_of(place, entry, entry.own(place.index))
+    memory = None if entry.decoder is None else COMPUTED
+    return rows_of(place, entry, entry.own(place.index), memory)
 
 
 def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = None) -> np.ndarray:

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 import fsdpc
+from fsdpc import lowbit
 from fsdpc.checkpoint import CheckpointError, load_pretrained, save
 
 ROWS = [  # what is in no other row: fused experts, expert tables, ties, prefixes, buffers, tables
@@ -303,6 +304,23 @@ def test_hf_folders(rank, world, name, door, tmp_path):
     assert differences(other, reference, name) == []
     save(again, model, hf=True, dtype=torch.bfloat16, overwrite=True)
     assert json.loads((again / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "flat", "orig"])
+def test_hf_folders_of_values_of_codes(rank, world, door, tmp_path):
+    """Of a base in codes: `from_pretrained` reads what layers decode."""
+    folder = pretrained("llama-tied", str(tmp_path), rank)
+    coded = {"skip": (), "embeddings": True}
+    model = shard(lowbit.quantize(on_meta("llama-tied"), **coded), door)
+    load_pretrained(model, folder)
+    with pytest.raises(CheckpointError, match="is in codes, .* save with values=True, too"):
+        save(tmp_path / "again", model, hf=True)
+    save(tmp_path / "again", model, hf=True, values=True)
+    kind = type(on_meta("llama-tied"))
+    expected = lowbit.dequantize(lowbit.quantize(kind.from_pretrained(folder), **coded))
+    found = kind.from_pretrained(tmp_path / "again").state_dict()
+    assert all(torch.equal(found[name], value) for name, value in expected.state_dict().items())
 
 
 class Words:

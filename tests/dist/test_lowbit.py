@@ -12,6 +12,7 @@ import env
 import pytest
 import torch
 from harness import ranks
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,7 +26,10 @@ import fsdpc
 import fsdpc.checkpoint
 from fsdpc import _C, lowbit
 from fsdpc._engine.device import kernel_ordinal
+from fsdpc.checkpoint import manifest, write
 from fsdpc.checkpoint.convert import convert
+from fsdpc.checkpoint.entries import Coding
+from fsdpc.checkpoint.verify import verify
 
 WIDTH = 64
 LOW = torch.bfloat16
@@ -318,6 +322,104 @@ def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
     ):
         fsdpc.checkpoint.load_pretrained(other, tmp_path / "small")
     assert base(other.state_dict()) == codes
+
+
+class Uneven(nn.Module):
+    """Rows that ranks cut in the middle, a tied weight, and rows longer than a part."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.blocks = nn.Embedding(37, 70), nn.ModuleList([nn.Linear(70, 129)])
+        self.head = nn.Linear(70, 37, bias=False)
+        self.head.weight = self.table.weight
+        self.to(dtype)
+
+
+def uneven(dtype):
+    return lowbit.quantize(Uneven(dtype), embeddings=True)
+
+
+def stored(folder):
+    found = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+@ranks(1, 2, 3)
+@every_door
+def test_own_codes_are_saved_as_values(rank, world, door, tmp_path, monkeypatch):
+    """By ``save`` and by ``convert``: what a layer decodes, in any dtype, in many parts."""
+    monkeypatch.setattr(write, "_COMPUTED_BYTES", 512)
+    for dtype, cast in ((torch.float32, None), (LOW, None), (LOW, torch.float64)):
+        model, name = by_door(door, uneven(dtype)), f"{dtype}{cast}"
+        wide = torch.float32 if cast else dtype
+        expected = lowbit.dequantize(uneven(dtype), wide).state_dict()
+        fsdpc.checkpoint.save(tmp_path / name, model, values=True, dtype=cast)
+        fsdpc.checkpoint.save(tmp_path / f"codes{name}", model)
+        if rank == 0:
+            args = tmp_path / f"codes{name}", tmp_path / f"made{name}", cast and "fp64"
+            convert(*args, "safetensors", values=True)
+            for folder in (tmp_path / name, tmp_path / f"made{name}"):
+                found = stored(folder)
+                assert found.keys() == expected.keys() - {"head.weight"}
+                assert all(torch.equal(found[k], expected[k].to(cast or dtype)) for k in found)
+                assert not verify(folder).damaged
+        torch.distributed.barrier()
+    plainly = by_door(door, Uneven(LOW))
+    fsdpc.checkpoint.load(tmp_path / f"{LOW}None", plainly)
+    fsdpc.checkpoint.save(tmp_path / "again", plainly, values=True)  # nothing in codes
+    other = by_door(door, uneven(torch.float32))
+    codes = base_of(other)
+    fsdpc.checkpoint.load_pretrained(other, tmp_path / f"{torch.float32}None")
+    assert base_of(other) == codes
+    with pytest.raises(fsdpc.checkpoint.CheckpointError, match="nf4 here: load_pretrained quantis"):
+        fsdpc.checkpoint.load(tmp_path / f"{LOW}None", other)
+    with pytest.raises(fsdpc.checkpoint.CheckpointError, match=r"is in nf4 .*convert --values"):
+        fsdpc.checkpoint.load(tmp_path / f"codes{LOW}None", plainly, strict=False)
+
+
+def base_of(model):
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    return {k: v.tolist() for k, v in state.items()}
+
+
+@ranks(2)
+def test_values_that_cannot_be_saved(rank, world, tmp_path):
+    with pytest.raises(fsdpc.checkpoint.CheckpointError, match="decodes while it writes: save wit"):
+        fsdpc.checkpoint.save(tmp_path / "a", own(), values=True, async_=True)
+    with pytest.raises(fsdpc.checkpoint.CheckpointError, match="has no values"):
+        fsdpc.checkpoint.save(tmp_path / "a", own(), values=True, format="dcp")
+    with pytest.raises(fsdpc.checkpoint.CheckpointError, match="rank 1 saves without values=True"):
+        fsdpc.checkpoint.save(tmp_path / "a", own(), values=rank == 0)
+    with pytest.raises(
+        fsdpc.checkpoint.CheckpointError, match="base.weight has codes or scales of"
+    ):
+        fsdpc.checkpoint.save(tmp_path / "a", Model(), values=True)
+    assert not (tmp_path / "a").exists()
+    fsdpc.checkpoint.save(tmp_path / "codes", own())
+    fsdpc.checkpoint.save(tmp_path / "others", Model())
+    if rank == 0:
+        path = tmp_path / "codes" / manifest.NAME
+        made = manifest.decode(path.read_bytes())
+        (coded,) = made.codings.values()
+        assert coded["blocks.1.base.weight"] == Coding("nf4", WIDTH, torch.float32)
+        for codings, text in (
+            (None, "base.weight has bytes, and .* does not say .* an older one.: load it into a"),
+            ({name: {"blocks.1.base.weight": Coding("nf4", 99, LOW)} for name in made.codings},
+             r"weight is torch.uint8 of shape \(64, 48\), and the manifest says rows of 99 values"),
+            ({name: {"blocks.1.base.weight": Coding("new", 64, LOW)} for name in made.codings},
+             "base.weight is in 'new', which this fsdpc cannot read"),
+        ):  # fmt: skip
+            made.codings = codings
+            path.write_bytes(made.encode())
+            with pytest.raises(fsdpc.checkpoint.CheckpointError, match=text):
+                convert(tmp_path / "codes", tmp_path / "b", None, "safetensors", values=True)
+        with pytest.raises(fsdpc.checkpoint.CheckpointError, match="codes or scales of bitsandb"):
+            convert(tmp_path / "others", tmp_path / "b", None, "safetensors", values=True)
+        assert not (tmp_path / "b").exists()
+    torch.distributed.barrier()
 
 
 @ranks(1)

@@ -6,11 +6,12 @@ import os
 from unittest import mock
 
 import env
+import numpy as np
 import pytest
 import torch
 from harness import ranks
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, MixedPrecisionPolicy
 
 import fsdpc
 import fsdpc.checkpoint
@@ -24,11 +25,11 @@ SHAPES = [(100, 300), (64, 512), (65, 64)]
 def through_codes(weight, codec):
     """What a whole weight is gathered as."""
     rows, columns = weight.shape
-    out = torch.empty(rows, columns)
-    coded = torch.empty(_probe.codec_bytes(codec, rows, columns), dtype=torch.uint8)
-    _probe.codec_encode(codec, weight.contiguous().numpy(), "float32", columns, coded.numpy())
-    _probe.codec_decode(codec, out.numpy(), "float32", columns, coded.numpy())
-    return out
+    out = np.empty((rows, columns), np.float32)
+    coded = np.empty(_probe.codec_bytes(codec, rows, columns), np.uint8)
+    _probe.codec_encode(codec, weight.contiguous().cpu().numpy(), "float32", columns, coded)
+    _probe.codec_decode(codec, out, "float32", columns, coded)
+    return torch.from_numpy(out).to(weight.device)
 
 
 def layers():
@@ -178,6 +179,18 @@ def test_bytes_and_memory_on_a_wire(rank, world, codec):
 def test_a_unit_on_several_ranks_must_have_one_codec(rank, world):
     with pytest.raises(fsdpc.MismatchError, match="gathered as"):
         fully_shard(nn.Linear(300, 64), mp_policy=QuantizedPolicy(codec=CODECS[rank]))
+
+
+@ranks(1)
+def test_policies_of_the_other_interface_are_refused(rank, world):
+    """Their fields would count for nothing."""
+    other = {"mp_policy": MixedPrecision(torch.bfloat16), "offload_policy": CPUOffload(True)}
+    for name, value in other.items():
+        with pytest.raises(TypeError, match=f"{name} must be a .* got {type(value).__name__}"):
+            fully_shard(nn.Linear(2, 2), **{name: value})
+    fully_shard(nn.Linear(2, 2), offload_policy=None)
+    with pytest.raises(TypeError, match="or None, but got QuantizedPolicy.* are for fully_shard"):
+        fsdpc.FSDP(nn.Linear(2, 2), mixed_precision=QuantizedPolicy())
 
 
 def test_a_codec_must_exist():

@@ -13,6 +13,7 @@ from harness import ranks, run_ranks
 from test_quantized import through_codes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from toys import PLACE
 
 import fsdpc
 from fsdpc import QuantizedPolicy, fully_shard
@@ -43,7 +44,7 @@ class Parts(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.second, self.low = nn.Linear(300, 65), Pair(), nn.Linear(100, 8)
-        self.scale = torch.ones(100, device="cpu")
+        self.scale = torch.ones(100)
         self.both, self.more = True, 0
 
     def forward(self, x):
@@ -184,7 +185,7 @@ def test_steps_with_what_is_not_finite_are_skipped(rank, world):
 def skip(rank, codec):
     model = shard(QuantizedPolicy(reduce_codec=codec))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    scaler = ShardedGradScaler("cpu", init_scale=8.0)
+    scaler = ShardedGradScaler(PLACE.type, init_scale=8.0)
     before = [p.full_tensor() for p in model.parameters()]
     if rank == 1:
         model.scale[3] = float("inf")
@@ -235,7 +236,7 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(64, 300, device="cpu"))
+        self.weight = nn.Parameter(torch.zeros(64, 300))
 
     def forward(self, x):
         return (self.weight * x).sum()
