@@ -17,7 +17,7 @@ from torch import nn
 
 from fsdpc._fsdp1.names import clean_fqn
 from fsdpc.checkpoint.entries import Entry
-from fsdpc.checkpoint.keymap import library_model
+from fsdpc.checkpoint.keymap import library_model, names_inside
 from fsdpc.checkpoint.lazy import Lazy, Source, merged
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.pretrained import shadow_with
@@ -53,6 +53,13 @@ def _as_on_hub(model: nn.Module, found: Model) -> Any:
             f"hf=True: {clean_fqn(coded)} has its weight in codes, which from_pretrained does not "
             "read: save without hf=True, or give save_pretrained(state_dict=) what "
             "fsdpc.lowbit.values makes of a full state dict"
+        )
+    around = sorted(names_inside(shadow, (entry.name for entry in found.entries)))
+    if around:
+        raise TypeError(
+            f"hf=True: {around[0]} is inside of an adapter of peft, which from_pretrained does not "
+            'have: save the adapters, by only="*lora_*" and without hf=True, beside their base, or '
+            "merge_and_unload() before the model is sharded"
         )
     if library is None:
         raise TypeError("hf=True is for a model of transformers (one, perhaps inside of another)")
