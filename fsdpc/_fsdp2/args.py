@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from fsdpc._comm.bootstrap import Groups, make_groups
 from fsdpc._engine.device import engine_device
-from fsdpc._torch import flatten_mesh
+from fsdpc._torch import default_group, flatten_mesh
 from fsdpc.api import ShardingStrategy
 
 
@@ -58,13 +60,30 @@ def check_module(module: nn.Module, alone: bool) -> None:
         )
 
 
+# By the group of all ranks and the type of device, a function that returns the mesh, or None.
+_meshes: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, dict[str, Callable[[], DeviceMesh | None]]
+] = weakref.WeakKeyDictionary()
+
+
 def default_mesh() -> DeviceMesh:
-    """All ranks on one dimension, on the accelerator if there is one. Collective."""
+    """All ranks on one dimension, on the accelerator if there is one; the same for all units, as
+    long as one of them lives. Collective.
+    """
     if not dist.is_initialized():
         dist.init_process_group()
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     kind = "cpu" if accelerator is None else accelerator.type
-    return init_device_mesh(kind, (dist.get_world_size(),))
+    everyone = default_group()
+    meshes = _meshes.setdefault(everyone, {})
+    mesh = meshes[kind]() if kind in meshes else None
+    if mesh is None:
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
+        # A mesh keeps its group alive. With gloo beside GPUs that is a new one, which all ranks
+        # make together: it must not depend on when each of them has freed its last model.
+        of_everyone = mesh.get_group() is everyone
+        meshes[kind] = weakref.ref(mesh) if of_everyone else lambda mesh=mesh: mesh
+    return mesh
 
 
 def check_policies(mp_policy: Any, offload_policy: Any) -> None:

@@ -7,6 +7,7 @@ at the memory's speed then.
 from __future__ import annotations
 
 import atexit
+import importlib
 import sys
 import threading
 from collections.abc import Callable
@@ -152,6 +153,16 @@ def start(
     _running.append(handle)
     thread.start()
     return handle
+
+
+def _wait_at_exit() -> None:
+    """Before pools of threads take no more work: writing and drivers of storage use some."""
+    for handle in _running:
+        handle._done.wait()
+
+
+importlib.import_module("concurrent.futures.thread")  # registers what is called after this
+threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 
 
 @atexit.register

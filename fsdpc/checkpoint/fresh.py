@@ -9,6 +9,7 @@ values do not depend on the sharding, and memory is taken for what is initialise
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from fsdpc._fsdp1.names import CHECKPOINT_WRAPPED, FSDP_WRAPPED, join
 from fsdpc.checkpoint.entries import Entry
 from fsdpc.checkpoint.errors import CheckpointError
-from fsdpc.checkpoint.keymap import library_model
+from fsdpc.checkpoint.keymap import adapter_layers, library_model
 
 Init = Callable[[nn.Module], object] | None
 _RESETS = ("reset_parameters", "_reset_parameters", "rope_init")
@@ -89,7 +90,7 @@ def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict
     versions = {name: tensor._version for name, tensor in before.items()}
     owners = list(dict.fromkeys(name.rpartition(".")[0] for name in wanted))
     left = list(wanted)
-    for run in _runs(shadow, owners, init):
+    for run in _runs(shadow, left, owners, init):
         if not left:
             break
         try:
@@ -100,10 +101,12 @@ def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict
                 f"not in the files: {', '.join(left[:20])}; and their modules' initialisation "
                 f"fails: {type(error).__name__}: {error}"
             ) from error
-        left = [
-            name for name in left if not _is_written(_tensor(shadow, name), before[name],
-                                                     versions[name])
-        ]  # fmt: skip
+        written = {
+            n for n in left if _is_written(_tensor(shadow, n), before[n], versions[n])
+        }  # fmt: skip
+        for name in written:  # transformers' code leaves these alone
+            setattr(_tensor(shadow, name), _DONE, True)
+        left = [name for name in left if name not in written]
     if left:
         raise CheckpointError(
             f"not in the files, and no initialisation of their modules (transformers' "
@@ -114,15 +117,18 @@ def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict
     return {name: _tensor(shadow, name) for name in wanted}
 
 
-def _runs(shadow: nn.Module, owners: Sequence[str], init: Init) -> Iterator[Callable[[], object]]:
-    """What may initialise: the user's function, transformers, then each module with a value that is
-    missing, and those around it.
+def _runs(
+    shadow: nn.Module, names: Sequence[str], owners: Sequence[str], init: Init
+) -> Iterator[Callable[[], object]]:
+    """What may initialise: the user's function, peft, transformers, then each module with a value
+    that is missing, and those around it.
     """
     modules = {name: shadow.get_submodule(name) for name in owners}
     if init is not None:
         for module in modules.values():
             yield lambda module=module: init(module)
         return
+    yield from _adapter_runs(shadow, names)
     library = library_model(shadow)
     if library is not None:
         yield library[1].initialize_weights
@@ -132,6 +138,41 @@ def _runs(shadow: nn.Module, owners: Sequence[str], init: Init) -> Iterator[Call
         reset = next((getattr(module, r) for r in _RESETS if hasattr(module, r)), None)
         if reset is not None:
             yield reset
+
+
+def _adapter_runs(shadow: nn.Module, names: Sequence[str]) -> Iterator[Callable[[], object]]:
+    """peft's code for each adapter of which a value is missing."""
+    layers = dict(adapter_layers(shadow))
+    configs = next(
+        (vars(m)["peft_config"] for m in shadow.modules() if "peft_config" in vars(m)), {}
+    )
+    wanted: dict[tuple[int, str], Any] = {}
+    for name in names if layers else ():
+        parts = name.split(".")
+        for end in range(len(parts) - 2, 0, -1):  # the innermost layer
+            layer = layers.get(".".join(parts[:end]))
+            if layer is not None:
+                if parts[end] in layer.adapter_layer_names:
+                    wanted[id(layer), parts[end + 1]] = layer
+                break
+    for (_, adapter), layer in wanted.items():
+        yield partial(_reset_adapter, layer, adapter, configs.get(adapter))
+
+
+def _reset_adapter(layer: Any, adapter: str, config: Any) -> None:
+    how = getattr(config, "init_lora_weights", None)
+    if getattr(config, "peft_type", None) != "LORA" or how not in (True, False, "gaussian"):
+        raise NotImplementedError(
+            f"adapter {adapter!r} of a {type(layer).__name__} of peft ({how!r}) is made beside "
+            "whole weights: fill the model before get_peft_model, or give init="
+        )
+    if how is not False:
+        layer.reset_lora_parameters(adapter, how)
+        return
+    for kind in layer.adapter_layer_names:
+        made = getattr(layer, kind, {})
+        if adapter in made and hasattr(made[adapter], "reset_parameters"):
+            made[adapter].reset_parameters()
 
 
 def sentinel(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -187,6 +187,41 @@ def _apply(
         raise CheckpointError(f"{rule}: by= has returned {len(several)} tensors for {targets}")
     for target, value in zip(targets, several, strict=True):
         made.add(target, value, group[0][0])
+
+
+# --- peft ----------------------------------------------------------------------------------------
+
+
+def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
+    """peft's layers around others, by name; none where it is not imported."""
+    library = sys.modules.get("peft.tuners.tuners_utils")
+    if library is None:
+        return []
+    return [(n, m) for n, m in model.named_modules() if isinstance(m, library.BaseTunerLayer)]
+
+
+def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """The names that tensors had before peft put layers around their modules, where these differ.
+    Of a module that is trained whole (``modules_to_save``) the copies have the original's names.
+    """
+    cuts: dict[str, int] = {}  # what peft has put into a name, up to its end: where it begins
+    for path, module in adapter_layers(model):
+        if "base_layer" in module._modules:
+            cuts[f"{path}.base_layer."] = len(path) + 1
+    library = sys.modules.get("peft.utils.other")
+    for path, module in model.named_modules() if library is not None else ():
+        if isinstance(module, library.AuxiliaryTrainingWrapper):
+            copies = [f"modules_to_save.{key}" for key in getattr(module, "modules_to_save", ())]
+            cuts |= {f"{path}.{own}.": len(path) + 1 for own in ("original_module", *copies)}
+    found = {}
+    for name in names if cuts else ():
+        inside = name
+        for dot in reversed([i for i, letter in enumerate(name) if letter == "."]):
+            begin = cuts.get(name[: dot + 1])
+            inside = inside if begin is None else inside[:begin] + inside[dot + 1 :]
+        if inside != name:
+            found[name] = inside
+    return found
 
 
 # --- transformers --------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdpc.checkpoint.entries import Entry
-from fsdpc.checkpoint.keymap import library_model
+from fsdpc.checkpoint.keymap import library_model, names_inside
 from fsdpc.checkpoint.lazy import Lazy, Source, merged
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.pretrained import shadow_with
@@ -50,6 +50,13 @@ def _as_on_hub(model: nn.Module, found: Model) -> Any:
         raise TypeError(
             f"hf=True: {coded} is in codes, which from_pretrained does not read: save with "
             "values=True, too, or without hf=True"
+        )
+    around = sorted(names_inside(shadow, (entry.name for entry in found.entries)))
+    if around:
+        raise TypeError(
+            f"hf=True: {around[0]} is inside of an adapter of peft, which from_pretrained does not "
+            'have: save the adapters, by only="*lora_*" and without hf=True, beside their base, or '
+            "merge_and_unload() before the model is sharded"
         )
     if library is None:
         raise TypeError("hf=True is for a model of transformers (one, perhaps inside of another)")

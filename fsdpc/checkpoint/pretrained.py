@@ -50,6 +50,7 @@ from fsdpc.checkpoint.keymap import (
     ignored,
     lazy_of,
     library_model,
+    names_inside,
 )
 from fsdpc.checkpoint.layout import Place
 from fsdpc.checkpoint.lazy import Coded, Lazy
@@ -68,12 +69,14 @@ _POLL_S = 5.0
 @dataclass
 class Pretrained:
     """What ``load_pretrained`` did. ``initialized``: names that no file has; ``unexpected``: names
-    in the files that the model does not have.
+    in the files that the model does not have. ``empty``: names that were on the meta device and
+    that ``only=`` has left out: NaN (the least of integers) until they get values.
     """
 
     path: Path
     initialized: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
     verified: bool = False
 
 
@@ -101,7 +104,7 @@ def run_pretrained(
             raise ValueError(f"verify must be 'before' or 'no', not {verify!r}")
         chosen = chooser(only)
         _tie(model)
-        give_memory(model, device)
+        given = give_memory(model, device)
         target = read_model(model, (ranks.rank, ranks.world))
         seen.value = (parts_of_some(target.entries, ranks.world), torch.get_rng_state())
     settle(target.entries, [parts for parts, _ in seen.values], ranks.rank)
@@ -116,7 +119,10 @@ def run_pretrained(
         unexpected = [name for name in unexpected if name not in extra]
         _check_names(path, work.items, missing, unexpected, strict, shadow, target)
         wanted = missing + [name for name in target.unwritten if chosen(name)]
-        result = Pretrained(path, sorted(missing), sorted(unexpected), compares)
+        result = Pretrained(path, sorted(missing), sorted(unexpected), verified=compares)
+        lost = [e for e in target.entries if e.name in given and e.name not in kept]
+        result.empty = [entry.name for entry in lost]
+        result.empty += [name for name in target.unwritten if not chosen(name)]
         matched.value = _C.ckpt_crc32c(repr((work.pairs, wanted, unexpected, verify)).encode(), 0)
     loading.check_equal(matched.values, what)
     with ranks.step(what):
@@ -132,6 +138,8 @@ def run_pretrained(
         loading.read_into(work, found, False, advance)
         found.check_unwritten()
         _give(model, target, values)
+        for entry in lost:
+            take(entry, sentinel(entry.shape, entry.dtype))
         for tensor in target.touched:
             torch.autograd.graph.increment_version(tensor)
         forget_lost(model)
@@ -146,6 +154,11 @@ def _tell(result: Pretrained) -> None:
         log.warning(f"{result.path}: not in the files, so initialised: {result.initialized}")
     if result.unexpected:
         log.warning(f"{result.path}: only in the files, so left out: {result.unexpected}")
+    if result.empty:
+        log.warning(
+            f"{result.path}: on the meta device before, and left out by only=, so NaN until they "
+            f"are loaded or initialised: {result.empty}"
+        )
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -244,10 +257,10 @@ def _tie(model: nn.Module) -> None:
         library[1].tie_weights()
 
 
-def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
-    """Give parameters and buffers on the meta device memory without values. Tensors that are tied
-    stay tied, and others keep their values. Local. ``CheckpointError``: a tensor on the meta
-    device that is no parameter or buffer.
+def give_memory(model: nn.Module, device: torch.device | str | None) -> set[str]:
+    """Give parameters and buffers on the meta device memory without values; their names. Tensors
+    that are tied stay tied, and others keep their values. Local. ``CheckpointError``: a tensor on
+    the meta device that is no parameter or buffer.
     """
     stray = plain_meta(model)
     if stray:
@@ -255,9 +268,11 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
             f"on the meta device, and neither parameters nor buffers: {', '.join(stray)}: nothing "
             "fills them. Make them buffers, or compute them again on a device"
         )
-    tensors = [*model.parameters(), *model.buffers()]
-    if not any(tensor.is_meta for tensor in tensors):
-        return
+    clean = cleaner(model)
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    given = {clean(clean_fqn(name)) for name, tensor in tensors if tensor.is_meta}
+    if not given:
+        return given
     empty = [
         (module, key)
         for module in model.modules()
@@ -282,6 +297,7 @@ def give_memory(model: nn.Module, device: torch.device | str | None) -> None:
         retie(sites)
     for module, key in empty:
         empties.fill(module._buffers[key])
+    return given
 
 
 def shadow_with(model: nn.Module, target: Model) -> nn.Module:
@@ -327,15 +343,24 @@ def _mapped(
     rest = {n: where for n, where in renamed.tensors.items() if n not in used}
     library = library_model(shadow)
     extra: set[str] = set()
+    shapes = _shapes(target)
+    inside = names_inside(shadow, shapes)
+    for name in inside.keys() & rest.keys():  # a folder of `save`
+        made.add(name, rest.pop(name), renamed.origin[name])
     if library is not None:
         prefix = f"{library[0]}." if library[0] else ""
-        shapes = _shapes(target)
+        shapes = {inside.get(name, name): shape for name, shape in shapes.items()}
         named = apply_library(library[1], prefix, rest, shapes)  # type: ignore[arg-type]
         extra = ignored(library[1], list(named.tensors))
     else:
         named = Mapped(dict(rest), dict(zip(rest, rest, strict=True)))
     for name, value in named.tensors.items():
         made.add(name, value, named.origin[name])
+    for name, plain in inside.items():
+        if plain in made.tensors:
+            made.add(name, made.tensors[plain], made.origin[plain])
+    for plain in set(inside.values()) & made.tensors.keys():
+        del made.tensors[plain]
     return made, extra
 
 

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 import fsdpc
-from fsdpc import lowbit
+from fsdpc import checkpoint, lowbit
 from fsdpc.checkpoint import CheckpointError, load_pretrained, save
 
 ROWS = [  # what is in no other row: fused experts, expert tables, ties, prefixes, buffers, tables
@@ -222,6 +222,41 @@ def test_peft(rank, world, tmp_path):
         model, folder, rename=inside, only=lambda name: "lora_" not in name, strict=True
     )
     assert torch.equal(output(model, "llama"), output(reference, "llama"))
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", ["fully_shard", "flat"])
+def test_peft_on_meta(rank, world, door, tmp_path):
+    """Adapters put in before: the files' names are found inside of them, and what no file has is
+    peft's own: without effect, not what transformers gives a layer. With a head trained whole.
+    """
+    peft = pytest.importorskip("peft")
+    folder = pretrained("llama", str(tmp_path), rank)
+    expected = output(LlamaForCausalLM.from_pretrained(folder), "llama")
+
+    def adapted(**options) -> nn.Module:
+        options = {"target_modules": ["q_proj", "embed_tokens"], **options}
+        return shard(peft.get_peft_model(on_meta("llama"), peft.LoraConfig(**options)), door)
+
+    model = adapted(modules_to_save=["lm_head"])
+    found = load_pretrained(model, folder)
+    assert found.unexpected == [] and all("lora_" in name for name in found.initialized)
+    assert torch.equal(output(model, "llama"), expected)
+    state = {name: tensor for name, tensor in checkpoint.stream(model) if "lora_" in name}
+    assert all(bool(t.count_nonzero()) == ("_A." in n) for n, t in state.items() if "q_proj" in n)
+    save(tmp_path / "all", model)
+    again = adapted(modules_to_save=["lm_head"])
+    assert load_pretrained(again, tmp_path / "all", strict=True).initialized == []
+    for name, tensor in checkpoint.stream(again):
+        assert "lora_" not in name or torch.equal(tensor, state[name])
+    with pytest.raises(CheckpointError, match="lm_head.* is inside of an adapter of peft"):
+        save(tmp_path / "hf", model, hf=True)
+    for options in ({"use_dora": True}, {"init_lora_weights": "orthogonal"}):
+        with pytest.raises(CheckpointError, match="q_proj.*give init=|q_proj.*Give init="):
+            load_pretrained(adapted(**options), folder)
+    model = adapted(init_lora_weights=False)
+    load_pretrained(model, folder, only="*q_proj*")
+    assert not torch.equal(output(model, "llama"), expected)
 
 
 @ranks(2)

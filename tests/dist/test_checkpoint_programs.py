@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,18 @@ def without_memory(rank: int, world: int, path: str) -> None:
 def test_a_model_without_memory(tmp_path: Path):
     """It was "Cannot copy out of meta tensor"."""
     run_ranks(without_memory, 2, path=str(tmp_path / "a"))
+
+
+def end_at_once(rank: int, world: int, path: str) -> None:
+    model = build("fsdp2", toy())
+    checkpoint.save(path, model, async_=True)
+    threading._shutdown()  # as the interpreter does first, which ends pools of threads
+
+
+def test_a_program_that_ends_behind_a_save_in_the_background(tmp_path: Path):
+    """It was "cannot schedule new futures after interpreter shutdown", and no checkpoint."""
+    run_ranks(end_at_once, 2, path=str(tmp_path / "a"))
+    checkpoint.load(tmp_path / "a", build("plain", toy(1)))
 
 
 def accumulate(rank: int, world: int, path: str) -> None:

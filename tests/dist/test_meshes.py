@@ -9,6 +9,7 @@ import importlib
 import sys
 import tempfile
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from toys import loss_of, shard_blocks, tokens, toy
 
 import fsdpc
 import fsdpc.checkpoint
+from fsdpc._fsdp2.args import default_mesh
 
 RING = "torch.distributed.tensor.experimental._context_parallel._attention"
 
@@ -426,3 +428,30 @@ def test_ring_attention_on_a_flattened_mesh(rank, world):
             optimizer.step()
             optimizer.zero_grad()
     assert_equal(model, reference)
+
+
+# --- the default mesh ----------------------------------------------------------------------------
+
+
+@ranks(2)
+@pytest.mark.parametrize("beside_gpus", [False, True])
+def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkeypatch):
+    """On a machine with GPUs a mesh of processors has a group of its own, which is made once.
+
+    torch's caches of DTensor's operations keep meshes, so that none runs before the group is gone.
+    """
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: beside_gpus)
+    mesh = default_mesh()
+    assert default_mesh() is mesh
+    assert (mesh.get_group() is dist.group.WORLD) is not beside_gpus
+    group, seen = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
+    del mesh
+    assert (seen() is not None) is beside_gpus  # made by all ranks: frees do not count
+    path = [tempfile.mktemp()]
+    dist.broadcast_object_list(path)
+    dist.destroy_process_group()
+    assert group() is None and seen() is None
+    dist.init_process_group("gloo", f"file://{path[0]}", rank=rank, world_size=world)
+    for model in shard_blocks(toy()), shard_blocks(toy()):
+        assert {id(param.device_mesh) for param in model.parameters()} == {id(default_mesh())}
+        loss_of(model, tokens(rank, 0)).backward()

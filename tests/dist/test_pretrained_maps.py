@@ -284,6 +284,12 @@ def test_stray_tensors_and_only(rank, world, tmp_path):
     state = whole(model.state_dict())
     assert torch.equal(state["bias"], before)
     assert torch.equal(state["weight"], torch.ones(4, 4))
+    with torch.device("meta"):  # what is left out then has nothing to keep
+        model = nn.Linear(4, 4)
+    found = load_pretrained(fsdpc.fully_shard(model), tmp_path, only="weight")
+    assert found.empty == ["bias"] and whole(model.state_dict())["bias"].isnan().all()
+    assert load_pretrained(model, tmp_path).empty == []
+    assert torch.equal(whole(model.state_dict())["bias"], torch.ones(4))
 
 
 @ranks(2)
