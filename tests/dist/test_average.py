@@ -22,6 +22,7 @@ from fsdpc import checkpoint, optim
 from fsdpc.optim import Average
 from fsdpc.optim import average as average_module
 from fsdpc.optim.average import average_of
+from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 STEPS = 4
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -328,11 +329,12 @@ def test_a_loaded_average_keeps_its_dtype(way, tmp_path):
     assert second.param_groups[0]["averaged"] == 3
 
 
-def test_a_skipped_step_is_not_taken():
+@pytest.mark.parametrize("scalers", [torch.amp.GradScaler, ShardedGradScaler])
+def test_a_skipped_step_is_not_taken(scalers):
     param = nn.Parameter(torch.ones(4))
     optimizer = optim.AdamW([param], lr=0.1)
     average = Average(optimizer, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler = scalers("cpu", init_scale=2.0)
     for infinite in (False, True, False):
         scaler.scale((param * (float("inf") if infinite else 1.0)).sum()).backward()
         scaler.step(optimizer)
