@@ -61,7 +61,7 @@ STEPS: dict[str, tuple[float, torch.dtype, Callable[[Any], Any], int]] = {
     "AdamW": (28, F32, lambda p: optim.AdamW(p), PLAIN),
     "torch AdamW fused": (28, F32, lambda p: torch.optim.AdamW(p, fused=True), PLAIN),
     "torch AdamW foreach": (28, F32, lambda p: torch.optim.AdamW(p, foreach=True), PLAIN),
-    "AdamW, average": (40, F32, lambda p: averaged(optim.AdamW(p)), PLAIN),
+    "AdamW, average": (36, F32, lambda p: averaged(optim.AdamW(p)), PLAIN),
     "AdamW, clip": (32, F32, lambda p: optim.AdamW(p), CLIP),
     "torch AdamW fused, clip": (32, F32, lambda p: torch.optim.AdamW(p, fused=True), CLIP),
     "AdamW, scaler, clip, cast": (34, F32, lambda p: optim.AdamW(p), SCALER),

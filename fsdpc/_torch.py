@@ -193,6 +193,11 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
     return optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined, no-any-return]
 
 
+def first_step_post_hook(optimizer: torch.optim.Optimizer) -> int | None:
+    """The id of the hook that is called first behind the optimizer's steps. Local."""
+    return next(iter(optimizer._optimizer_step_post_hooks), None)  # type: ignore[attr-defined]
+
+
 def calls_hooks(optimizer: object) -> bool:
     """Whether a step of this object calls its hooks; that of a wrapper around one does not."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")

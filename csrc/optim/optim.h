@@ -26,9 +26,12 @@
  *   Lion       p = p * f(1 - lr * weight_decay); u = sign(fma(f(1 - beta1), g, m * f(beta1)))
  *              p = fma(u, f(-lr), p); m = fma(f(1 - beta2), g, m * f(beta2))
  *   Adam-mini  as Adam, with a denominator that a block of elements shares
+ *   average    of p as memory has it behind the step; w = f(average_weight)
+ *              a = |w| < 0.5 ? fma(w, p - a, a) : fma(w - 1, p - a, p)
  *
  * Adam and SGD are the formulas of torch's fused CPU kernels' vector loops (ATen FusedAdamKernel,
- * FusedSGDKernel); torch's loops for the last elements of a tensor round differently in places.
+ * FusedSGDKernel); torch's loops for the last elements of a tensor round differently in places. The
+ * average's is that of torch's lerp.
  */
 #ifndef FSDPC_OPTIM_H
 #define FSDPC_OPTIM_H
@@ -68,6 +71,8 @@ typedef struct fsdpc_optim_rule {
     bool stochastic;  /* Adam: bfloat16 states and parameters are rounded stochastically */
     bool keeps_grads; /* scaled gradients stay in memory as they are */
     uint64_t seed;    /* of the stochastic rounding */
+    bool averages;    /* in host memory: tensors' averages move towards their new values */
+    double average_weight;
 } fsdpc_optim_rule;
 
 /* The memory is the caller's, and no two tensors of a call overlap. */
@@ -85,6 +90,7 @@ typedef struct fsdpc_optim_tensor {
     uint64_t key;     /* the parameter's number, for the stochastic rounding */
     double step;      /* t, counted from 1 */
     float *edges;     /* 8-bit: what other ranks hold of the first and the last block, or NULL */
+    void *average;    /* float64 of a float64 parameter, else float32; or NULL */
     double *measures; /* FSDPC_OPTIM_MEASURES values that a step in host memory adds to, or NULL */
 } fsdpc_optim_tensor;
 

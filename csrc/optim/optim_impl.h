@@ -32,6 +32,7 @@ typedef struct fsdpc_optim_rules {
     void (*lion)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g, void *m);
     void (*mini)(const fsdpc_optim_numbers *k, double denominator, int64_t n, void *p,
                  const void *g, void *m);
+    void (*average)(void *a, const void *p, double weight, int64_t n);
 } fsdpc_optim_rules;
 
 /* The map of the codes of 8 bits, by decade; see optim_codes.inc. Lanes 8 to 15 repeat 0 to 7. */
@@ -124,6 +125,10 @@ float *fsdpc_optim_load(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtyp
 /* Writes back what load returned, to nearest; a no-op for F32. */
 void fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type,
                        int64_t begin, int64_t n, const float *values);
+
+/* Behind the step of elements [begin, begin + n): moves their average, if there is one. */
+void fsdpc_optim_average_tile(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
+                              const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n);
 
 /* Whether a tensor's types go together; `position` is for the message. The second: for states of 8 bits. */
 int fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position);

@@ -263,6 +263,7 @@ step_block(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdp
     struct block block;
     float *p = compute_block(pass, tensor, k, begin, n, true, &block);
     fsdpc_optim_store(pass->loops, tensor->param, tensor->param_type, begin, n, p);
+    fsdpc_optim_average_tile(pass->loops, pass->rule, tensor, begin, n);
     quantise_block(pass->loops, 0, block.m, n, edge, (uint8_t *)tensor->states[0] + begin,
                    &tensor->scales[0][scale]);
     quantise_block(pass->loops, 1, block.v, n, edge, (uint8_t *)tensor->states[1] + begin,

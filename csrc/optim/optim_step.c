@@ -127,6 +127,21 @@ fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type
     }
 }
 
+void
+fsdpc_optim_average_tile(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
+                         const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n)
+{
+    _Alignas(64) float buffer[FSDPC_OPTIM_TILE];
+    const fsdpc_dtype type = tensor->param_type, wide = type == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32;
+    const bool averages = rule->averages && tensor->average != NULL;
+    for (int64_t done = 0, count; averages && done < n; done += count) {
+        count = n - done < FSDPC_OPTIM_TILE ? n - done : FSDPC_OPTIM_TILE;
+        const void *p = fsdpc_optim_load(loops, tensor->param, type, begin + done, count, buffer);
+        rules_of(loops, tensor)
+            ->average(at(tensor->average, wide, begin + done), p, rule->average_weight, count);
+    }
+}
+
 /* What the random bits of a tile depend on beside the low half of its elements' indices. The high
  * half is one for the whole tile: see tile_length. */
 static uint64_t
@@ -163,7 +178,7 @@ fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rul
 
 /* --- the pass ---------------------------------------------------------------------------------- */
 
-enum { FIRST_LINES = 4, COPIED_TILE = 4096 };
+enum { FIRST_LINES = 4, READ_AGAIN_TILE = 4096 };
 
 struct pass {
     const fsdpc_optim_loops *loops;
@@ -290,7 +305,7 @@ is_one_of(fsdpc_dtype type, fsdpc_dtype a, fsdpc_dtype b)
 }
 
 /* A whole part where the loops read and write all memory in place: each tile costs as much as 100 elements.
- * Parameters with a copy are read again at the end of a tile, from a cache. */
+ * Parameters with a copy or an average are read again at the end of a tile, from a cache. */
 static int64_t
 longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low)
 {
@@ -302,7 +317,9 @@ longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low
     if (!in_place) {
         return FSDPC_OPTIM_TILE;
     }
-    return tensor->copy == NULL ? FSDPC_OPTIM_PART : COPIED_TILE;
+    const bool read_again =
+        tensor->copy != NULL || (pass->rule->averages && tensor->average != NULL);
+    return read_again ? READ_AGAIN_TILE : FSDPC_OPTIM_PART;
 }
 
 /* A tile ends where the high half of the index changes: random_key has one for the tile. */
@@ -344,6 +361,7 @@ step_any_tile(const struct pass *pass, int index, bool low, int64_t begin, int64
         fsdpc_optim_store(pass->loops, tensor->copy, tensor->copy_type, begin, n,
                           at(tensor->param, FSDPC_F32, begin));
     }
+    fsdpc_optim_average_tile(pass->loops, pass->rule, tensor, begin, n);
 }
 
 static void

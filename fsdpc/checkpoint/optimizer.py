@@ -37,7 +37,8 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.ranks import Ranks
 from fsdpc.checkpoint.values import to_json
-from fsdpc.optim._spanned import AVERAGE, Blocks, Held
+from fsdpc.optim._chunks import AVERAGE
+from fsdpc.optim._spanned import Blocks, Held
 from fsdpc.optim.average import average_of, wide
 
 _MOST_SHOWN = 3

@@ -10,8 +10,7 @@ import torch
 from fsdpc.checkpoint.model import Model
 from fsdpc.checkpoint.optimizer import IMPLEMENTATION, options_of, params_of
 from fsdpc.optim._base import FusedOptimizer
-from fsdpc.optim._chunks import MASTER
-from fsdpc.optim._spanned import AVERAGE
+from fsdpc.optim._chunks import AVERAGE, MASTER
 from fsdpc.optim.average import average_of
 
 

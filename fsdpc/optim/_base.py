@@ -27,6 +27,7 @@ from fsdpc._engine.interop import around
 from fsdpc._fsdp2.extension import is_opaque
 from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
 from fsdpc.optim._chunks import (
+    AVERAGE,
     MASTER,
     NARROW,
     Ends,
@@ -149,6 +150,8 @@ class FusedOptimizer(Optimizer):
     _store: Store | None = None  # of states that are offloaded
     _where: int | None = None  # the GPU of slices, which belong to no unit
     _meter: Meter | None = None
+    _fsdpc_average: Any = None  # the Average of the parameters
+    _weight: float | None = None  # with which averages of the group under way move; None: not here
 
     def _open(self, given: dict[str, Any], **more: Any) -> None:
         """Construct from a constructor's arguments, its ``locals()``: those that are not
@@ -316,7 +319,12 @@ class FusedOptimizer(Optimizer):
         threads = torch.get_num_threads()
         for number, group in enumerate(self.param_groups):
             rule = tuple(self._rule(group, scaling))
-            _C.optim_table_step(table.core, number, self._kind, rule, threads)
+            weight, params = self._weight_of(group), group["params"]
+            moved = _C.optim_table_step(table.core, number, self._kind, rule, threads, weight)
+            if moved:
+                whole = moved == len(params)
+                stepped = params if whole else [p for p in params if p.grad is not None]
+                self._fsdpc_average._took(p for p in stepped if whole or AVERAGE in self.state[p])
         increment_version(table.changed(PARAMS))
         if self._copies is not None:
             increment_version(table.changed(COPIES))
@@ -352,6 +360,7 @@ class FusedOptimizer(Optimizer):
     def _step_resident(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         """Step parameters whose states are not offloaded: those with a master, by that."""
         if self._store is None or not self._store.masters:
+            self._weight = self._weight_of(group)
             self._step_group(group, found, scaling)
             return
         pairs = [
@@ -366,6 +375,12 @@ class FusedOptimizer(Optimizer):
         self._step_group(group, found._replace(values=values), scaling)
         for _, value, master in pairs:
             value.copy_(master)
+
+    def _weight_of(self, group: dict[str, Any]) -> float | None:
+        """With which the pass of this step moves the averages of a group; None: it does not."""
+        average = self._fsdpc_average
+        plain = average is not None and self._store is None and steps_plainly(self)
+        return average._weight_in_pass(group) if plain else None
 
     def _part(self, members: list[Members], offloaded: bool) -> list[Members]:
         """Those whose states are offloaded, or the others."""
@@ -615,16 +630,39 @@ class FusedOptimizer(Optimizer):
             if where is not None:
                 step_on(where, kind, tuple(rule), control, *arguments, part)
             else:
-                meter = self._measured if kind != "edges8" else None  # which steps nothing
-                measures = None if meter is None else np.zeros((len(own), MEASURES))
-                threads = torch.get_num_threads()
-                _C.optim_step(
-                    kind, tuple(rule), *arguments, part, threads=threads, measures=measures
-                )
-                for i, row in zip(own, () if measures is None else measures, strict=False):
-                    meter.add(params[i], row)
+                self._run_on_host(kind, rule, of(params), arguments, part)
             if part is not edges and edges is not None and part is not None:
                 edges[own] = part
+
+    def _run_on_host(
+        self,
+        kind: Any,
+        rule: Rule,
+        params: Sequence[Tensor],
+        arguments: tuple[Any, ...],
+        edges: np.ndarray | None,
+    ) -> None:
+        steps = kind != "edges8"
+        meter = self._measured if steps else None
+        measures = None if meter is None else np.zeros((len(params), MEASURES))
+        averages = None
+        if steps and self._weight is not None:
+            averages = (self._weight, self._fsdpc_average._within(params, arguments[0]))
+        _C.optim_step(
+            kind,
+            tuple(rule),
+            *arguments,
+            edges,
+            threads=torch.get_num_threads(),
+            measures=measures,
+            averages=averages,
+        )
+        if averages is not None:
+            moved = zip(params, averages[1], strict=True)
+            self._fsdpc_average._took(param for param, own in moved if own is not None)
+        for param, row in zip(params, () if measures is None else measures, strict=False):
+            assert meter is not None
+            meter.add(param, row)
 
     def _ordinals(self, params: Sequence[Tensor]) -> list[int | None]:
         """The GPU of each parameter, None: the host."""
@@ -858,16 +896,21 @@ def step_counter(param: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=step_device(param))
 
 
+def steps_plainly(optimizer: FusedOptimizer) -> bool:
+    """False for a step of a subclass, which may do something before and behind this one. Local."""
+    step: Any = type(optimizer).step
+    if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks
+        step = step.__wrapped__
+    return step is FusedOptimizer.step
+
+
 def _sees_gradients_first(optimizer: FusedOptimizer) -> bool:
     """False where code of a program runs between a scaler's check and a step: hooks, and a step of
     a subclass, which may change gradients or read ``found_inf``.
     """
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks
-        step = step.__wrapped__
-    if step is not FusedOptimizer.step or step_pre_hooks(optimizer):
+    if not steps_plainly(optimizer):
         return False
-    hooks = global_step_pre_hooks.values()
+    hooks = (*global_step_pre_hooks.values(), *step_pre_hooks(optimizer).values())
     return all(str(getattr(hook, "__module__", "")).startswith("fsdpc.") for hook in hooks)
 
 

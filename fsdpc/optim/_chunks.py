@@ -23,6 +23,7 @@ from fsdpc._engine.interop import around
 from fsdpc.optim._places import Place, local_of
 
 MASTER = "master"
+AVERAGE = "average"  # what optim.Average keeps, whatever the optimizer's own states are
 NARROW = (torch.bfloat16, torch.float16)
 Wishes = Sequence[tuple[Tensor, Sequence[Extent]]]  # parameters whose states need a place
 

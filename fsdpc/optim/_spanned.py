@@ -10,10 +10,8 @@ from torch import Tensor
 
 from fsdpc._engine.device import CPU
 from fsdpc.optim._base import FusedOptimizer
-from fsdpc.optim._chunks import Ends, slice_of_place
+from fsdpc.optim._chunks import AVERAGE, Ends, slice_of_place
 from fsdpc.optim._places import ParamSpan, Place, local_of, place_of
-
-AVERAGE = "average"  # the state that optim.Average keeps, whatever the optimizer's own are
 
 
 class Stretch(NamedTuple):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
 from fsdpc._engine.device import stand_in
+from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._places import Group, group_of
 
 # After more tables in a row than this, none of which held for a step, only each eighth step makes
@@ -71,9 +72,13 @@ class Table:
         return _C.optim_table_changed(self.core, which)
 
 
-def names_of(optimizer: Any) -> list[tuple[str | None, tuple[str, ...]]]:
-    """The states of a step of each group: the number of steps done, and values per element."""
-    return [(optimizer._counter, optimizer._names(group)) for group in optimizer.param_groups]
+def names_of(optimizer: Any) -> list[tuple[str | None, tuple[str, ...], str | None]]:
+    """The states of a step of each group: the number of steps done, values per element, and the
+    average.
+    """
+    average = None if optimizer._fsdpc_average is None else AVERAGE
+    groups = optimizer.param_groups
+    return [(optimizer._counter, optimizer._names(group), average) for group in groups]
 
 
 def table_of(optimizer: Any) -> Table | None:
@@ -96,8 +101,8 @@ def table_of(optimizer: Any) -> Table | None:
     copies = optimizer._copies
     listed = None if copies is None else [copies.get(param) for param in params]
     groups = [
-        (group["params"], counter, names)
-        for group, (counter, names) in zip(optimizer.param_groups, names_of(optimizer), strict=True)
+        (group["params"], *names)
+        for group, names in zip(optimizer.param_groups, names_of(optimizer), strict=True)
     ]
     try:
         core = _C.optim_table(Tensor, DTensor, groups, optimizer.state, places, listed)

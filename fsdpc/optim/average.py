@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from fsdpc._companions.lane import before_write
 from fsdpc._engine.compiled import hook
 from fsdpc._engine.interop import around
-from fsdpc._torch import calls_hooks, foreach_lerp
+from fsdpc._torch import calls_hooks, first_step_post_hook, foreach_lerp
+from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._places import local_of, locals_of
-from fsdpc.optim._spanned import AVERAGE
 
 COUNT = "averaged"  # of each group: how many values its averages have taken
 Decay = float | Callable[[int], float]
@@ -77,9 +77,12 @@ class Average:
         # Parameters that show averages, with their values; None: those are in the average's place.
         self._in_model: dict[Tensor, Tensor | None] = {}
         self._loading: Mapping[str, Any] | None = None
+        # Of the step under way: parameters whose averages have moved, and weights of groups, by id.
+        self._taken: set[int] = set()
+        self._weights: dict[int, float] = {}
         optimizer._fsdpc_average = self  # type: ignore[attr-defined]
         optimizer.register_step_pre_hook(self._before_step)
-        optimizer.register_step_post_hook(self._take)
+        self._behind = optimizer.register_step_post_hook(self._take)
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_load_state_dict_post_hook(self._after_load)
@@ -137,6 +140,44 @@ class Average:
 
     # --- taking values ---------------------------------------------------------------------------
 
+    def _weight_in_pass(self, group: dict[str, Any]) -> float | None:
+        """The weight of a group's new values, for an optimizer whose pass over them moves averages
+        that there are; ``_took`` tells which. None: this step takes no values, or other hooks
+        change them behind it. Local.
+        """
+        first = first_step_post_hook(self.optimizer) == self._behind.id
+        return self._weight(group) if first and self._is_due(group) and group.get(COUNT) else None
+
+    def _took(self, params: Iterable[Tensor]) -> None:
+        """The averages of these have moved in the step under way. Local."""
+        self._taken.update(map(id, params))
+
+    def _within(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor | None]:
+        """The averages that a pass over ``values`` can move: those of values that are all of their
+        parameters. Local.
+        """
+        found: list[Tensor | None] = []
+        for param, value in zip(params, values, strict=True):
+            average = self.optimizer.state.get(param, {}).get(AVERAGE)
+            own = None if average is None else local_of(average)
+            fits = own is not None and own.is_contiguous() and own.numel() == value.numel()
+            found.append(own if fits and own.dtype == wide(value.dtype) else None)
+        return found
+
+    def _is_due(self, group: dict[str, Any]) -> bool:
+        steps = group.get("average_steps", 0)
+        return steps >= self.after and (steps - self.after) % self.every == 0
+
+    def _weight(self, group: dict[str, Any]) -> float:
+        if id(group) not in self._weights:
+            self._weights[id(group)] = 1.0 - self._decay_of(group, group.get(COUNT, 0))
+        return self._weights[id(group)]
+
+    def _forget(self) -> None:
+        """What is of the step under way."""
+        self._taken.clear()
+        self._weights.clear()
+
     @torch.no_grad()
     @hook
     def _take(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -146,12 +187,10 @@ class Average:
             return  # the step was skipped
         skipped = found if on_gpu else None
         for group in optimizer.param_groups:
-            steps = group.get("average_steps", 0)
-            group["average_steps"] = steps + 1
-            if steps < self.after or (steps - self.after) % self.every:
-                continue
-            params = [param for param in group["params"] if self._is_stepped(group, param)]
-            self._take_group(group, params, skipped)
+            if self._is_due(group):
+                self._take_group(group, skipped)
+            group["average_steps"] = group.get("average_steps", 0) + 1
+        self._forget()
 
     def _is_stepped(self, group: dict[str, Any], param: Tensor) -> bool:
         """Others get no state here: optimizers take a parameter without a state for a new one."""
@@ -161,10 +200,9 @@ class Average:
         inside = getattr(self.optimizer, "_inside", None) is not None  # gradients are gone
         return inside and names is not None and not names(group)
 
-    def _take_group(
-        self, group: dict[str, Any], params: Sequence[Tensor], skipped: Tensor | None
-    ) -> None:
-        taken = group.get(COUNT, 0)
+    def _take_group(self, group: dict[str, Any], skipped: Tensor | None) -> None:
+        left = [param for param in group["params"] if id(param) not in self._taken]
+        params = [param for param in left if self._is_stepped(group, param)]
         state = self.optimizer.state
         new = [param for param in params if AVERAGE not in state[param]]
         old = [param for param in params if AVERAGE in state[param]] if new else params
@@ -174,10 +212,10 @@ class Average:
                 value if value.dtype == average.dtype else value.to(average.dtype)
                 for value, average in zip(locals_of(list(old)), averages, strict=True)
             ]
-            _lerp(averages, values, 1.0 - self._decay_of(group, taken), skipped)
+            _lerp(averages, values, self._weight(group), skipped)
         for param in new:
             state[param][AVERAGE] = _copy(param)
-        group[COUNT] = taken + 1
+        group[COUNT] = group.get(COUNT, 0) + 1
 
     def _decay_of(self, group: dict[str, Any], taken: int) -> float:
         decay = group.get("average_decay", self.decay)
@@ -230,6 +268,8 @@ class Average:
 
     def _before_step(self, *_: Any) -> None:
         self.refuse_shown("optimizer.step()")
+        if getattr(self.optimizer, "_inside", None) is None:  # else units have stepped already
+            self._forget()
 
     def _before_state_dict(self, *_: Any) -> None:
         self.refuse_shown("optimizer.state_dict()")
@@ -244,6 +284,7 @@ class Average:
         """torch casts states to their parameters' dtypes: averages keep theirs."""
         given, self._loading = self._loading, None
         assert given is not None
+        self._forget()
         ids = [number for group in given["param_groups"] for number in group["params"]]
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, param in zip(ids, params, strict=True):

@@ -12,8 +12,8 @@ from torch import nn
 from fsdpc import _C
 from fsdpc._comm.nccl import held_bytes
 from fsdpc._engine.marks import hosts
+from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._host import HostStore
-from fsdpc.optim._spanned import AVERAGE
 from fsdpc.plan.ledger import COMM_BYTES, CONTEXT_BYTES
 from fsdpc.plan.noticed import process_bytes
 from fsdpc.plan.rows import ENGINE, SLOTS, Line

@@ -1,5 +1,6 @@
 /* Optimizer steps and packed activations: the same bits from every instruction set, on any number of
  * threads, and for a tensor that is cut in two. */
+#include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,7 +14,7 @@ enum { MOST = 70000, BLOCKS = MOST / 16 + 2 };
 
 /* Memory of one tensor: parameter, gradient, three states, codes, scales. */
 struct memory {
-    float p[MOST], g[MOST], s[3][MOST], denominators[BLOCKS], scales[2][BLOCKS];
+    float p[MOST], g[MOST], s[3][MOST], average[MOST], denominators[BLOCKS], scales[2][BLOCKS];
     uint8_t codes[2][MOST];
 };
 
@@ -33,6 +34,7 @@ filled(void)
     for (int i = 0; i < MOST; i++) {
         memory->p[i] = value(&seed);
         memory->g[i] = value(&seed);
+        memory->average[i] = value(&seed);
         for (int s = 0; s < 3; s++) {
             memory->s[s][i] = value(&seed) * value(&seed) + 1;
         }
@@ -58,7 +60,9 @@ rule_of(fsdpc_optim_kind kind)
                               .grad_scale = 4,
                               .clip = 0.7,
                               .decoupled = kind != FSDPC_OPTIM_SGD,
-                              .nesterov = true};
+                              .nesterov = true,
+                              .averages = true,
+                              .average_weight = kind == FSDPC_OPTIM_LION ? 0.7 : 0.1};
 }
 
 /* Elements [begin, begin + n) of the memory, as a range of a whole parameter from `first` on. */
@@ -68,6 +72,7 @@ tensor_of(struct memory *memory, fsdpc_optim_kind kind, int64_t first, int64_t b
     fsdpc_optim_tensor t = {.param = memory->p + begin,
                             .grad = memory->g + begin,
                             .states = {memory->s[0] + begin},
+                            .average = memory->average + begin,
                             .numel = n,
                             .first = first + begin,
                             .block = 16,
@@ -138,6 +143,33 @@ step_eight_bits(struct memory *memory, int threads)
     REQUIRE_OK(fsdpc_optim_step8(&rule, &t, 1, threads));
 }
 
+/* The average is that of the values behind the step, by the formula of optim.h; a rule that does not average
+ * leaves it. */
+static void
+averages_follow_the_new_values(void)
+{
+    struct memory *memory = filled(), *before = filled();
+    fsdpc_optim_rule rule = rule_of(FSDPC_OPTIM_ADAM);
+    const fsdpc_optim_tensor tensor = tensor_of(memory, FSDPC_OPTIM_ADAM, 5, 0, MOST);
+    rule.averages = false;
+    REQUIRE_OK(fsdpc_optim_step(&rule, &tensor, 1, 1));
+    CHECK(memcmp(memory->average, before->average, sizeof memory->average) == 0);
+    for (int w = 0; w < 2; w++) {
+        const float weight = w == 0 ? 0.25f : 0.75f;
+        memcpy(before->average, memory->average, sizeof memory->average);
+        rule.averages = true;
+        rule.average_weight = (double)weight;
+        REQUIRE_OK(fsdpc_optim_step(&rule, &tensor, 1, 2));
+        for (int i = 0; i < MOST; i++) {
+            const float a = before->average[i], p = memory->p[i];
+            CHECK(memory->average[i] ==
+                  (w == 0 ? fmaf(weight, p - a, a) : fmaf(weight - 1, p - a, p)));
+        }
+    }
+    free(memory);
+    free(before);
+}
+
 /* bfloat16 memory, in the arrays of floats: every mix of types, to nearest and stochastically. */
 static void
 step_low(struct memory *memory, int64_t cut, int threads)
@@ -154,6 +186,7 @@ step_low(struct memory *memory, int64_t cut, int threads)
                 .param = (char *)memory->p + begin * (low_p ? 2 : 4),
                 .grad = (char *)memory->g + begin * (low_g ? 2 : 4),
                 .states = {(uint16_t *)memory->s[0] + begin, (uint16_t *)memory->s[1] + begin},
+                .average = memory->average + begin,
                 .param_type = low_p ? FSDPC_BF16 : FSDPC_F32,
                 .grad_type = low_g ? FSDPC_BF16 : FSDPC_F32,
                 .state_type = FSDPC_BF16,
@@ -241,6 +274,7 @@ main(void)
     every_way_gives_the_same_bits();
     sums_do_not_depend_on_threads();
     folded_scale_and_copies();
+    averages_follow_the_new_values();
     types_that_do_not_go_together_are_refused();
     return test_result();
 }

@@ -20,7 +20,9 @@ from toys import by_door, full_parameters, loss_of, tokens, toy
 import fsdpc
 from fsdpc import checkpoint, optim
 from fsdpc.optim import Average
+from fsdpc.optim import average as average_module
 from fsdpc.optim.average import average_of
+from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 STEPS = 4
 MAKERS: dict[str, Callable[[Any], Any]] = {
@@ -94,6 +96,58 @@ def test_equals_an_average_by_hand(rank, world, door, kind):
     by_hand.take(model, 0.75)
     with average.applied(model):
         same(values_of(model), by_hand.values)
+
+
+PASSES: dict[str, Callable[[Any], Any]] = {
+    **{kind: make for kind, make in MAKERS.items() if kind != "torch"},
+    "Adam": lambda p: optim.Adam(p, amsgrad=True),
+    "plain SGD": lambda p: optim.SGD(p, lr=0.1),
+    "Lion": lambda p: optim.Lion(p),
+    "AdamWBF16": lambda p: optim.AdamWBF16(p),
+}
+
+
+@pytest.mark.parametrize("kind", list(PASSES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_the_pass_of_the_step_takes_the_values(kind, dtype, monkeypatch):
+    """Every one but the first, to the bits of torch's lerp; in groups with rates of their own, and
+    with a parameter that gets a gradient in some steps only.
+    """
+    if dtype == torch.float64 and kind in ("AdamW8bit", "AdamMini", "AdamWBF16"):
+        pytest.skip("float32 and narrower")
+    params = [nn.Parameter(torch.randn(n).to(dtype)) for n in (5000, 77, 1300)]
+    groups = [{"params": params[:2]}, {"params": params[2:], "average_decay": 0.3}]
+    optimizer = PASSES[kind](groups)
+    average, wanted = Average(optimizer, 0.9), {}
+    seconds: list[int] = []
+    plain = average_module.foreach_lerp
+    monkeypatch.setattr(
+        average_module,
+        "foreach_lerp",
+        lambda averages, *rest: (seconds.append(len(averages)), plain(averages, *rest)),
+    )
+    for number in range(5):
+        for param in params:
+            rests = param is params[1] and number == 3
+            param.grad = None if rests else torch.randn(param.shape).to(dtype)
+        optimizer.step()
+        for param in params:
+            value = param.detach().to(average.of(param).dtype)
+            decay = 0.3 if param is params[2] else 0.9
+            wanted.setdefault(param, value.clone()).lerp_(value, 1 - decay)
+            assert torch.equal(average.of(param), wanted[param])
+    assert seconds == [1]  # the parameter that rested
+
+
+def test_values_that_a_hook_changes_behind_the_step():
+    param = nn.Parameter(torch.ones(4))
+    optimizer = optim.SGD([param], lr=0.1)
+    optimizer.register_step_post_hook(lambda *_: param.data.clamp_(min=0.95))
+    average = Average(optimizer, 0.5)
+    for _ in range(3):
+        param.grad = torch.ones(4)
+        optimizer.step()
+    assert torch.equal(param, average.of(param))
 
 
 @ranks(1, 2)
@@ -275,11 +329,12 @@ def test_a_loaded_average_keeps_its_dtype(way, tmp_path):
     assert second.param_groups[0]["averaged"] == 3
 
 
-def test_a_skipped_step_is_not_taken():
+@pytest.mark.parametrize("scalers", [torch.amp.GradScaler, ShardedGradScaler])
+def test_a_skipped_step_is_not_taken(scalers):
     param = nn.Parameter(torch.ones(4))
     optimizer = optim.AdamW([param], lr=0.1)
     average = Average(optimizer, 0.5)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler = scalers("cpu", init_scale=2.0)
     for infinite in (False, True, False):
         scaler.scale((param * (float("inf") if infinite else 1.0)).sum()).backward()
         scaler.step(optimizer)

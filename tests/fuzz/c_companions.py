@@ -89,9 +89,12 @@ class Companions:
         steps = [self.tensor(1) for _ in range(count)]
         given = (kind, self.rule, whole[0], whole[1], tuple(states), steps)
         measures = rng.choice([None, np.zeros((count, 6)), np.zeros(6), self.hostile()])
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        averages = (0.1, [rng.choice([None, self.tensor(n, wide)]) for n in sizes])
         self.call(
             "optim_step", _probe.optim_step,
             *given, places, edges, rng.choice([1, 2]), measures=measures,
+            averages=rng.choice([None, None, averages, (0.1, [None]), self.hostile()]),
         )  # fmt: skip
 
     def new_table(self) -> Any:
@@ -101,8 +104,10 @@ class Companions:
         params = [torch.nn.Parameter(torch.ones(n)) for n in (3, 0, 1025)][: self.rng.randint(1, 3)]
         state: dict[Any, Any] = {}
         for p in params:
-            state[p] = {name: torch.zeros_like(p) for name in names} | {"step": torch.zeros(())}
-        groups: Any = [(params, self.rng.choice(["step", None]), names)]
+            state[p] = {name: torch.zeros_like(p) for name in (*names, "average")}
+            state[p]["step"] = torch.zeros(())
+        counter, average = self.rng.choice(["step", None]), self.rng.choice(["average", None])
+        groups: Any = [(params, counter, names, average)]
         places: Any = [(0, i, 0) for i in range(len(params))]
         core = self.call(
             "optim_table", _probe.optim_table,
@@ -122,9 +127,11 @@ class Companions:
         try:
             self.mischief()
             self.call("optim_table_squares", _probe.optim_table_squares, table.core, 0, 1)
+            weight = self.rng.choice([None, 0.5, self.odd()])
             self.call(
-                "optim_table_step", _probe.optim_table_step, table.core, 0, table.kind, self.rule, 2
-            )
+                "optim_table_step", _probe.optim_table_step,
+                table.core, 0, table.kind, self.rule, 2, weight,
+            )  # fmt: skip
             which = self.rng.randrange(3)
             self.call("optim_table_changed", _probe.optim_table_changed, table.core, which)
         finally:
@@ -139,7 +146,7 @@ class Companions:
             "end": [],
             "squares": [0, 1],
             "changed": [self.rng.choice([0, 1, 2, 3, -1])],
-            "step": [0, table.kind, self.rule, 1],
+            "step": [0, table.kind, self.rule, 1, 0.5],
         }[name]
         function = getattr(_probe, f"optim_table_{name}")
         self.call(f"optim_table_{name}", function, table.core, *args)

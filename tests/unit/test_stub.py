@@ -103,7 +103,7 @@ def test_the_kinds_of_steps():
         _C.optim_step("", rule, (), (), (), ())
     table = _C.optim_table(torch.Tensor, DTensor, [], {}, [], None)
     with pytest.raises(TypeError, match="the kinds of steps are") as tables:
-        _C.optim_table_step(table, 0, "", rule, 1)
+        _C.optim_table_step(table, 0, "", rule, 1, None)
     for refused, alias in (whole, "_StepKind"), (tables, "_TableKind"):
         assert set(re.findall(r"'(\w+)'", str(refused.value))) == literals(alias)
 

@@ -24,6 +24,7 @@ struct request {
     void *scratch;
     PyObject *params, *grads, *steps;    /* owned tuples */
     PyObject *places, *edges, *measures; /* borrowed */
+    PyObject *averages;                  /* owned tuple, or NULL */
     PyObject *states[MAX_STATES];        /* owned tuples */
     int state_count;
     int32_t threads;
@@ -38,6 +39,7 @@ request_close(struct request *request)
     Py_XDECREF(request->params);
     Py_XDECREF(request->grads);
     Py_XDECREF(request->steps);
+    Py_XDECREF(request->averages);
     for (int s = 0; s < MAX_STATES; s++) {
         Py_XDECREF(request->states[s]);
     }
@@ -103,6 +105,18 @@ fsdpc_py_optim_rule(PyObject *tuple, fsdpc_optim_rule *out)
 }
 
 /* --- tensors ----------------------------------------------------------------------------------- */
+
+static PyObject *
+tuple_of(PyObject *sequence, const char *what, int count)
+{
+    PyObject *tuple = PySequence_Tuple(sequence); /* a list may change while the GIL is released */
+    if (tuple != NULL && count >= 0 && PyTuple_GET_SIZE(tuple) != count) {
+        PyErr_Format(PyExc_ValueError, "optim_step: %zd %s for %d parameters",
+                     PyTuple_GET_SIZE(tuple), what, count);
+        Py_CLEAR(tuple);
+    }
+    return tuple;
+}
 
 static int
 bad(int i, const char *what, const char *problem)
@@ -300,6 +314,51 @@ read_measures(struct request *request)
     return 0;
 }
 
+static int
+read_average(struct request *request, int i)
+{
+    fsdpc_optim_tensor *tensor = &request->tensors[i];
+    fsdpc_py_view view;
+    if (PyTuple_GET_ITEM(request->averages, i) == Py_None) {
+        return 0;
+    }
+    if (view_of(request, request->averages, i, "average", tensor->numel, &view) < 0) {
+        return -1;
+    }
+    if (view.dtype != (tensor->param_type == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32)) {
+        return bad(i, "average", "is neither float32 nor, of a float64 parameter, float64");
+    }
+    tensor->average = view.data;
+    return 0;
+}
+
+/* (weight, averages), or None. */
+static int
+read_averages(struct request *request, PyObject *given)
+{
+    PyObject *averages;
+    if (given == Py_None) {
+        return 0;
+    }
+    if (request->device || request->how == FSDPC_OPTIM_EDGES8) {
+        PyErr_SetString(PyExc_NotImplementedError,
+                        "optim_step: averages are those of a step in host memory");
+        return -1;
+    }
+    if (!PyTuple_Check(given) ||
+        !PyArg_ParseTuple(given, "dO", &request->rule.average_weight, &averages)) {
+        return -1;
+    }
+    request->rule.averages = true;
+    request->averages = tuple_of(averages, "averages", request->count);
+    for (int i = 0; request->averages != NULL && i < request->count; i++) {
+        if (read_average(request, i) < 0) {
+            return -1;
+        }
+    }
+    return request->averages == NULL ? -1 : 0;
+}
+
 /* --- tensors on a GPU --------------------------------------------------------------------------- */
 
 /* *out: the address of a tensor of one element on the device; unchanged for None. 0, or -1 with an
@@ -363,18 +422,6 @@ run_on_device(const struct request *request)
 }
 
 /* --- the call ---------------------------------------------------------------------------------- */
-
-static PyObject *
-tuple_of(PyObject *sequence, const char *what, int count)
-{
-    PyObject *tuple = PySequence_Tuple(sequence); /* a list may change while the GIL is released */
-    if (tuple != NULL && count >= 0 && PyTuple_GET_SIZE(tuple) != count) {
-        PyErr_Format(PyExc_ValueError, "optim_step: %zd %s for %d parameters",
-                     PyTuple_GET_SIZE(tuple), what, count);
-        Py_CLEAR(tuple);
-    }
-    return tuple;
-}
 
 static int
 check_state_count(const struct request *request)
@@ -466,7 +513,7 @@ optim_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
                               .threads = 1,
                               .place = fsdpc_py_host};
     PyObject *rule, *params, *grads, *states, *steps, *result = NULL;
-    PyObject *control = Py_None, *scratch = Py_None;
+    PyObject *control = Py_None, *scratch = Py_None, *averages = Py_None;
     int32_t device = -1;
     const char *kind;
     const fsdpc_py_arg table[] = {
@@ -483,10 +530,12 @@ optim_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count,
         {"control", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &control},
         {"scratch", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &scratch},
         {"measures", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &request.measures},
+        {"averages", FSDPC_PY_OBJECT, FSDPC_PY_OPTIONAL, &averages},
     };
-    if (fsdpc_py_args("optim_step", table, 13, args, count, keywords) == 0 &&
+    if (fsdpc_py_args("optim_step", table, 14, args, count, keywords) == 0 &&
         parse_kind(kind, &request) == 0 && fsdpc_py_optim_rule(rule, &request.rule) == 0 &&
-        request_open(&request, params, grads, states, steps, device, control, scratch) == 0) {
+        request_open(&request, params, grads, states, steps, device, control, scratch) == 0 &&
+        read_averages(&request, averages) == 0) {
         const int status = run(&request);
         result = fsdpc_py_none_or(status);
     }
@@ -498,13 +547,14 @@ PyMethodDef fsdpc_py_optim_methods[] = {
     FSDPC_PY_FUNCTION(
         optim_step, FSDPC_PY_KEYWORDS,
         "(kind, rule, params, grads, states, steps, places=None, edges=None, threads=1, device=-1, "
-        "control=None, scratch=None, measures=None)",
+        "control=None, scratch=None, measures=None, averages=None)",
         "One step of contiguous tensors in host memory, see csrc/optim/optim.h. rule: (lr, beta1,\n"
         "beta2, eps, weight_decay, grad_scale, clip, decoupled, maximize, nesterov, stochastic,\n"
         "keeps_grads, seed). states: one list per state. places: (first, key, block) of each\n"
         "tensor. device: the GPU's ordinal if all tensors, steps and edges are in its memory.\n"
         "Then the step is queued on its current stream; control is (grad_scale, found_inf, clip),\n"
         "a tensor of one value there or None each; scratch: 256 bytes there for each tensor.\n"
-        "measures: a float64 array, 6 values for each tensor that the step adds to."),
+        "measures: a float64 array, 6 values for each tensor that the step adds to. averages:\n"
+        "(weight, averages), a tensor for each parameter or None."),
     {NULL, NULL, 0, NULL},
 };

@@ -115,6 +115,16 @@ step_group(struct table *self, const struct group *group, const fsdpc_optim_rule
     return status;
 }
 
+static int
+averaged_in(const struct table *self, const struct group *group, const fsdpc_optim_rule *rule)
+{
+    int found = 0;
+    for (int i = 0; rule->averages && i < group->count; i++) {
+        found += self->tensors[group->first + i].average != NULL;
+    }
+    return found;
+}
+
 static PyObject *
 optim_table_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count)
 {
@@ -126,16 +136,21 @@ optim_table_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t 
         FSDPC_STEP_ELEMENT_KINDS(KIND)
 #undef KIND
     };
-    struct table *self = count == 5 ? table_of(args[0]) : NULL;
+    struct table *self = count == 6 ? table_of(args[0]) : NULL;
     fsdpc_optim_rule rule = {.kind = FSDPC_OPTIM_MINI};
     if (self == NULL) {
         (void)fsdpc_py_table_misused(
-            "a step needs a table, a group's number, a kind, a rule and threads");
+            "a step needs a table, a group's number, a kind, a rule, threads and a weight");
         return NULL;
     }
     const long number = PyLong_AsLong(args[1]), threads = PyLong_AsLong(args[4]);
     const char *name = PyErr_Occurred() ? NULL : PyUnicode_AsUTF8(args[2]);
     if (name == NULL || fsdpc_py_optim_rule(args[3], &rule) < 0) {
+        return NULL;
+    }
+    rule.averages = args[5] != Py_None;
+    rule.average_weight = rule.averages ? PyFloat_AsDouble(args[5]) : 0;
+    if (PyErr_Occurred()) {
         return NULL;
     }
     for (size_t i = 0; i < sizeof kinds / sizeof *kinds; i++) {
@@ -146,7 +161,10 @@ optim_table_step(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t 
             FSDPC_PY_STEP_NAME) ", of a group of the table");
         return NULL;
     }
-    return fsdpc_py_none_or(step_group(self, &self->groups[number], &rule, (int)threads));
+    const struct group *group = &self->groups[number];
+    const int status = step_group(self, group, &rule, (int)threads);
+    return status == FSDPC_OK ? PyLong_FromLong(averaged_in(self, group, &rule))
+                              : fsdpc_py_raise(status);
 }
 
 enum changed { PARAMS, GRADS, COPIES, CHANGED };
@@ -198,17 +216,20 @@ PyMethodDef fsdpc_py_optim_table_methods[] = {
         optim_table, METH_FASTCALL, "($module, plain, cut, groups, state, places, copies, /)",
         "A table of the members of an optimizer's steps in host memory. plain, cut: Tensor,\n"
         "DTensor. groups: a list of (params, name of the counter of steps or None, names of\n"
-        "states). places: (first, key, part) of each parameter. copies: None, or what gets each\n"
-        "parameter's new values rounded, or None. The caller keeps parameters and copies alive."),
+        "states, name of the average or None). places: (first, key, part) of each parameter.\n"
+        "copies: None, or what gets each parameter's new values rounded, or None. The caller "
+        "keeps\n"
+        "parameters and copies alive."),
     FSDPC_PY_FUNCTION(
         optim_table_read, METH_FASTCALL, "($module, table, params, state, /)",
         "Reads the tensors of a step: how many parameters have a gradient, or -1 if anything is\n"
         "not as the table knows it. Holds gradients and states until optim_table_end."),
     FSDPC_PY_FUNCTION(optim_table_squares, METH_FASTCALL, "($module, table, part, threads, /)",
                       "The sum of squares of the gradients of one part, as optim_sum_squares."),
-    FSDPC_PY_FUNCTION(optim_table_step, METH_FASTCALL,
-                      "($module, table, group, kind, rule, threads, /)",
-                      "The step of one group, as optim_step."),
+    FSDPC_PY_FUNCTION(
+        optim_table_step, METH_FASTCALL, "($module, table, group, kind, rule, threads, weight, /)",
+        "The step of one group, as optim_step. weight: averages move by it, or None.\n"
+        "Returns how many did."),
     FSDPC_PY_FUNCTION(optim_table_changed, METH_FASTCALL, "($module, table, which, /)",
                       "A list of the parameters (0) of the step and their local tensors, of the\n"
                       "gradients (1) or of the copies (2)."),

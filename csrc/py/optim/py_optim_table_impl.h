@@ -12,7 +12,7 @@ struct seen {
         *weak; /* owned: a weak reference to a state; NULL: there is none, as of other tensors */
 };
 
-enum { GRAD, PARAM, COUNTER, FIRST_STATE, SEEN = FIRST_STATE + FSDPC_OPTIM_STATES };
+enum { GRAD, PARAM, COUNTER, AVERAGE, FIRST_STATE, SEEN = FIRST_STATE + FSDPC_OPTIM_STATES };
 enum { HELD = 2 * SEEN }; /* for each member: what is seen, and local tensors of DTensors */
 
 struct member {
@@ -31,6 +31,7 @@ struct group {
     int begin, end;    /* members */
     int first, count;  /* of this step's tensors */
     PyObject *counter; /* owned: the name of the number of steps; NULL: there is none */
+    PyObject *average; /* owned: the name of the average, which a member may have; NULL: none has */
     PyObject *names[FSDPC_OPTIM_STATES]; /* owned */
     int name_count;
 };

@@ -27,6 +27,7 @@ fsdpc_py_table_free(struct table *self)
     drop_held(self);
     for (int g = 0; g < self->group_count; g++) {
         Py_XDECREF(self->groups[g].counter);
+        Py_XDECREF(self->groups[g].average);
         for (int s = 0; s < self->groups[g].name_count; s++) {
             Py_XDECREF(self->groups[g].names[s]);
         }
@@ -59,21 +60,23 @@ fsdpc_py_table_misused(const char *problem)
     return -1;
 }
 
-/* A group is (params, counter or None, names of states). */
+/* A group is (params, counter or None, names of states, average or None). */
 static int
 take_group(struct table *self, PyObject *tuple, struct group *out)
 {
-    PyObject *params, *counter, *names;
-    if (!PyTuple_Check(tuple) || !PyArg_ParseTuple(tuple, "OOO", &params, &counter, &names) ||
+    PyObject *params, *counter, *names, *average;
+    if (!PyTuple_Check(tuple) ||
+        !PyArg_ParseTuple(tuple, "OOOO", &params, &counter, &names, &average) ||
         !PyList_CheckExact(params) || !PyTuple_Check(names) ||
         PyTuple_GET_SIZE(names) > FSDPC_OPTIM_STATES) {
         return fsdpc_py_table_misused(
-            "a group is a list of parameters, a name or None, and names of states");
+            "a group is a list of parameters, a name or None, names of states, and a name or None");
     }
     out->begin = self->member_count;
     self->member_count += (int)PyList_GET_SIZE(params);
     out->end = self->member_count;
     out->counter = counter == Py_None ? NULL : Py_NewRef(counter);
+    out->average = average == Py_None ? NULL : Py_NewRef(average);
     for (Py_ssize_t s = 0; s < PyTuple_GET_SIZE(names); s++) {
         out->names[out->name_count++] = Py_NewRef(PyTuple_GET_ITEM(names, s));
     }

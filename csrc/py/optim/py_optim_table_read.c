@@ -215,6 +215,21 @@ read_states(struct table *self, const struct group *group, struct member *member
     return true;
 }
 
+/* Where a step moves the average, too. A member has none before the first value that is taken. */
+static bool
+read_average(struct table *self, const struct group *group, struct member *member,
+             fsdpc_optim_tensor *tensor)
+{
+    fsdpc_dtype type;
+    if (group->average == NULL || member->state == NULL ||
+        PyDict_GetItemWithError(member->state, group->average) == NULL) {
+        return true;
+    }
+    return read_state(self, member, group->average, AVERAGE, member->numel, &type,
+                      &tensor->average) &&
+           type == (member->type == FSDPC_F64 ? FSDPC_F64 : FSDPC_F32);
+}
+
 static bool
 read_copy(const struct table *self, const struct member *member, fsdpc_optim_tensor *tensor)
 {
@@ -293,7 +308,7 @@ read_member(struct table *self, const struct group *group, int number, PyObject 
         Py_IS_TYPE(grad, self->cut) != Py_IS_TYPE(param, self->cut) ||
         !read_param(self, param, member) ||
         !read_states(self, group, member, tensor, &self->steps[self->count]) ||
-        !read_copy(self, member, tensor)) {
+        !read_average(self, group, member, tensor) || !read_copy(self, member, tensor)) {
         return false;
     }
     self->grads[self->count] = grad;
