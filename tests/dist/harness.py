@@ -1,12 +1,16 @@
 """Runs a function on several ranks of this host, quickly and with a deadline.
 
 One process per pytest run, the root, has torch and fsdpc imported. Each process of pytest-xdist has
-a template process, which is forked from the root, imports test modules and forks the ranks of every
-test (a few milliseconds each), so that nothing a test does survives in the next one and no thread
-of pytest's own process is ever forked. Each rank has one intra-op thread, a gloo process group over
-a file store, a short FSDPC_TIMEOUT, FSDPC_POISON=1 and its own log. The template watches the ranks:
-it collects their results, delivers the signals that tests ask for, prints every Python stack when
-the deadline passes, and leaves no process behind, even if pytest is killed.
+a template process, which is forked from the root, imports test modules and forks the ranks of tests
+(a few milliseconds each), so that nothing a file does survives in the next one and no thread of
+pytest's own process is ever forked. With FSDPC_TEST_SHARED=1 items of a file that `@ranks` runs on
+as many ranks with the same environment share them, one after the other, each in a process group of
+its own: what a process does for the first time is a third of what items cost. New ranks follow on
+an item that raised, that left a function of its own in a module's place, or that is `alone`.
+Each rank has one intra-op thread, a gloo process group over a file store, a short FSDPC_TIMEOUT,
+FSDPC_POISON=1 and its own log. The template watches the ranks: it collects their results, delivers
+the signals that tests ask for, prints every Python stack when the deadline passes, and leaves no
+process behind, even if pytest is killed.
 
     @ranks(2, 3)                          # once on 2 ranks, once on 3
     @pytest.mark.parametrize("bias", [True, False])
@@ -33,6 +37,7 @@ import importlib.util
 import inspect
 import os
 import pickle
+import random
 import select
 import selectors
 import shutil
@@ -44,6 +49,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -54,6 +60,7 @@ PEER_TIMEOUT_S = 30.0  # FSDPC_TIMEOUT of the ranks: below the deadline, so that
 GRACE_S = 5.0  # how long the other ranks may go on after the first one failed
 DUMP_S = 10.0  # how long a rank may take to begin to print its stacks before it is killed
 DUMPED_S = 0.3  # how long it may take to print the rest
+SHARED_VARIABLE = "FSDPC_TEST_SHARED"  # 1: items of @ranks share ranks
 TEMPLATE_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -89,6 +96,7 @@ class Outcome:
     signalled_at: float | None = None  # when a signal asked for by signal_rank was sent
     stopped: bool = False  # SIGSTOP was sent to it and no SIGCONT after
     expired: bool = False  # still running at the deadline
+    changed: bool = False  # whether functions of modules are others now
     log: str = ""
 
     @property
@@ -99,13 +107,21 @@ class Outcome:
 # --- in the tests --------------------------------------------------------------------------------
 
 
-def ranks(*worlds: int, timeout: float = DEADLINE_S, env: dict[str, str] | None = None):
+def ranks(
+    *worlds: int,
+    timeout: float = DEADLINE_S,
+    env: dict[str, str] | None = None,
+    alone: bool = False,
+):
     """Decorator: runs the test function once per rank, for each of the world sizes.
 
     The function gets `rank` and `world` and whatever pytest parametrises. Exceptions of any rank
-    fail the test. `env` is set in the ranks before the function is called.
+    fail the test. `env` is set in the ranks before the function is called. `alone`: in new ranks
+    that end with it, because it changes or measures what a process keeps.
     """
     import pytest
+
+    shared = not alone and os.environ.get(SHARED_VARIABLE) == "1"
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
@@ -114,7 +130,7 @@ def ranks(*worlds: int, timeout: float = DEADLINE_S, env: dict[str, str] | None 
 
         def run(**arguments: Any) -> None:
             world = arguments.pop("world")
-            run_ranks(wrapper, world, timeout=timeout, env=env, **arguments)
+            run_ranks(wrapper, world, timeout=timeout, env=env, shared=shared, **arguments)
 
         wrapper = functools.wraps(function)(run)
         del wrapper.__wrapped__  # pytest would look through it and ask for fixtures rank and world
@@ -138,6 +154,7 @@ def run_ranks(
     env: dict[str, str] | None = None,
     faults: bool = False,
     on_device: bool = True,
+    shared: bool = False,
     **arguments: Any,
 ) -> list[Any]:
     """Runs `function(rank, world, **arguments)` on `world` ranks.
@@ -145,7 +162,8 @@ def run_ranks(
     Returns the ranks' return values, in rank order, and raises RankFailure if a rank did not
     return one. With `faults=True` ranks may raise, die or be stopped: returns list[Outcome], and
     only a rank that is still running at the deadline is a failure. With `on_device=False` the ranks
-    have no simulated GPU, whatever the option says.
+    have no simulated GPU, whatever the option says. With `shared` ranks of an earlier call may run
+    it, and a later call may have them.
     """
     request = {
         "file": inspect.getfile(getattr(function, "rank_function", function)),
@@ -161,6 +179,7 @@ def run_ranks(
             **host_environment(world, env or {}),
         },
         "faults": faults,
+        "shared": shared and not os.environ.get("FSDPC_TEST_GPU"),
         "on_device": on_device,
         "path": list(sys.path),
         "arguments": pickle.dumps(arguments),
@@ -359,27 +378,100 @@ def run_rank(channel: socket.socket, request: dict[str, Any], rank: int, folder:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     die_with_parent()
+    before = Before() if request["shared"] else None
+    while True:
+        fields = fields_of(request, rank, folder)
+        if before and "value" in fields:
+            fields["changed"] = before.changed()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        send(channel, pickle.dumps(("report", fields)))
+        if "error" in fields:
+            os._exit(0)
+        try:  # the template closes its end when all ranks are done
+            request, folder = pickle.loads(receive(channel))
+        except (EOFError, OSError):
+            os._exit(0)
+        assert before
+        before.come_back()
+
+
+def fields_of(request: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
+    """What the template gets to know of one call."""
     fields: dict[str, Any] = {"rank": rank}
     try:
         fields["value"] = call_function(request, rank, folder)
         fields["finished_at"] = time.monotonic()
         if "on_gpu" in sys.modules:  # the template must not touch CUDA
             fields["value"] = sys.modules["on_gpu"].in_host_memory(fields["value"])
-        report = pickle.dumps(("report", fields))
+        pickle.dumps(fields)
     except BaseException as error:
         fields.pop("value", None)
         fields["finished_at"] = time.monotonic()
         fields["error"] = f"{type(error).__name__}: {error}"
         fields["error_types"] = tuple(c.__name__ for c in type(error).__mro__)
         fields["traceback"] = traceback.format_exc()
-        report = pickle.dumps(("report", fields))
         sys.excepthook(type(error), error, error.__traceback__)  # as if it ended the process
-    sys.stdout.flush()
-    sys.stderr.flush()
-    send(channel, report)
-    if "error" not in fields:
-        channel.recv(1)  # the template closes its end when all ranks are done
-    os._exit(0)
+    return fields
+
+
+class Before:
+    """What a rank was before its first call, to which it comes back before each other one."""
+
+    def __init__(self) -> None:
+        import numpy
+
+        self.environment, self.folder, self.hook = dict(os.environ), os.getcwd(), sys.excepthook
+        self.drawn, self.numpy_drawn = random.getstate(), numpy.random.get_state()
+        self.functions = functions_of_modules()
+
+    def changed(self) -> bool:
+        """Whether the call put a function or class of its own in the place of another."""
+        return any(
+            space.get(name) is not value and not of_library(space.get(name))
+            for space, before in self.functions
+            for name, value in before.items()
+        )
+
+    def come_back(self) -> None:
+        import numpy
+        import torch
+        import torch.distributed as dist
+
+        from fsdpc._comm import bootstrap
+
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        bootstrap._wanted.clear()  # of a group that something still holds
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        sys.excepthook = self.hook
+        random.setstate(self.drawn)
+        numpy.random.set_state(self.numpy_drawn)
+        torch.set_grad_enabled(True)
+        gc.collect()
+        os.ftruncate(1, 0)  # the log
+        os.lseek(1, 0, os.SEEK_SET)
+
+
+def of_library(value: Any) -> bool:
+    """Whether fsdpc or torch has defined it, which put some of theirs in place on first use."""
+    if hasattr(value, "__code__"):
+        return not value.__code__.co_filename.startswith(str(Path(__file__).parents[1]))
+    return str(getattr(value, "__module__", "")).partition(".")[0] in ("fsdpc", "torch")
+
+
+def functions_of_modules() -> list[tuple[Any, dict[str, Any]]]:
+    """Namespaces of fsdpc, and of others that tests change, with their functions and classes."""
+    import torch
+    import torch.distributed as dist
+
+    modules = [m for name, m in sys.modules.items() if name.partition(".")[0] == "fsdpc"]
+    spaces = [vars(m) for m in (*modules, torch, dist, torch.optim, os, time, shutil)]
+    classes = {v for m in modules for v in vars(m).values() if isinstance(v, type)}
+    spaces += [vars(c) for c in (*classes, torch.Tensor, torch.nn.Module, torch.optim.Optimizer)]
+    return [(s, {name: v for name, v in s.items() if callable(v)}) for s in spaces]
 
 
 def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
@@ -414,7 +506,8 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
 
     noticed.PROCESS = os.getpid()  # else each model reads all pages' table in 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
-    with device_watch(request["faults"]), jitter.delays_of(rank, module.__name__), layout:
+    delays = jitter.delays_of(rank, module.__name__)
+    with device_watch(request["faults"]), delays, layout, warnings.catch_warnings():
         run = functools.partial(
             function, rank=rank, world=world, **pickle.loads(request["arguments"])
         )
@@ -498,26 +591,37 @@ class RankProcess:
     exit_signal: int | None = None
     stopped: bool = False
     signalled_at: float | None = None
+    story: str | None = None  # its log, once it has ended
 
 
-class Launch:
-    """The ranks of one test, from fork to the last one's end."""
+class World:
+    """The ranks of a test, or of several one after the other, from fork to the last one's end."""
 
-    def __init__(self, request: dict[str, Any], control: socket.socket, folder: str) -> None:
-        self.request, self.control, self.folder = request, control, folder
+    kept: dict[Any, World] = {}  # that wait for a request, by what their ranks have in common
+
+    def __init__(self, control: socket.socket) -> None:
+        self.control = control
         self.processes: list[RankProcess] = []
-        self.timers: list[tuple[float, int, int]] = []  # (when, rank, signal)
-        self.first_failure = float("inf")
         self.selector = selectors.DefaultSelector()
         self.selector.register(control, selectors.EVENT_READ, None)
+        self.folder = tempfile.mkdtemp(prefix="fsdpc-test-")
+        self.calls = 0
 
-    def run(self) -> list[Outcome]:
-        deadline = time.monotonic() + self.request["timeout"]
-        for rank in range(self.request["world"]):
-            self.fork(rank)
+    @classmethod
+    def end_all(cls) -> None:
+        for world in cls.kept.values():
+            world.end()
+        cls.kept.clear()
+
+    def run(self, request: dict[str, Any]) -> list[Outcome]:
+        self.request = request
+        self.timers: list[tuple[float, int, int]] = []  # (when, rank, signal)
+        self.first_failure = float("inf")
+        deadline = time.monotonic() + request["timeout"]
+        self.begin()
         while not self.finished():
             now = time.monotonic()
-            if not self.request["faults"] and self.failed():
+            if not request["faults"] and self.failed():
                 deadline = min(deadline, self.first_failure + GRACE_S)
             if now >= deadline:
                 self.dump_stacks()
@@ -525,25 +629,46 @@ class Launch:
             due = min([deadline, *(when for when, _, _ in self.timers)])
             self.handle_events(max(0.0, due - now))
             self.fire_timers()
-        self.end_ranks()
+        outcomes = [p.outcome for p in self.processes]
+        if request["shared"] and all(o and o.returned and not o.changed for o in outcomes):
+            World.kept[common(request)] = self
+        else:
+            self.end()
         return [self.outcome(p) for p in self.processes]
 
-    def fork(self, rank: int) -> None:
+    def begin(self) -> None:
+        """Has the ranks call the function, in a folder of the call's own."""
+        self.calls += 1
+        folder = os.path.join(self.folder, str(self.calls))
+        os.mkdir(folder)
+        if self.calls == 1:
+            for rank in range(self.request["world"]):
+                self.fork(rank, folder)
+            return
+        for process in self.processes:
+            process.outcome = process.signalled_at = None
+            process.channel.setblocking(True)
+            with suppress(OSError):  # it has ended: its channel says so
+                send(process.channel, pickle.dumps((self.request, folder)))
+            process.channel.setblocking(False)
+
+    def fork(self, rank: int, folder: str) -> None:
         ours, theirs = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             try:
                 ours.close()
                 self.control.close()
-                self.selector.close()
-                for other in self.processes:
-                    other.channel.close()
-                run_rank(theirs, self.request, rank, self.folder)
+                for world in (self, *World.kept.values()):
+                    world.selector.close()
+                    for other in world.processes:
+                        other.channel.close()
+                run_rank(theirs, self.request, rank, folder)
             finally:
                 os._exit(70)
         theirs.close()
         ours.setblocking(False)
-        process = RankProcess(rank, pid, ours, os.path.join(self.folder, f"log{rank}"))
+        process = RankProcess(rank, pid, ours, os.path.join(folder, f"log{rank}"))
         self.processes.append(process)
         self.selector.register(ours, selectors.EVENT_READ, process)
 
@@ -562,7 +687,7 @@ class Launch:
         for key, _ in self.selector.select(seconds):
             if key.data is None:
                 if not self.control.recv(1, socket.MSG_PEEK):
-                    self.end_ranks()
+                    self.end()
                     os._exit(0)
                 continue
             self.read(key.data)
@@ -628,7 +753,7 @@ class Launch:
         for process in running:
             process.outcome = Outcome(process.rank, expired=True)
 
-    def end_ranks(self) -> None:
+    def end(self) -> None:
         for process in self.processes:
             if not process.exited and not (process.outcome and process.outcome.returned):
                 os.kill(process.pid, signal.SIGKILL)
@@ -644,6 +769,10 @@ class Launch:
             if not process.exited:
                 os.kill(process.pid, signal.SIGKILL)
                 self.reap(process)
+        self.selector.close()
+        for process in self.processes:
+            process.story = read_log(process)
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def outcome(self, process: RankProcess) -> Outcome:
         outcome = process.outcome or Outcome(
@@ -652,11 +781,20 @@ class Launch:
         if process.outcome is None and process.exit_signal is None and not process.stopped:
             outcome.error = "SystemExit: the process ended without a result"
         outcome.signalled_at = process.signalled_at
-        try:
-            outcome.log = Path(process.log).read_text(errors="replace")
-        except OSError:
-            pass
+        outcome.log = read_log(process) if process.story is None else process.story
         return outcome
+
+
+def common(request: dict[str, Any]) -> Any:
+    """What calls of the same ranks have in common."""
+    return request["world"], tuple(sorted(request["env"].items())), request["on_device"]
+
+
+def read_log(process: RankProcess) -> str:
+    try:
+        return Path(process.log).read_text(errors="replace")
+    except OSError:
+        return ""
 
 
 def log_size(process: RankProcess) -> int:
@@ -729,20 +867,21 @@ def template_main(control: socket.socket) -> None:
     os.environ.update(environment)
     use_huge_pages()
     send(control, pickle.dumps(os.getpid()))
+    file = ""
     while True:
         try:
             request = pickle.loads(receive(control))
         except (EOFError, OSError):
-            return
+            return World.end_all()
+        if request["file"] != file:
+            World.end_all()
+            file = request["file"]
         sys.path[:] = request["path"]
         importlib.invalidate_caches()
         import_for_all(request)
         gc.freeze()  # else each collection in a rank visits, and so copies, all that torch has made
-        folder = tempfile.mkdtemp(prefix="fsdpc-test-")
-        try:
-            outcomes = Launch(request, control, folder).run()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+        world = World.kept.pop(common(request), None) if request["shared"] else None
+        outcomes = (world or World(control)).run(request)
         try:
             send(control, pickle.dumps([dict(vars(o)) for o in outcomes]))
         except OSError:

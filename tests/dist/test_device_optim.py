@@ -78,7 +78,7 @@ def test_a_step_needs_no_host_sync(rank: int, world: int):
             torch.testing.assert_close(norm.float(), expected.float())
 
 
-@ranks(1, 2, env=ON_GPU)
+@ranks(1, 2, env=ON_GPU, alone=True)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_adam_mini_needs_no_host_sync(rank: int, world: int, use_orig_params: bool):
     """Blocks that ranks share, with clipping and a loss scale: the processor's values, and two

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from harness import LOADED_BY_RANKS, RankFailure, Template, die, ranks, run_ranks, signal_rank
 
+import fsdpc.wrap
+
 
 @ranks(1, 2, 4)
 @pytest.mark.parametrize("factor", [1, 3])
@@ -71,6 +73,35 @@ def test_ranks_can_be_killed_stopped_and_interrupted():
     assert zero.value == "interrupted" and zero.finished_at >= zero.signalled_at
     assert one.exit_signal == signal.SIGKILL and not one.returned
     assert two.stopped and two.value is None
+
+
+def look_and_leave(rank, world, change):
+    found = os.getpid(), os.environ.get("FSDPC_LEFT"), torch.is_grad_enabled()
+    dist.all_reduce(torch.ones(1))
+    os.environ["FSDPC_LEFT"] = "set"
+    torch.set_grad_enabled(False)
+    if change == "raise":
+        raise KeyError("left")
+    if change:
+        fsdpc.wrap.always_wrap_policy = None
+    return found
+
+
+def test_shared_ranks_are_as_new_or_new():
+    def look(change="", **more):
+        found = run_ranks(look_and_leave, 2, change=change, **more)
+        assert [f[1:] for f in found] == [(None, True)] * 2
+        return [f[0] for f in found]
+
+    first = look(shared=True)
+    assert look("function", shared=True) == first
+    second = look(shared=True)
+    assert not set(first) & set(second)
+    assert not set(look()) & set(second)
+    assert look(shared=True) == second
+    with pytest.raises(RankFailure, match="left"):
+        run_ranks(look_and_leave, 2, change="raise", shared=True)
+    assert not set(look(shared=True)) & set(second)
 
 
 def list_unloaded(rank, world):

@@ -148,7 +148,7 @@ def test_none_of_torchs_code_is_inherited():
     assert not hasattr(fsdpc.FSDP, "_optim_state_dict_impl")
 
 
-@ranks(2)
+@ranks(2, alone=True)
 def test_models_of_both_kinds(rank, world):
     """isinstance on both sides, static methods of either class, and training, side by side."""
     theirs = Torchs.FSDP(toy(), device_id=CPU)
@@ -201,7 +201,7 @@ def quiet() -> warnings.catch_warnings:
     return warnings.catch_warnings(action="ignore", category=FutureWarning)
 
 
-@ranks(2)
+@ranks(2, alone=True)
 def test_a_class_derived_before_is_refused_in_one_sentence(rank, world):
     fsdpc.install()
     with pytest.raises(RuntimeError, match="DerivedBefore was derived from torch's .* before"):
@@ -217,7 +217,7 @@ def test_a_class_derived_before_is_refused_in_one_sentence(rank, world):
     assert type(DerivedBefore(toy(), device_id=CPU)) is DerivedBefore
 
 
-@ranks(2)
+@ranks(2, alone=True)
 def test_fully_shard_and_torchs_checkpoints_go_on(rank, world):
     """torch's per-parameter front end works while fsdpc bears the wrapper's name."""
     fsdpc.install()
@@ -269,7 +269,7 @@ def stub(calls: list[str], who: str, original):
 # --- fully_shard ---------------------------------------------------------------------------------
 
 
-@ranks(2)
+@ranks(2, alone=True)
 @pytest.mark.parametrize("interface", ["both", "fully_shard", "FullyShardedDataParallel"])
 def test_the_interface_that_is_installed(rank, world, interface):
     import torch.distributed._composable.fsdp as composable

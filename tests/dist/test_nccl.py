@@ -41,7 +41,7 @@ def ids_of_rank_0(rank: int) -> tuple[bytes, bytes]:
 
 
 @pytest.mark.parametrize("channel", [False, True])
-@ranks(1, 3, env=GPU)
+@ranks(1, 3, env=GPU, alone=True)
 def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
     sent, pieces = [], []
 
@@ -88,7 +88,7 @@ def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
 
 
 @pytest.mark.parametrize("raised", ["CommTimeout", "PeerError"])
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_what_the_channel_raises_keeps_its_kind_and_breaks_the_communicator(rank, world, raised):
     error = getattr(_C, raised)
 
@@ -101,7 +101,7 @@ def test_what_the_channel_raises_keeps_its_kind_and_breaks_the_communicator(rank
             comm.agree("text", what="units")
 
 
-@ranks(1, env=GPU)
+@ranks(1, env=GPU, alone=True)
 def test_arguments_are_checked(rank, world):
     good = _C.nccl_id()
     with pytest.raises(ValueError, match="reduce_id must be the 128 bytes"):
@@ -119,7 +119,7 @@ def test_arguments_are_checked(rank, world):
         _C.Comm.self_(3)
 
 
-@ranks(2, 3, env=GPU)
+@ranks(2, 3, env=GPU, alone=True)
 def test_tensors_on_the_gpu_travel_by_nccl(rank, world):
     def exchange(memory, piece_bytes, what):
         raise AssertionError(f"{what} went by the host's channel")
@@ -154,7 +154,7 @@ def check(comm: _C.Comm) -> None:
         assert (values == comm.world * (comm.world + 1) / 2).all()
 
 
-@ranks(2, 4, env=GPU)
+@ranks(2, 4, env=GPU, alone=True)
 def test_a_group_has_one_communicator_for_each_device(rank, world):
     on_gpu, on_cpu = connect(), connect(device=None)
     assert (on_gpu.kind, on_gpu.device) == ("nccl", 0)
@@ -172,7 +172,7 @@ def test_a_group_has_one_communicator_for_each_device(rank, world):
     assert (connect(alone).kind, connect(alone).device) == ("self", 0)
 
 
-@ranks(4, env=GPU)
+@ranks(4, env=GPU, alone=True)
 def test_groups_of_hybrid_sharding(rank, world):
     shard_pgs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     replicate_pgs = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -188,7 +188,7 @@ def test_groups_of_hybrid_sharding(rank, world):
     assert (groups.shard.kind, groups.shard.device, groups.replicate.world) == ("self", 0, 4)
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_a_closed_communicator_is_watched_in_peace(rank, world):
     comm = connect()
     watched = next(w for w in _nccl._own() if w.comm() is comm)
@@ -198,7 +198,7 @@ def test_a_closed_communicator_is_watched_in_peace(rank, world):
     assert watched._answers and watched.channel.known is None
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_keys_of_earlier_rounds_are_deleted(rank, world):
     comm = connect()
     for _ in range(5):
@@ -212,14 +212,14 @@ def test_keys_of_earlier_rounds_are_deleted(rank, world):
     assert channel._store.check([f"{number + 1}/0"])
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_nccl_does_not_carry_host_memory(rank, world):
     os.environ["FSDPC_COLLECTIVES"] = "nccl"
     with pytest.raises(ValueError, match="=nccl supports GPUs.*on the CPU"):
         connect(dist.new_group([0, 1]), device=None)
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_ranks_that_cannot_or_do_not_agree(rank, world):
     os.environ["FSDPC_TIMEOUT"] = ["20", "30"][rank]
     with pytest.raises(_C.MismatchError, match="FSDPC_TIMEOUT differs.*20.0 on rank 0, 30.0 on"):
@@ -231,7 +231,7 @@ def test_ranks_that_cannot_or_do_not_agree(rank, world):
     check(connect())
 
 
-@ranks(1, env=GPU)
+@ranks(1, env=GPU, alone=True)
 def test_the_note_on_a_gpu_is_logged_once(rank, world, caplog=None):
     messages: list[str] = []
 
@@ -251,7 +251,7 @@ def test_the_note_on_a_gpu_is_logged_once(rank, world, caplog=None):
 
 
 @pytest.mark.parametrize("numel", [3, LARGE])
-@ranks(3, env=GPU)
+@ranks(3, env=GPU, alone=True)
 def test_agree_and_barriers_name_the_missing_ranks(rank, world, numel):
     comm = connect()
     dist.barrier()
@@ -272,7 +272,7 @@ def test_agree_and_barriers_name_the_missing_ranks(rank, world, numel):
 
 
 @pytest.mark.long
-@ranks(2, env={**GPU, "FSDPC_TIMEOUT": "4"})
+@ranks(2, env={**GPU, "FSDPC_TIMEOUT": "4"}, alone=True)
 def test_a_rank_that_does_not_come_to_the_start(rank, world):
     if rank == 0:
         with pytest.raises(_C.CommTimeout, match="starting communicator group .*for rank 1 "):
@@ -332,7 +332,7 @@ def test_a_rank_that_is_stopped(numel):
 
 
 @pytest.mark.long
-@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "10"})
+@ranks(3, env={**GPU, "FSDPC_TIMEOUT": "10"}, alone=True)
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
     host = _bootstrap.this_host()
@@ -386,7 +386,7 @@ def test_a_rank_that_raises(numel):
 # --- NCCL's own failures -------------------------------------------------------------------------
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_the_error_of_ranks_on_one_gpu_names_the_alternative(rank, world):
     os.environ["FSDPC_TIMEOUT"] = "3"
     simgpu.plant_nccl("INIT_STALL", -1, 1)
@@ -394,7 +394,7 @@ def test_the_error_of_ranks_on_one_gpu_names_the_alternative(rank, world):
         connect()
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_an_error_of_nccl_names_the_collective(rank, world):
     comm = connect()
     simgpu.plant_nccl("ASYNC_ERROR", -1, 1, 6)
@@ -404,7 +404,7 @@ def test_an_error_of_nccl_names_the_collective(rank, world):
         comm.barrier("later")
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_an_abort_that_blocks_holds_nobody_up(rank, world):
     comm = connect()
     check(comm)
@@ -500,7 +500,7 @@ def trained(rank: int, world: int, **mixed: Any) -> tuple[str, set[float], int]:
     return model.precision_line, set((grad * world).tolist()), simgpu.nccl_count()["windowed"]
 
 
-@ranks(4, env={**GPU, "FSDPC_POISON": "0"})  # a poisoned slot is gathered once more
+@ranks(4, env={**GPU, "FSDPC_POISON": "0"}, alone=True)  # a poisoned slot is gathered once more
 def test_windows_sum_narrow_gradients_in_fp32(rank, world):
     assert connect().symmetric
     line, sums, windowed = trained(rank, world, param_dtype=torch.bfloat16)
@@ -508,7 +508,7 @@ def test_windows_sum_narrow_gradients_in_fp32(rank, world):
     assert (sums, windowed) == ({260.0}, 2)  # 259, rounded once
 
 
-@ranks(4, env={**GPU, "FSDPC_NCCL_REGISTER": "0", "SIMNCCL_RANK_ORDER": "0"})
+@ranks(4, env={**GPU, "FSDPC_NCCL_REGISTER": "0", "SIMNCCL_RANK_ORDER": "0"}, alone=True)
 def test_without_windows_what_nobody_asked_to_be_narrow_travels_wide(rank, world):
     narrow = torch.bfloat16
     assert not connect().symmetric
@@ -520,14 +520,14 @@ def test_without_windows_what_nobody_asked_to_be_narrow_travels_wide(rank, world
     assert sums == {[260.0, 260.0, 256.0, 256.0][rank]}  # in the order of the ring
 
 
-@ranks(2, env={**GPU, "FSDPC_NCCL_REGISTER": "0"})
+@ranks(2, env={**GPU, "FSDPC_NCCL_REGISTER": "0"}, alone=True)
 def test_two_ranks_round_once_anyway(rank, world):
     line, sums, _ = trained(rank, world, param_dtype=torch.bfloat16)
     assert "reduce bf16 |" in line, line
     assert sums == {256.0}  # 257, rounded once
 
 
-@ranks(2, env={**GPU, "SIMNCCL_WINDOW_ERROR": "1"})
+@ranks(2, env={**GPU, "SIMNCCL_WINDOW_ERROR": "1"}, alone=True)
 def test_a_window_that_spoils_nccl_is_done_without(rank, world):
     comm = connect()
     assert not comm.symmetric
@@ -536,14 +536,14 @@ def test_a_window_that_spoils_nccl_is_done_without(rank, world):
     assert simgpu.nccl_count()["misuses"] == 0
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_a_window_of_the_second_communicator_that_fails_on_one_rank(rank, world):
     simgpu.plant_nccl("WINDOW_FAILS", 1, k=2, value=1)  # of gathers, of reductions
     assert not connect().symmetric
     assert simgpu.nccl_count()["misuses"] == 0
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_nccl_with_blocking_switched_on(rank, world):
     if rank == 0:
         os.environ["NCCL_COMM_BLOCKING"] = "1"
@@ -552,7 +552,7 @@ def test_nccl_with_blocking_switched_on(rank, world):
         connect()
 
 
-@ranks(2, env=GPU)
+@ranks(2, env=GPU, alone=True)
 def test_ranks_that_differ_in_registering(rank, world):
     os.environ["FSDPC_NCCL_REGISTER"] = str(rank)
     with pytest.raises(_C.MismatchError, match="FSDPC_NCCL_REGISTER differs.*False on rank 0"):

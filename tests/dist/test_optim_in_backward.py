@@ -210,7 +210,7 @@ def test_what_is_refused(rank, world):
         optim.in_backward(low, MAKERS["AdamW"])
 
 
-@ranks(1, 2)
+@ranks(1, 2, alone=True)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_clipping_after_backward_is_refused(rank, world, door):
     """No gradient is left, so that torch's functions would clip nothing and report a norm of 0."""

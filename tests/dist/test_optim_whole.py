@@ -341,7 +341,7 @@ def test_as_accelerate_prepares_and_saves(rank, world, kind):
     equal(model, alone(kind, STEPS + 1, split=None)[0])
 
 
-@ranks(2)
+@ranks(2, alone=True)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_states_on_a_disk(rank, world, kind):
     """Equal to states in memory, through a state dict and a checkpoint of either to the other; and

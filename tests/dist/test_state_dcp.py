@@ -148,7 +148,7 @@ def test_hybrid(rank, world):
 # --- the module itself ---
 
 
-@ranks(2)
+@ranks(2, alone=True)
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp1-flat", "fsdp1-mesh", "fsdp2", "plain"])
 def test_others_beside_are_served_as_before(rank, world, kind):
     def run():

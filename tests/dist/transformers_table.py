@@ -1,6 +1,6 @@
 """Every model folder of the installed transformers: planned from its configuration, beside the
 library's own count of parameters and, of few layers and up to 2 GB, beside a real step. Prints a
-summary; --write keeps the rows.
+summary; --write keeps it, and the rows that it does not tell all of.
 
 python tests/dist/transformers_table.py [--folders llama,bert] [--jobs 2] [--write]
 """
@@ -39,6 +39,7 @@ LAYERS = 4  # of the models whose steps are measured
 COUNTS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers",
           "decoder_layers", "num_encoder_layers", "num_decoder_layers")  # fmt: skip
 TIMEOUT = 240
+LARGE = "more than 2 GB"
 
 
 def folders() -> list[str]:
@@ -169,7 +170,7 @@ def activations(values: dict) -> dict:
     except ValueError as error:
         return {"activations": f"not with {LAYERS} layers: {error}"[:300]}
     if made.model.numel * 4 > MOST:
-        return {"activations": "more than 2 GB"}
+        return {"activations": LARGE}
     if made.model.missing:
         return {"activations": made.model.missing[:300]}
     try:
@@ -235,11 +236,11 @@ def summary(rows: list[dict]) -> str:
 def keep(rows: list[dict]) -> None:
     import transformers
 
-    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    merged = {row["folder"]: row for row in (*kept, *rows)}
-    ordered = [merged[name] for name in sorted(merged)]
+    plain = ({"equal", "no model of its own"}, {None, LARGE})  # the summary tells all of these
+    told = [row for row in rows if "measured" in row or row["outcome"] not in plain[0]
+            or row.get("activations") not in plain[1]]  # fmt: skip
     found = {"transformers": transformers.__version__, "torch": torch.__version__,
-             "summary": summary(ordered).splitlines(), "rows": ordered}  # fmt: skip
+             "summary": summary(rows).splitlines(), "rows": told}  # fmt: skip
     text = json.dumps(found).replace('{"folder"', '\n{"folder"')
     RESULTS.write_text(text + "\n")
 
@@ -248,9 +249,11 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--folders", help="with commas (default: all)")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--write", action="store_true", help=f"keep the rows in {RESULTS.name}")
+    parser.add_argument("--write", action="store_true", help=f"keep them in {RESULTS.name}")
     parser.add_argument("--no-steps", action="store_true", help="no real steps")
     options = parser.parse_args()
+    if options.write and options.folders:
+        parser.error("--write is of all folders")
     names = options.folders.split(",") if options.folders else folders()
     torch.set_num_threads(1)
     planned(shallow(values_of("bert"), 1))  # imports, once for all
@@ -261,8 +264,8 @@ def main() -> int:
             ratio = f" {row['predicted'] / row['measured']:.4f}" if row.get("measured") else ""
             print(row["folder"], row["outcome"] + ratio, row.get("activations", ""),
                   row.get("why", ""), flush=True)  # fmt: skip
-            if options.write:
-                keep(rows)
+    if options.write:
+        keep(rows)
     print(summary(rows))
     return int(any(row["outcome"] == "wrong" for row in rows))
 

@@ -40,10 +40,13 @@ def output(capsys, *arguments):
     return code, capsys.readouterr()
 
 
-def test_json_adds_up(capsys):
-    code, seen = output(capsys, "--params", "7b", "--gpu", "a100-80", "--json", "--explain")
+@pytest.mark.parametrize("zero", ["2", "3"])
+def test_json_adds_up(capsys, zero):
+    words = ["--params", "7b", "--gpu", "a100-80", "--json", "--explain", "--zero", zero]
+    code, seen = output(capsys, *words)
     found = json.loads(seen.out)
-    assert code == 0 and found["fits"] is True
+    strategy = {"2": "SHARD_GRAD_OP", "3": "FULL_SHARD"}[zero]
+    assert code == 0 and found["fits"] is True and found["setup"]["strategy"] == strategy
     assert found["parameters"] == pytest.approx(7e9, rel=1e-3)
     peak = found["peak"]
     assert (
