@@ -33,6 +33,7 @@ from fsdpc._clip.norm import (
     sums_of_units,
     tensor_sum,
 )
+from fsdpc._comm.bootstrap import is_destroyed
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import CLIP_BY_NORM, TOTAL_NORM
 
@@ -216,7 +217,7 @@ def _absent_units() -> list[Any]:
     trees = {id(unit.tree): unit.tree for unit in list(_units) if unit.tree is not None}
     groups: dict[tuple[int, ...], list[Any]] = {}
     for tree in trees.values():
-        units = [unit for unit in tree.units if unit.infos]
+        units = [unit for unit in tree.units if unit.infos and not _is_left(unit)]
         if any(unit.holds_nothing(p) for unit in units for p in unit.shard_params):
             comms = [id(comm) for comm, _ in by_comm(units) if comm.world > 1]
             groups.setdefault(tuple(comms), units)
@@ -224,6 +225,11 @@ def _absent_units() -> list[Any]:
         units = [unit for units in groups.values() for unit in units]
         _refuse_unknown(units, units[0].groups.shard.rank, "these are models of several groups")
     return next(iter(groups.values()), [])
+
+
+def _is_left(unit: Any) -> bool:
+    """The unit's group was destroyed: the model cannot train any more."""
+    return unit.groups.shard_pg is not None and is_destroyed(unit.groups.shard_pg)
 
 
 def _check_seen(tensors: Sequence[Tensor], owners: dict[int, Any]) -> None:

@@ -172,6 +172,15 @@ def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
     return beside
 
 
+def is_destroyed(pg: dist.ProcessGroup) -> bool:
+    """Whether torch knows the group no more; its caches may keep the object. Local."""
+    try:
+        dist.get_backend(pg)
+    except ValueError:
+        return True
+    return False
+
+
 def set_collectives(kind: str, *, trust_order: bool = False) -> None:
     """How ranks exchange gathered values and gradients, for models sharded from now on.
 
@@ -189,7 +198,7 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
     """
     kind = _read_kind(kind)
     for pg, before in _wanted.items():
-        if before != kind:
+        if before != kind and not is_destroyed(pg):
             raise RuntimeError(
                 f"set_collectives({kind!r}): the process group {pg.group_name!r} of {pg.size()} "
                 f"ranks uses {before!r} already, and a group keeps its kind: call set_collectives "

@@ -433,6 +433,14 @@ def test_ring_attention_on_a_flattened_mesh(rank, world):
 # --- the default mesh ----------------------------------------------------------------------------
 
 
+def destroy_group() -> str:
+    """The path of a file for the next one."""
+    path = [tempfile.mktemp()]
+    dist.broadcast_object_list(path)
+    dist.destroy_process_group()
+    return path[0]
+
+
 @ranks(2)
 @pytest.mark.parametrize("beside_gpus", [False, True])
 def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkeypatch):
@@ -447,11 +455,23 @@ def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkey
     group, seen = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
     del mesh
     assert (seen() is not None) is beside_gpus  # made by all ranks: frees do not count
-    path = [tempfile.mktemp()]
-    dist.broadcast_object_list(path)
-    dist.destroy_process_group()
+    path = destroy_group()
     assert group() is None and seen() is None
-    dist.init_process_group("gloo", f"file://{path[0]}", rank=rank, world_size=world)
+    dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=world)
     for model in shard_blocks(toy()), shard_blocks(toy()):
         assert {id(param.device_mesh) for param in model.parameters()} == {id(default_mesh())}
         loss_of(model, tokens(rank, 0)).backward()
+
+
+@ranks(2)
+def test_a_destroyed_group_does_not_count(rank, world):
+    """Whoever keeps the group and its models: torch's caches keep groups, too."""
+    kept = dist.group.WORLD, shard_blocks(toy())
+    path = destroy_group()
+    dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=world)
+    fsdpc.set_collectives("wire")
+    model = shard_blocks(toy())
+    assert nn.utils.clip_grad_norm_([], 1.0) == 0
+    with pytest.raises(RuntimeError, match="uses 'wire' already"):
+        fsdpc.set_collectives("shm")
+    assert kept[0] is not dist.group.WORLD and kept[1] is not model
