@@ -441,7 +441,7 @@ def destroy_group() -> str:
     return path[0]
 
 
-@ranks(2)
+@ranks(2, alone=True)
 @pytest.mark.parametrize("beside_gpus", [False, True])
 def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkeypatch):
     """On a machine with GPUs a mesh of processors has a group of its own, which is made once.
@@ -463,7 +463,7 @@ def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkey
         loss_of(model, tokens(rank, 0)).backward()
 
 
-@ranks(2)
+@ranks(2, alone=True)
 def test_a_destroyed_group_does_not_count(rank, world):
     """Whoever keeps the group and its models: torch's caches keep groups, too."""
     kept = dist.group.WORLD, shard_blocks(toy())

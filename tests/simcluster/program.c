@@ -13,6 +13,7 @@
 #include "sim.h"
 #include "exchange/exchange_shared_impl.h"
 #include "tree/tree_impl.h"
+#include "unit/grad.h"
 #include "unit/unit_impl.h"
 
 /* Rounds of a step: its backwards, then late gradients, then the batches of its evaluations. */
@@ -73,6 +74,17 @@ __wrap_fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
         sim_wait_ended(false);
     }
     return act;
+}
+
+/* Others may run between two pieces that are summed. */
+int __real_fsdpc_grad_sum_pieces(const fsdpc_unit *, int, const char *const *, int, char *);
+int __wrap_fsdpc_grad_sum_pieces(const fsdpc_unit *, int, const char *const *, int, char *);
+int
+__wrap_fsdpc_grad_sum_pieces(const fsdpc_unit *unit, int owner, const char *const *buffers,
+                             int count, char *out)
+{
+    sim_point("sum");
+    return __real_fsdpc_grad_sum_pieces(unit, owner, buffers, count, out);
 }
 
 void sim_boot(void);
