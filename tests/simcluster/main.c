@@ -220,6 +220,8 @@ draw_wire(sim_case *c)
     c->hosts = sim_mix(c->seed * 13 + 1) % 4 != 0 && c->world > 2;
     draw_hosts(c);
     c->own_order = c->skips = c->uneven = c->idle = c->in_step = false;
+    c->trusts =
+        c->fault != SIM_STRAYS && c->fault != SIM_CHANGES && sim_mix(c->seed * 29 + 11) % 8 == 0;
     /* A pass in which a rank gathers nothing is not counted: exchange_wire.c. */
     c->rootless = c->rootless && c->fault != SIM_STRAYS;
     if (c->fault == SIM_REFUSED) {
@@ -300,7 +302,7 @@ static const char *const fault_names[SIM_FAULTS] = {"none",   "dies",   "stops",
 static void
 print_case(const sim_case *c)
 {
-    printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s%s; %d gather "
+    printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s%s%s; %d gather "
            "slots, "
            "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
            c->world, c->units, c->steps, c->rounds,
@@ -309,9 +311,9 @@ print_case(const sim_case *c)
            : c->near     ? ", replicas in one memory"
            : c->replicas ? ", replicas"
                          : "",
-           c->own_order ? ", own order" : "", c->skips ? ", units skipped" : "",
-           c->nested ? ", nested" : "", c->rootless ? ", no root" : "",
-           c->late ? ", late gradients" : "",
+           c->trusts ? ", trusted order" : "", c->own_order ? ", own order" : "",
+           c->skips ? ", units skipped" : "", c->nested ? ", nested" : "",
+           c->rootless ? ", no root" : "", c->late ? ", late gradients" : "",
            c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
            c->idle ? ", idle batches" : "", c->swaps ? ", weights put back" : "",
            c->meets ? ", meetings" : "", c->parts ? ", no last meeting" : "",

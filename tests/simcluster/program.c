@@ -637,6 +637,7 @@ open_model(model *m, sim_outcome *out)
                                         .forward_prefetch = c->forward_prefetch,
                                         .gather_slots = c->gather_slots,
                                         .reduce_slots = c->reduce_slots,
+                                        .trust_order = c->trusts,
                                         .poison = c->poison};
     return fsdpc_tree_new(m->units, depths, c->units, &options, &m->tree);
 }

@@ -45,6 +45,7 @@ typedef struct sim_case {
     int world, units, steps;
     bool wire;    /* between hosts, of which each has one rank, */
     bool hosts;   /* or some that share memory */
+    bool trusts;  /* messages do not say which unit they are of */
     int replicas; /* of shard groups, each of ranks that share memory; 0: all ranks are one */
     bool near;    /* replicas share memory, too, else a wire is between them */
     int host_of[SIM_RANKS];
