@@ -25,7 +25,7 @@
 
 typedef struct fsdpc_exchange fsdpc_exchange;
 
-/* Of a tag the last FSDPC_PASS_BITS count the passes since all ranks met. */
+/* The last FSDPC_PASS_BITS bits of a tag count the passes since all ranks met. */
 enum { FSDPC_TAG_BITS = 36, FSDPC_PASS_BITS = 20 };
 
 typedef struct fsdpc_exchange_plan {

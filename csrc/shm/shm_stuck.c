@@ -51,7 +51,7 @@
  *
  * When the last rank begins to wait, the others sleep. The last rank wakes those with a fallback by the
  * segment's `bell`, the futex word of these sleeps, which every change increments as well.
- * tests/simcluster runs this file under orders of the ranks' steps drawn at random, and finds each rule left out.
+ * tests/simcluster runs this file with ranks scheduled at random; a run fails where a rule is left out (planted faults).
  */
 #include <time.h>
 #include <unistd.h>

@@ -126,7 +126,10 @@ def _whole(entry: Entry, head: Tensor, size: int, pieces: list[tuple[int, np.nda
         found[0, begin : begin + len(raw)] = torch.from_numpy(raw.copy())
         until = max(until, begin + len(raw))
     if until < size:
-        raise CheckpointError(f"{entry.name}: no rank has bytes {until} to {size} of a row")
+        raise CheckpointError(
+            f"{entry.name}: no rank has bytes {until} to {size} of a row of codes: all ranks must "
+            "save the same model, sharded alike"
+        )
     return found
 
 

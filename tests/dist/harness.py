@@ -438,11 +438,8 @@ class Before:
         import torch
         import torch.distributed as dist
 
-        from fsdpc._comm import bootstrap
-
         if dist.is_initialized():
             dist.destroy_process_group()
-        bootstrap._wanted.clear()  # of a group that something still holds
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)

@@ -51,7 +51,7 @@ free_transfer(sim_transfer *self)
         at = &(*at)->next;
     }
     *at = self->next;
-    for (at = &w.sends; *at; at = &(*at)->next_send) {
+    for (at = &w.sends; self->send && *at; at = &(*at)->next_send) {
         if (*at == self) {
             *at = self->next_send;
             break;
