@@ -439,6 +439,8 @@ main(void)
     }
     REQUIRE_OK(fsdpc_nccl_get(&nccl));
     simgpu_get_options()->quiet = true;
+    run_ranks_of(2, false, 1, not_blocking);
+    run_ranks_of(2, false, 1, results_need_a_wait);
     for (int threads = 0; threads < 2; threads++) {
         for (int world = 1; world <= 4; world++) {
             run_ranks_of(world, threads, world, every_collective);
@@ -447,8 +449,6 @@ main(void)
         run_ranks_of(4, threads, 1, groups_and_splits);
         run_ranks_of(2, threads, 1, mismatch);
     }
-    run_ranks_of(2, false, 1, not_blocking);
-    run_ranks_of(2, false, 1, results_need_a_wait);
     buffers_are_registered();
     old_libraries_lack_symbols();
     return test_result();

@@ -137,6 +137,7 @@ CUresult sim_look(sim_dep at, const uint64_t *clock, bool wait);
 /* The processor has seen that this is done. */
 void sim_observe(const uint64_t *clock);
 void sim_streams_reset(void);
+void sim_streams_lose_helper(void); /* in a forked process */
 int sim_stream_leaks(char *text, size_t bytes);
 /* For entry points: the stream is looked up, the legacy stream's order is kept. */
 CUresult sim_enqueue_counted(CUstream stream, const simgpu_work *work);

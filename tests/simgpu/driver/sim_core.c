@@ -199,9 +199,16 @@ sim_forget_faults(void)
 static bool initialised;
 static bool forked; /* from a process that used the driver: here it is of no use any more */
 
+/* A fork takes the lock: while the helper thread of the parent worked, the child would find the lock taken for
+ * ever, and the parent's waits in the condition variable. The unlock tells TSan; the owner is the parent's thread,
+ * so only the new mutex is free. */
 static void
 in_child(void)
 {
+    pthread_mutex_unlock(&lock);
+    lock = (pthread_mutex_t)PTHREAD_RECURSIVE_MUTEX_INITIALIZER_NP;
+    changed = (pthread_cond_t)PTHREAD_COND_INITIALIZER;
+    sim_streams_lose_helper();
     forked = initialised && !sim_options.forks;
 }
 
@@ -253,7 +260,7 @@ __attribute__((constructor)) static void
 read_environment(void)
 {
     const char *policy = getenv("SIMGPU_POLICY");
-    pthread_atfork(NULL, NULL, in_child);
+    pthread_atfork(sim_lock, sim_unlock, in_child);
     read_plants("SIMGPU_SKIP", true);
     read_plants("SIMGPU_FAIL", false);
     read_options();

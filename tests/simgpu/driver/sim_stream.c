@@ -496,6 +496,13 @@ start_helper(void)
     }
 }
 
+/* Threads do not come along into a forked process. */
+void
+sim_streams_lose_helper(void)
+{
+    helper_started = false;
+}
+
 /* --- putting work on a stream ---------------------------------------------------------------------------- */
 
 CUresult
