@@ -30,15 +30,19 @@ enum shm_call_op {
     CALL_ALL_REDUCE,
     CALL_BROADCAST,
     CALL_BARRIER,
+    CALL_AGREE,
+    CALLS,
 };
 
-/* The call of a rank, compared in every round: ranks that call different collectives get an error
- * instead of each other's bytes. */
+/* The call of a rank, compared in every round: ranks that call different collectives, or the same one for different
+ * reasons, get an error instead of each other's bytes. */
 typedef struct shm_call {
     uint16_t op;
     uint16_t dtype;
     uint32_t detail; /* root or reduction */
     uint64_t count;  /* bytes or elements */
+    uint64_t reason; /* a hash of `what` */
+    char what[40];   /* as much as there is room for */
 } shm_call;
 
 typedef struct shm_call_line {
@@ -74,23 +78,25 @@ stage_of(const shm_group *self, int rank)
 static bool
 same_call(const shm_call *a, const shm_call *b)
 {
-    return a->op == b->op && a->dtype == b->dtype && a->detail == b->detail && a->count == b->count;
+    return a->op == b->op && a->dtype == b->dtype && a->detail == b->detail &&
+           a->count == b->count && a->reason == b->reason;
 }
 
 static void
 describe_call(const shm_call *call, char *text, size_t bytes)
 {
-    static const char *const names[] = {"nothing",    "all_gather", "reduce_scatter",
-                                        "all_reduce", "broadcast",  "barrier"};
-    static const char *const details[] = {"", "", "", ", reduction ", ", root ", ""};
-    size_t op = call->op <= CALL_BARRIER ? call->op : 0;
+    static const char *const names[CALLS] = {
+        "nothing", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "barrier", "agree"};
+    static const char *const details[CALLS] = {"", "", "", ", reduction ", ", root ", "", ""};
+    size_t op = call->op < CALLS ? call->op : 0;
     bool reduces = op == CALL_REDUCE_SCATTER || op == CALL_ALL_REDUCE;
     char detail[16] = "";
     if (details[op][0]) {
         snprintf(detail, sizeof detail, "%u", call->detail);
     }
-    snprintf(text, bytes, "%s(%llu %s%s%s)", names[op], (unsigned long long)call->count,
-             reduces ? fsdpc_dtype_name((fsdpc_dtype)call->dtype) : "bytes", details[op], detail);
+    snprintf(text, bytes, "%s(%llu %s%s%s) for %s", names[op], (unsigned long long)call->count,
+             reduces ? fsdpc_dtype_name((fsdpc_dtype)call->dtype) : "bytes", details[op], detail,
+             call->what);
 }
 
 static int
@@ -111,14 +117,28 @@ check_calls(const shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
+/* In which half. */
+static int
+publish_call(shm_group *self, const shm_call *call, const char *what)
+{
+    const int half = (int)(self->round & 1);
+    shm_call *own = &self->calls[self->base.rank].halves[half];
+    *own = *call;
+    own->reason = 0;
+    for (const char *c = what; *c; c++) {
+        own->reason = (own->reason ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
+    }
+    snprintf(own->what, sizeof own->what, "%s", what);
+    return half;
+}
+
 /* A barrier that publishes `call` and this rank's stage, and checks that all ranks make the same
  * call. */
 static int
 join_round(shm_group *self, const shm_call *call, const char *what)
 {
-    int half = (int)(self->round & 1);
+    const int half = publish_call(self, call, what);
     fsdpc_wait wait = {.op = what, .unit = ""};
-    self->calls[self->base.rank].halves[half] = *call;
     FSDPC_TRY(fsdpc_shm_barrier(self->shm, &wait));
     FSDPC_TRY(check_calls(self, half, what));
     self->round++;
@@ -323,8 +343,16 @@ barrier(fsdpc_comm *comm, const char *what)
 static int
 agree(fsdpc_comm *comm, const char *text, const char *what)
 {
+    shm_group *self = group_of(comm);
+    const shm_call call = {.op = CALL_AGREE};
+    const int half = publish_call(self, &call, what);
     fsdpc_wait wait = {.op = what, .unit = ""};
-    return fsdpc_shm_agree(group_of(comm)->shm, text, &wait);
+    int status = fsdpc_shm_agree(self->shm, text, &wait);
+    if (status == FSDPC_OK || status == FSDPC_E_MISMATCH) {
+        FSDPC_TRY(check_calls(self, half, what));
+        self->round++;
+    }
+    return status;
 }
 
 /* --- life ----------------------------------------------------------------------------------- */

@@ -319,6 +319,32 @@ different_collectives_are_noticed(bool threads)
     }
 }
 
+/* Option 0: barriers for different reasons, 1: a barrier and an agreement, 2: agreements for different reasons. */
+static void
+mean_something_else(int rank, ranks_run *run)
+{
+    fsdpc_comm *comm;
+    const char *what = rank == 1 && run->option != 1 ? "load" : "save";
+    REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &comm));
+    REQUIRE_OK(fsdpc_comm_agree(comm, "", "start"));
+    bool agrees = run->option == 2 || (run->option == 1 && rank == 1);
+    rank_keep(run, rank,
+              agrees ? fsdpc_comm_agree(comm, "", what) : fsdpc_comm_barrier(comm, what));
+    fsdpc_comm_free(comm);
+}
+
+static void
+reasons_are_compared(bool threads)
+{
+    for (int option = 0; option < 3; option++) {
+        ranks_run run =
+            ranks_do(mean_something_else, .world = 2, .threads = threads, .option = option);
+        check_result(&run, 0, FSDPC_E_MISMATCH,
+                     option == 2 ? "for save, rank 1 agree" : "for save, rank 1");
+        CHECK(run.results[1].status == (option == 1 ? FSDPC_E_PEER : FSDPC_E_MISMATCH));
+    }
+}
+
 static void
 stay_away(int rank, ranks_run *run)
 {
@@ -881,6 +907,7 @@ main(void)
     ranks_do(nan_wins_over_numbers, .world = 3);
     survivors_name_the_dead();
     different_collectives_are_noticed(false);
+    reasons_are_compared(false);
     the_deadline_names_the_missing();
     an_abort_reaches_the_others(false);
     disagreement_breaks_nothing();
@@ -904,6 +931,7 @@ main(void)
     /* Threads last: forking after them is not safe. */
     collectives_equal_plain_loops(true);
     different_collectives_are_noticed(true);
+    reasons_are_compared(true);
     an_abort_reaches_the_others(true);
     return test_result();
 }

@@ -931,7 +931,10 @@ meet(model *m)
     return FSDPC_OK;
 }
 
-/* Into a barrier, or, where the program has no such collective, into one of as many bytes as others. */
+static const char AFTER_AN_EVALUATION[] = "after an evaluation";
+
+/* Into a barrier, of the program's own or of another reason, or, where the program has no such collective, into one of as
+ * many bytes as others. */
 static int
 stray(const model *m)
 {
@@ -944,7 +947,7 @@ stray(const model *m)
     }
     float all[SIM_RANKS] = {0};
     if (collects || m->c->at % 2) {
-        return fsdpc_comm_barrier(m->comm, "stray");
+        return fsdpc_comm_barrier(m->comm, m->c->at / 2 % 2 ? AFTER_AN_EVALUATION : "stray");
     }
     FSDPC_TRY(fsdpc_comm_all_gather(m->comm, all, sizeof *all, "stray"));
     sim_violation("sums: rank %d gathers what no other rank has given", m->rank);
@@ -1028,7 +1031,7 @@ evaluate(model *m)
             FSDPC_TRY(forward(m, false, EVALUATION + k * BATCHES + i));
         }
         if (!m->gone && c->meets && !changes_early(m, k)) {
-            FSDPC_TRY(barrier(m, "after an evaluation"));
+            FSDPC_TRY(barrier(m, AFTER_AN_EVALUATION));
             m->done++;
         }
         if (!m->gone && changes_after(m, k)) {
