@@ -41,8 +41,9 @@ typedef struct shm_call {
     uint16_t dtype;
     uint32_t detail; /* root or reduction */
     uint64_t count;  /* bytes or elements */
-    uint64_t reason; /* a hash of `what` */
-    char what[40];   /* as much as there is room for */
+    uint64_t
+        reason; /* a hash of the first two words of `what`: a path may follow, which ranks may write differently */
+    char what[40]; /* as much as there is room for */
 } shm_call;
 
 typedef struct shm_call_line {
@@ -117,6 +118,16 @@ check_calls(const shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
+static uint64_t
+reason_of(const char *what)
+{
+    uint64_t hash = 0;
+    for (int words = 0; *what && (words += *what == ' ') < 2; what++) {
+        hash = (hash ^ (unsigned char)*what) * UINT64_C(0x100000001b3);
+    }
+    return hash;
+}
+
 /* In which half. */
 static int
 publish_call(shm_group *self, const shm_call *call, const char *what)
@@ -124,10 +135,7 @@ publish_call(shm_group *self, const shm_call *call, const char *what)
     const int half = (int)(self->round & 1);
     shm_call *own = &self->calls[self->base.rank].halves[half];
     *own = *call;
-    own->reason = 0;
-    for (const char *c = what; *c; c++) {
-        own->reason = (own->reason ^ (unsigned char)*c) * UINT64_C(0x100000001b3);
-    }
+    own->reason = reason_of(what);
     snprintf(own->what, sizeof own->what, "%s", what);
     return half;
 }
