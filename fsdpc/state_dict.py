@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 
 from fsdpc._comm.rendezvous import rendezvous
 from fsdpc._fsdp1 import args as _args
@@ -184,6 +185,8 @@ def _refuse_part(
 
 def _after_load(member: Any, incompatible: Any) -> None:
     member._state_form.after_load(member)
+    if member._unit is not None:  # whose memory the engine has written
+        increment_version(member._unit.shard_params)
     for names in (incompatible.missing_keys, incompatible.unexpected_keys):
         names[:] = [clean_fqn(name) for name in names]
     if member._load_errors is not None:

@@ -49,7 +49,7 @@ from fsdpc.optim._device import (
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._disk import Store as DiskStore
 from fsdpc.optim._host import Host, HostStore, all_in_host_memory
-from fsdpc.optim._places import Group, by_group, group_of, local_of, locals_of
+from fsdpc.optim._places import Group, by_group, by_ranks, local_of, locals_of
 from fsdpc.optim._statistics import MEASURES, Measured, Meter
 from fsdpc.optim._table import COPIES, GRADS, PARAMS, PATIENCE, Table, table_of
 
@@ -63,6 +63,7 @@ class Scaling(NamedTuple):
     clip: float = 1.0
     control: Control = Control()
     keeps_grads: bool = False  # the memory of gradients stays as it is
+    weight: float | None = None  # with which averages move in the pass; None: they do not
 
     @property
     def writes_grads(self) -> bool:
@@ -151,7 +152,6 @@ class FusedOptimizer(Optimizer):
     _where: int | None = None  # the GPU of slices, which belong to no unit
     _meter: Meter | None = None
     _fsdpc_average: Any = None  # the Average of the parameters
-    _weight: float | None = None  # with which averages of the group under way move; None: not here
 
     def _open(self, given: dict[str, Any], **more: Any) -> None:
         """Construct from a constructor's arguments, its ``locals()``: those that are not
@@ -360,7 +360,7 @@ class FusedOptimizer(Optimizer):
     def _step_resident(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         """Step parameters whose states are not offloaded: those with a master, by that."""
         if self._store is None or not self._store.masters:
-            self._weight = self._weight_of(group)
+            scaling = scaling._replace(weight=self._weight_of(group))
             self._step_group(group, found, scaling)
             return
         pairs = [
@@ -543,18 +543,16 @@ class FusedOptimizer(Optimizer):
         """Exchange what ranks must know of each other; called on every rank in every step."""
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        states = [self.state[param] for param in found.params]
-        names = self._names(group)
-        self._run(
-            self._kind,
-            self._rule(group, scaling),
-            scaling.control,
-            found.params,
-            found.values,
-            found.grads,
-            tuple(locals_of([state[name] for state in states]) for name in names),
-            [state["step"] for state in states],
+        steps = self._counters(group, found.params)
+        states = tuple(
+            locals_of([self.state[param][name] for param in found.params])
+            for name in self._names(group)
         )
+        self._run(self._kind, self._rule(group, scaling), scaling, found, states, steps)
+
+    def _counters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
+        """The numbers of steps done."""
+        return [self.state[param]["step"] for param in params]
 
     def _lend(
         self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
@@ -602,16 +600,15 @@ class FusedOptimizer(Optimizer):
         self,
         kind: Any,
         rule: Rule,
-        control: Control,
-        params: Sequence[Tensor],
-        values: list[Tensor],
-        grads: list[Tensor],
+        scaling: Scaling,
+        found: Members,
         states: tuple[list[Tensor], ...],
         steps: list[Tensor],
         places: tuple[tuple[int, int, int], ...] | None = None,
         edges: np.ndarray | None = None,
     ) -> None:
-        """``_C.optim_step`` where the tensors are; ``params`` are those that they belong to."""
+        """``_C.optim_step`` where the tensors are."""
+        params, values, grads, _ = found
         wheres = self._ordinals(params)
         for where in dict.fromkeys(wheres):
             own = [i for i, each in enumerate(wheres) if each == where]
@@ -628,9 +625,9 @@ class FusedOptimizer(Optimizer):
             )
             part = edges if edges is None or len(own) == len(params) else edges[own]
             if where is not None:
-                step_on(where, kind, tuple(rule), control, *arguments, part)
+                step_on(where, kind, tuple(rule), scaling.control, *arguments, part)
             else:
-                self._run_on_host(kind, rule, of(params), arguments, part)
+                self._run_on_host(kind, rule, scaling.weight, of(params), arguments, part)
             if part is not edges and edges is not None and part is not None:
                 edges[own] = part
 
@@ -638,16 +635,16 @@ class FusedOptimizer(Optimizer):
         self,
         kind: Any,
         rule: Rule,
+        weight: float | None,
         params: Sequence[Tensor],
         arguments: tuple[Any, ...],
         edges: np.ndarray | None,
     ) -> None:
-        steps = kind != "edges8"
-        meter = self._measured if steps else None
+        meter = self._measured if kind != "edges8" else None
         measures = None if meter is None else np.zeros((len(params), MEASURES))
         averages = None
-        if steps and self._weight is not None:
-            averages = (self._weight, self._fsdpc_average._within(params, arguments[0]))
+        if weight is not None:
+            averages = (weight, self._fsdpc_average._within(params, arguments[0]))
         _C.optim_step(
             kind,
             tuple(rule),
@@ -765,20 +762,13 @@ class FusedOptimizer(Optimizer):
 
     def _squares(self, members: list[Members]) -> list[tuple[list[Group], float]]:
         """Of this rank's gradients, by the groups of ranks that hold other elements. Local."""
-        of: dict[int, list[Group]] = {}
-        for group in self.param_groups:
-            for param in group["params"]:
-                of[id(param)] = group_of(param)
-        alone: list[Tensor] = []
-        shared: dict[tuple[int, ...], tuple[list[Group], list[Tensor]]] = {
-            tuple(g.identity for g in groups): (groups, []) for groups in of.values() if groups
-        }
-        for found in members:
-            for param, grad in zip(found.params, found.grads, strict=True):
-                groups = of[id(param)]
-                (shared[tuple(g.identity for g in groups)][1] if groups else alone).append(grad)
-        every = [([], alone), *shared.values()]
-        return [(groups, sum_squares(grads)) for groups, grads in every]
+        pairs = (zip(found.params, found.grads, strict=True) for found in members)
+        grads = {id(param): grad for each in pairs for param, grad in each}
+        params = (param for group in self.param_groups for param in group["params"])
+        return [
+            (groups, sum_squares([grads[id(param)] for param in own if id(param) in grads]))
+            for groups, own in by_ranks(params)
+        ]
 
     # --- states ----------------------------------------------------------------------------------
 
@@ -930,18 +920,9 @@ def _over_ranks(parts: list[tuple[list[Group], float]]) -> float:
     total = 0.0
     for groups, part in parts:
         for group in by_group(groups):
-            part = sum_over(group, part)
+            part = reduce_over_ranks(group, part, "sum", "norm of gradients")
         total += part
     return total
-
-
-def sum_over(group: Group, part: float) -> float:
-    """Sum over the ranks of a group. Collective."""
-    if group.comm is not None:
-        return reduce_over_ranks(group.comm, part, "sum", "norm of gradients")
-    values = np.array([part], dtype=np.float64)
-    group.all_reduce(values, "sum", "norm of gradients")
-    return float(values[0])
 
 
 def check_number(value: Any, what: str, low: float = 0.0, below: float = math.inf) -> None:

@@ -27,7 +27,7 @@ from fsdpc.optim._chunks import Store as Chunked
 from fsdpc.optim._chunks import Wishes
 from fsdpc.optim._device import refuse_disk
 
-ROOM = 1 << 22  # bytes by which the file grows at least for states that are mapped
+ROOM = 1 << 22  # bytes by which the file grows for mapped states of less than an eighth of that
 
 
 class DiskError(RuntimeError):
@@ -130,12 +130,14 @@ class Store(Chunked):
         if found is None or (found.values.dtype, found.values.shape) != (dtype, shape):
             count = shape.numel()
             size = -(-count * dtype.itemsize // PAGE) * PAGE
+            is_small = size < ROOM // 8
             memory, at, begin = self.room
-            if memory is None or at + size > len(memory):
+            if not is_small or memory is None or at + size > len(memory):
                 begin, at = self.end, 0
-                self.end += max(size, ROOM)
+                self.end += ROOM if is_small else size
                 memory = self._grow(begin, self.end)
-            self.room = memory, at + size, begin
+            if is_small:
+                self.room = memory, at + size, begin
             values = self._view(memory, dtype, count, at).view(shape)
             found = self.whole[param, name] = Mapped(values, memory, at, begin + at)
         return found.values

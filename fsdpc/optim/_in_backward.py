@@ -103,23 +103,29 @@ class _Inside:
 
     @torch.no_grad()
     def __call__(self, unit: Any) -> None:
-        name = unit.name or "(root)"
+        parts = self._parts_of(unit)
+        members = [self.optimizer._members(params) for params in parts]
+        try:
+            self._check(unit.name or "(root)")
+            if any(found.params for found in members):
+                self.stepped.add(unit.name or "(root)")
+                before_write()
+                self.optimizer._step_members(members, Scaling())
+        finally:  # a later backward would add to the gradients of one that was refused
+            for params in parts:
+                for param in params:
+                    param.grad = None
+
+    def _check(self, name: str) -> None:
+        """``RuntimeError``: no step of this unit may be taken now."""
         if name in self.stepped:
             raise RuntimeError(
                 f"unit {name} gets gradients of a second backward before optimizer.step(): an "
                 "optimizer that steps in backward cannot accumulate gradients. Call step() after "
                 "each backward"
             )
-        parts = self._parts_of(unit)
-        members = [self.optimizer._members(params) for params in parts]
-        if not any(found.params for found in members):
-            return
-        self.stepped.add(name)
-        before_write()
-        self.optimizer._step_members(members, Scaling())
-        for params in parts:
-            for param in params:
-                param.grad = None
+        if self.optimizer._fsdpc_average is not None:
+            self.optimizer._fsdpc_average.refuse_shown(f"a backward that steps unit {name}")
 
     def _parts_of(self, unit: Any) -> list[list[Tensor]]:
         groups = self.optimizer.param_groups

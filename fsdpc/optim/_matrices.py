@@ -16,7 +16,7 @@ from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._base import Members, Scaling, check_number
 from fsdpc.optim._owned import Piece
 from fsdpc.optim._places import ParamSpan, clean, names_of
-from fsdpc.optim._spanned import Stretch, part
+from fsdpc.optim._spanned import Stretch
 from fsdpc.optim._whole import WholeOptimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -223,16 +223,7 @@ class MatrixOptimizer(WholeOptimizer):
         own = {name: group[name] if of is None else of for name, of in given.items()}
         own["lr"] = float(group["lr"]) * group["adamw_factor"]
         rule = scaling.rule(own, *own["betas"][:2], own["eps"])
-        self._run(
-            "adam",
-            rule,
-            scaling.control,
-            [stretch.param for stretch in rest],
-            [stretch.value for stretch in rest],
-            [stretch.grad for stretch in rest],
-            tuple([part(self.state[s.param][name], s.span) for s in rest] for name in MOMENTS),
-            [self.state[stretch.param]["step"] for stretch in rest],
-        )
+        self._run_over("adam", rule, scaling, rest, self._states_of(rest, MOMENTS))
 
 
 def move(

@@ -293,6 +293,16 @@ def by_group(groups: Sequence[Group]) -> list[Group]:
     return list({group.identity: group for group in groups if group.world > 1}.values())
 
 
+def by_ranks(params: Iterable[Tensor]) -> list[tuple[list[Group], list[Tensor]]]:
+    """Parameters by their ``group_of``, those that this rank has alone first. Local."""
+    found: dict[tuple[int, ...], tuple[list[Group], list[Tensor]]] = {(): ([], [])}
+    for param in params:
+        groups = group_of(param)
+        key = tuple(group.identity for group in groups)
+        found.setdefault(key, (groups, []))[1].append(param)
+    return list(found.values())
+
+
 class SharedBlocks:
     """The blocks that ranks share, with a slot each; their values are combined in one collective
     per group. Every rank gives the same spans, with the lengths of their blocks, in one order.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fsdpc._engine.device import CPU
-from fsdpc.optim._base import FusedOptimizer
+from fsdpc.optim._base import FusedOptimizer, Members, Rule, Scaling
 from fsdpc.optim._chunks import AVERAGE, Ends, slice_of_place
 from fsdpc.optim._places import ParamSpan, Place, local_of, place_of
 
@@ -99,6 +99,30 @@ class SpannedOptimizer(FusedOptimizer):
                 key = self._key(param, span)
                 yield Stretch(param, span, key, part(value, span), part(grad, span))
 
+    def _states_of(
+        self, stretches: Sequence[Stretch], names: Sequence[str]
+    ) -> tuple[list[Tensor], ...]:
+        """Their elements of states of the parameters' shapes."""
+        return tuple([part(self.state[s.param][name], s.span) for s in stretches] for name in names)
+
+    def _run_over(
+        self,
+        kind: Any,
+        rule: Rule,
+        scaling: Scaling,
+        stretches: Sequence[Stretch],
+        states: tuple[list[Tensor], ...],
+        lengths: Sequence[int] | None = None,
+        edges: Any = None,
+    ) -> None:
+        """``_run`` of stretches. ``lengths``: of the blocks of each, where places matter."""
+        steps = [self.state[stretch.param]["step"] for stretch in stretches]
+        places = None
+        if lengths is not None:
+            pairs = zip(stretches, lengths, strict=True)
+            places = tuple((s.span.begin, s.key, length) for s, length in pairs)
+        self._run(kind, rule, scaling, members_of(stretches), states, steps, places, edges)
+
 
 class BlockOptimizer(SpannedOptimizer):
     """An optimizer whose states are not tensors of the parameter's shape. For checkpoints it has
@@ -163,6 +187,12 @@ class BlockOptimizer(SpannedOptimizer):
     def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
         """Of each span with elements here, the state tensors of ``span_forms``, 1-D."""
         raise NotImplementedError
+
+
+def members_of(stretches: Sequence[Stretch]) -> Members:
+    """Stretches as what a step takes."""
+    values, grads = [s.value for s in stretches], [s.grad for s in stretches]
+    return Members([s.param for s in stretches], values, grads, [])
 
 
 def part(value: Tensor, span: ParamSpan) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fsdpc._engine.writeback import owner_of
 from fsdpc.optim._device import ordinals_of
-from fsdpc.optim._places import Group, by_group, clean, group_of, names_of
+from fsdpc.optim._places import by_group, by_ranks, clean, names_of
 
 MEASURES = 6  # (sum of squares, largest magnitude) of gradients, weights, updates: optim.h
 
@@ -97,13 +97,9 @@ class Meter:
 
     def _reduce(self) -> None:
         """One sum and one maximum for the parameters that the same ranks share."""
-        shared: dict[tuple[int, ...], tuple[list[Group], list[np.ndarray]]] = {}
-        for param, row in self._rows.items():
-            groups = group_of(param)
-            key = tuple(group.identity for group in groups)
-            shared.setdefault(key, (groups, []))[1].append(row)
-        for groups, rows in shared.values():
-            every = np.stack(rows)
+        for groups, params in by_ranks(self._rows):
+            rows = [self._rows[param] for param in params]
+            every = np.array(rows).reshape(-1, MEASURES)
             sums, most = every[:, ::2].copy(), every[:, 1::2].copy()
             most[np.isnan(most)] = np.inf
             for group in by_group(groups):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from fsdpc import _C
 from fsdpc._engine.device import stand_in
 from fsdpc.optim._chunks import AVERAGE
-from fsdpc.optim._places import Group, group_of
+from fsdpc.optim._places import Group, by_ranks
 
 # After more tables in a row than this, none of which held for a step, only each eighth step makes
 # one.
@@ -88,16 +88,14 @@ def table_of(optimizer: Any) -> Table | None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     if not all(p.is_cpu and type(p.grad) in (NoneType, Tensor, DTensor) for p in params):
         return None
-    parts: dict[tuple[int, ...], tuple[int, list[Group]]] = {(): (0, [])}
+    parts = by_ranks(params)
+    part_of = {param: part for part, (_, own) in enumerate(parts) for param in own}
     places = []
     for param in params:
         place = optimizer._table_place(param)
         if place is None:
             return None
-        groups = group_of(param)
-        key = tuple(group.identity for group in groups)
-        part, _ = parts.setdefault(key, (len(parts), groups))
-        places.append((*place, part))
+        places.append((*place, part_of[param]))
     copies = optimizer._copies
     listed = None if copies is None else [copies.get(param) for param in params]
     groups = [
@@ -108,4 +106,4 @@ def table_of(optimizer: Any) -> Table | None:
         core = _C.optim_table(Tensor, DTensor, groups, optimizer.state, places, listed)
     except (TypeError, BufferError, NotImplementedError):  # the long way says what is wrong
         return None
-    return Table(optimizer, core, (params, listed), [groups for _, groups in parts.values()])
+    return Table(optimizer, core, (params, listed), [groups for groups, _ in parts])

@@ -336,27 +336,15 @@ class AdamMini(BlockOptimizer):
         beta1, beta2 = group["betas"]
         rule = scaling.rule(group, beta1, beta2, group["eps"], maximize=group["maximize"])
         stretches = list(self._stretches(found.params, found.values, found.grads))
-        states = [self.state[stretch.param] for stretch in stretches]
         sources = [self._source(stretch) for stretch in stretches]
         lengths = [self.block_length(source.param, source.span) for source in sources]
         self._step_means(sources, beta2, group["eps"], scaling)
-        self._run(
-            "mini",
-            rule,
-            scaling.control,
-            [stretch.param for stretch in stretches],
-            [stretch.value for stretch in stretches],
-            [stretch.grad for stretch in stretches],
-            (
-                [part(s["exp_avg"], p.span) for s, p in zip(states, stretches, strict=True)],
-                [
-                    self._denominators_of(p.span, source.span, length)
-                    for p, source, length in zip(stretches, sources, lengths, strict=True)
-                ],
-            ),
-            [state["step"] for state in states],
-            tuple((p.span.begin, p.key, n) for p, n in zip(stretches, lengths, strict=True)),
-        )
+        denominators = [
+            self._denominators_of(p.span, source.span, length)
+            for p, source, length in zip(stretches, sources, lengths, strict=True)
+        ]
+        states = *self._states_of(stretches, ["exp_avg"]), denominators
+        self._run_over("mini", rule, scaling, stretches, states, lengths)
 
     def _source(self, stretch: Stretch) -> Source:
         found = (self._sources or {}).get(id(stretch.span))

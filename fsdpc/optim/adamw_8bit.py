@@ -17,7 +17,7 @@ from fsdpc.optim._chunks import Ends, worker_of
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import ParamSpan, SharedBlocks
-from fsdpc.optim._spanned import BlockOptimizer, Stretch, part
+from fsdpc.optim._spanned import BlockOptimizer, Stretch, members_of, part
 from fsdpc.optim.adam import AdamW
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -372,16 +372,9 @@ class AdamW8bit(BlockOptimizer, AdamW):
             step.clone() if id(stretch.param) in wide else step
             for step, stretch in zip(steps, stretches, strict=True)
         ]
-        self._run(
-            "adam",
-            self._rule(group, scaling),
-            scaling.control,
-            [stretch.param for stretch in stretches],
-            [stretch.value for stretch in stretches],
-            [stretch.grad for stretch in stretches],
-            ([values[0] for values in held], [values[1] for values in held]),
-            steps,
-        )
+        states = [values[0] for values in held], [values[1] for values in held]
+        rule = self._rule(group, scaling)
+        self._run("adam", rule, scaling, members_of(stretches), states, steps)
 
     def _call(
         self,
@@ -394,23 +387,10 @@ class AdamW8bit(BlockOptimizer, AdamW):
         held = [self._held(stretch) for stretch in stretches]
         if not stretches:
             return
-        self._run(
-            kind,
-            self._rule(group, scaling),
-            scaling.control,
-            [stretch.param for stretch in stretches],
-            [stretch.value for stretch in stretches],
-            [stretch.grad for stretch in stretches],
-            (
-                [h["codes"][0] for h in held],
-                [h["codes"][1] for h in held],
-                [h["scales"][0] for h in held],
-                [h["scales"][1] for h in held],
-            ),
-            [self.state[stretch.param]["step"] for stretch in stretches],
-            tuple((stretch.span.begin, stretch.key, 1) for stretch in stretches),
-            edges,
-        )
+        pairs = [("codes", 0), ("codes", 1), ("scales", 0), ("scales", 1)]
+        states = tuple([each[name][which] for each in held] for name, which in pairs)
+        ones = [1] * len(stretches)
+        self._run_over(kind, self._rule(group, scaling), scaling, stretches, states, ones, edges)
 
 
 def _end_blocks(span: ParamSpan) -> tuple[tuple[int, int], tuple[int, int]]:

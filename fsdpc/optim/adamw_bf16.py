@@ -11,7 +11,7 @@ from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import ParamSpan, local_of
-from fsdpc.optim._spanned import SpannedOptimizer, part
+from fsdpc.optim._spanned import SpannedOptimizer
 from fsdpc.optim.adam import AdamW
 
 
@@ -95,18 +95,6 @@ class AdamWBF16(SpannedOptimizer, AdamW):
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
         stretches = list(self._stretches(found.params, found.values, found.grads))
-        states = [self.state[stretch.param] for stretch in stretches]
-        self._run(
-            "adam",
-            self._rule(group, scaling),
-            scaling.control,
-            [stretch.param for stretch in stretches],
-            [stretch.value for stretch in stretches],
-            [stretch.grad for stretch in stretches],
-            tuple(
-                [part(s[name], p.span) for s, p in zip(states, stretches, strict=True)]
-                for name in ("exp_avg", "exp_avg_sq")
-            ),
-            [state["step"] for state in states],
-            tuple((stretch.span.begin, stretch.key, 1) for stretch in stretches),
-        )
+        states = self._states_of(stretches, self._state_names)
+        ones = [1] * len(stretches)
+        self._run_over("adam", self._rule(group, scaling), scaling, stretches, states, ones)

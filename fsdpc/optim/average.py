@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from fsdpc._companions.lane import before_write
 from fsdpc._engine.compiled import hook
 from fsdpc._engine.interop import around
+from fsdpc._engine.writeback import gathered_of, owner_of
 from fsdpc._torch import calls_hooks, first_step_post_hook, foreach_lerp
 from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._places import local_of, locals_of
@@ -74,8 +75,8 @@ class Average:
         self.decay = decay
         self.every = every
         self.after = after
-        # Parameters that show averages, with their values; None: those are in the average's place.
-        self._in_model: dict[Tensor, Tensor | None] = {}
+        # Parameters that show averages: their values (None: in the average's place) and versions.
+        self._in_model: dict[Tensor, tuple[Tensor | None, list[int]]] = {}
         self._loading: Mapping[str, Any] | None = None
         # Of the step under way: parameters whose averages have moved, and weights of groups, by id.
         self._taken: set[int] = set()
@@ -119,24 +120,43 @@ class Average:
         parameter at a time; a narrow parameter's values are kept beside. Parameters without an
         average, and buffers, stay. Every rank must do it, between the same steps. Local.
 
-        ``RuntimeError``: inside a block for the same parameters; and inside the block for the
-        optimizer's ``step``, ``state_dict`` and ``load_state_dict``.
+        ``RuntimeError``: inside a block for the same parameters, and where the model has gathered
+        ones (between a forward and its backward, in ``summon_full_params``); inside the block for
+        the optimizer's ``step``, ``state_dict`` and ``load_state_dict``, and for a backward that
+        steps units; behind it, with the values back, if parameters were written inside (loaded, or
+        stepped by another optimizer; what ``summon_full_params`` writes back goes unseen).
         """
         own = set(model.parameters())
+        units = (owner_of(param) for param in self._averaged())
+        summoned = any(unit is not None and unit.summoned for unit in units)
+        if summoned or any(gathered_of(param) for param in own):
+            raise RuntimeError(
+                "Average.applied: the model has gathered parameters in place of its own, between a "
+                "forward and its backward or inside summon_full_params. Run the backward, call "
+                "model.reshard(), or leave the context first"
+            )
         chosen = [param for param in self._averaged() if param in own]
         if any(param in self._in_model for param in chosen):
             raise RuntimeError("Average.applied: the model has its averages already")
         before_write()
         shown: list[Tensor] = []
+        written = 0
         try:
             for param in chosen:
                 self._show(param)
                 shown.append(param)
             yield
+            written = sum(_versions(param) != self._in_model[param][1] for param in shown)
         finally:
             before_write()
             for param in reversed(shown):
                 self._hide(param)
+        if written:
+            raise RuntimeError(
+                f"{written} parameters were written inside Average.applied(), by a load or a step. "
+                "They have their values of before again, and what was written is now in the "
+                "averages, or lost where those are wider. Load model and optimizer again, outside"
+            )
 
     # --- taking values ---------------------------------------------------------------------------
 
@@ -233,18 +253,18 @@ class Average:
     @torch.no_grad()
     def _show(self, param: Tensor) -> None:
         value, average = locals_of([param, self.of(param)])
-        if value.dtype == average.dtype:
+        kept = None if value.dtype == average.dtype else value.clone()
+        if kept is None:
             _swap(value, average)
-            self._in_model[param] = None
         else:
-            self._in_model[param] = value.clone()
             value.copy_(average)
         self._written(param, value)
+        self._in_model[param] = kept, _versions(param)
 
     @torch.no_grad()
     def _hide(self, param: Tensor) -> None:
         value, average = locals_of([param, self.of(param)])
-        kept = self._in_model.pop(param)
+        kept, _ = self._in_model.pop(param)
         if kept is None:
             _swap(value, average)
         else:
@@ -328,6 +348,11 @@ def _copy(value: Tensor, like: Tensor | None = None) -> Tensor:
     own, target = local_of(value.detach()), local_of(like)
     made = own.to(target.device, wide(like.dtype), copy=True).contiguous()
     return around(made, like._spec) if isinstance(like, DTensor) else made
+
+
+def _versions(param: Tensor) -> list[int]:
+    """Counts of writes: of a DTensor, and of what it is over."""
+    return [param._version, local_of(param)._version]
 
 
 def _swap(one: Tensor, other: Tensor) -> None:

@@ -10,7 +10,6 @@ from fsdpc.optim._base import FusedOptimizer, Members, Rule, Scaling, step_count
 from fsdpc.optim._chunks import Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
-from fsdpc.optim._places import local_of
 
 
 class SGD(FusedOptimizer):
@@ -65,32 +64,10 @@ class SGD(FusedOptimizer):
             nesterov=group["nesterov"],
         )
 
-    def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        states: list[list[Tensor]] = []
-        steps = self._counters(found.params)
-        if group["momentum"] != 0:
-            buffers = []
-            for param in found.params:
-                state = self.state[param]
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = self._zeros(param, "momentum_buffer")
-                buffers.append(local_of(state["momentum_buffer"]))
-            states = [buffers]
-        self._run(
-            "sgd",
-            self._rule(group, scaling),
-            scaling.control,
-            found.params,
-            found.values,
-            found.grads,
-            tuple(states),
-            steps,
-        )
-
-    def _counters(self, params: list[Tensor]) -> list[Tensor]:
+    def _counters(self, group: dict[str, Any], params: list[Tensor]) -> list[Tensor]:
         """One counter per parameter: 0 while its momentum buffer has no value, else 1. On the host
         all parameters share two tensors. On a GPU a first step may be skipped, which only the GPU
-        knows, so each counter is kept there.
+        knows, so each counter is kept there. Makes the buffers.
         """
         on_host: dict[bool, Tensor] = {}
         counters = []
@@ -102,6 +79,9 @@ class SGD(FusedOptimizer):
             if has_buffer not in on_host:
                 on_host[has_buffer] = step_counter(param).fill_(float(has_buffer))
             counters.append(on_host[has_buffer])
+        for param in params if group["momentum"] != 0 else ():
+            if self.state[param].get("momentum_buffer") is None:
+                self.state[param]["momentum_buffer"] = self._zeros(param, "momentum_buffer")
         return counters
 
     def _counter_on_gpu(self, param: Tensor, has_buffer: bool) -> Tensor:

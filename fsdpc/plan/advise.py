@@ -93,12 +93,11 @@ def effects(
 def _switches(
     setup: Setup, extra: tuple[tuple[str, dict[str, object]], ...]
 ) -> Iterator[tuple[str, dict[str, object]]]:
-    offloads = optimizer(setup.optimizer).offloads
     stream = setup.transport == "stream"
     disk = {"disk": DISK_BUFFERS, "host": 0.0, "offload": setup.offload or stream}
     on_disk = ("CPU offload, states on a disk" if stream else "states on a disk", disk)
     for label, values in (*SWITCHES, on_disk, *extra):
-        if (values.get("host") or values.get("disk")) and not offloads:
+        if not optimizer(setup.optimizer).takes(values):
             continue
         if values.get("in_backward") and (setup.accumulation > 1 or setup.replicas > 1):
             continue
@@ -202,7 +201,7 @@ def suggest(
         names = ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *hybrid]
         means = (*own, *([name] if name != setup.optimizer else []))
         for strategy, (label, values) in itertools.product(names, _STATES):
-            if (values.get("host") or values.get("disk")) and not optimizer(name).offloads:
+            if not optimizer(name).takes(values):
                 continue
             base = replace(setup, world=world, optimizer=name, strategy=strategy, shard=0)
             base = replace(base, **values)  # type: ignore[arg-type]

@@ -27,7 +27,7 @@ from fsdpc.plan.cards import counted, size
 from fsdpc.plan.engine import EngineMemory, engine_memory, reshards, specs_of
 from fsdpc.plan.model import ITEM_BYTES, Model, Setup, Unit, check
 from fsdpc.plan.rows import ALWAYS, ENGINE, SHARDS, Key, Point, Row
-from fsdpc.plan.states import OF_MATRICES, Optimizer, optimizer
+from fsdpc.plan.states import OF_WHOLE, Optimizer, optimizer
 
 Build = Callable[[Setup], Model]
 
@@ -187,14 +187,13 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
         for storage, numel in trained_pieces(unit, setup):
             elements[storage] = elements.get(storage, 0) + numel
             largest = max(largest, numel * ITEM_BYTES[storage])
-    if setup.disk:
-        return _disk_rows(model, setup, kind)
     if setup.host and setup.transport == "stream" and not setup.offload:
         return _host_rows(model, setup, kind)
-    if kind.name in OF_MATRICES:
-        return _matrix_rows(model, setup, kind)
-    if kind.name == "adafactor":
-        return _factored_rows(model, setup, kind)
+    if kind.name in OF_WHOLE:
+        rows = (_factored_rows if kind.name == "adafactor" else _matrix_rows)(model, setup, kind)
+        return _mapped_rows(rows, setup) if setup.disk else rows
+    if setup.disk:
+        return _disk_rows(model, setup, kind)
     each = {s: kind.state_bytes(ITEM_BYTES[s]) for s in elements}
     where = "host" if setup.offloads else "device"
     rates = ", ".join(f"{rate:.4g} B per {s} element" for s, rate in each.items())
@@ -229,20 +228,16 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     sent = 2 if muon else 4  # bytes of an element that travels
     most = 0 if muon else _LARGEST_SIDE[kind.name]
     sizes = {p.matrix for unit in model.units for p in unit.params if p.trainable and p.matrix[0]}
-    for unit in model.units:
-        trained = [param for param in unit.params if param.trainable]
-        matrices = sum(param.numel for param in trained if param.matrix[0])
-        share = matrices / max(sum(param.numel for param in trained), 1)
-        for storage, numel in trained_pieces(unit, setup):
-            item = ITEM_BYTES[storage]
-            states += numel * (
-                2 * item * (1 - share) + share * (item if muon else 2 * max(item, 4))
-            )
-            moved += numel * share
-        for param in trained:
-            squares = sum(side**2 for side in param.matrix if side <= most)
-            stack = param.numel // max(param.matrix[0] * param.matrix[1], 1)
-            states += 2 * 4 * stack * squares / setup.shards
+    for param in (p for unit in model.units for p in unit.params if p.trainable):
+        item = ITEM_BYTES[param.dtype or setup.storage]
+        if not param.matrix[0]:
+            states += 2 * item * param.numel
+            continue
+        moved += param.numel / setup.shards
+        wide = max(item, 4)
+        stack = param.numel // max(param.matrix[0] * param.matrix[1], 1)
+        states += param.numel * (item if muon else 2 * wide)
+        states += 2 * wide * stack * sum(side**2 for side in param.matrix if side <= most)
     largest = max((rows * columns for rows, columns in sizes), default=0)
     # Newton-Schulz holds three tensors of the matrix's size and two products of its shorter side;
     # the other rules the gradient, three tensors of its size, and, in float64, what is decomposed.
@@ -256,7 +251,7 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     where = "host" if setup.offloads else "device"
     why = f"each step moves {size(round(sent * moved))} of matrices to their owners and back"
     return [
-        Row("optimizer states", round(states), ALWAYS, kind.source, where=where),
+        Row("optimizer states", round(states / setup.shards), ALWAYS, kind.source, where=where),
         Row(
             "update's temporaries",
             round(sent * (exchange + working)),
@@ -379,9 +374,7 @@ def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     """States in files."""
     wanted = tuple(e.wanted for each in _extents(model, setup, kind) for e in each)
-    chunk_bytes = chunk_bytes_of(setup.disk)
-    end, written = _placed(wanted, chunk_bytes, PAGE)
-    where = "host" if setup.offloads else "device"
+    end, written = _placed(wanted, chunk_bytes_of(setup.disk), PAGE)
     return [
         Row(
             "optimizer states",
@@ -391,15 +384,28 @@ def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             True,
             "disk",
         ),
-        Row(
-            "buffers of states",
-            BUFFERS * chunk_bytes,
-            ALWAYS,
-            f"{BUFFERS} buffers between that file and the step",
-            True,
-            where,
-        ),
+        _buffers_row(setup),
     ]
+
+
+def _mapped_rows(rows: list[Row], setup: Setup) -> list[Row]:
+    """Of an optimizer of whole matrices, with its states in files: those of matrices are stepped in
+    a mapping, in whole pages.
+    """
+    states, *others = rows
+    why = f"a file of each rank, all of which each step reads and writes; {states.why}"
+    return [replace(states, why=why, where="disk"), _buffers_row(setup), *others]
+
+
+def _buffers_row(setup: Setup) -> Row:
+    return Row(
+        "buffers of states",
+        BUFFERS * chunk_bytes_of(setup.disk),
+        ALWAYS,
+        f"{BUFFERS} buffers between that file and the step",
+        True,
+        "host" if setup.offloads else "device",
+    )
 
 
 def _other_rows(model: Model, setup: Setup) -> list[Row]:

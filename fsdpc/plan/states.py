@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-OF_MATRICES = ("muon", "soap", "shampoo")  # with AdamW for the rest
+OF_WHOLE = ("muon", "soap", "shampoo", "adafactor")  # matrices, with states at their owners
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,14 @@ class Optimizer:
 
     @property
     def offloads(self) -> bool:
-        """Whether the plan knows of its states elsewhere."""
+        """Whether its states pass through buffers, to host memory or a disk."""
         has_some = self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
-        return has_some and self.name not in OF_MATRICES
+        return has_some and self.name not in OF_WHOLE
+
+    def takes(self, changes: Mapping[str, object]) -> bool:
+        """Whether its states can be where these options of a setup put them."""
+        moves = changes.get("host") or changes.get("disk") and self.name not in OF_WHOLE
+        return self.offloads or not moves
 
     def parts(self, item: int) -> tuple[int, ...]:
         """Bytes per element of each state that ``fsdpc.optim`` offloads, but those of 8 bits.
@@ -51,7 +57,12 @@ class Optimizer:
         if self.name == "adamw-bf16":
             return (2, 2)
         if not self.offloads:
-            raise ValueError(f"{self.name} has no states that the plan offloads")
+            able = ", ".join(o.name for o in OPTIMIZERS.values() if o.offloads)
+            raise ValueError(
+                f"{self.name} has no states that pass through buffers, from host memory or a disk: "
+                "leave that option away, or keep parameters, gradients and states in host memory "
+                f"(--offload), or use one of {able}"
+            )
         return (item,) * self.moments
 
 

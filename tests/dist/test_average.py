@@ -356,6 +356,67 @@ def test_units_that_step_in_backward(rank, world):
         same(values_of(model), by_hand.values)
 
 
+@ranks(1, 2)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+def test_a_backward_that_steps_units_in_a_block(rank, world, door):
+    """Refused before anything is stepped, and training goes on as if there had been none."""
+    models = [by_door(door, toy()) for _ in range(2)]
+    optimizers = [optim.in_backward(model, MAKERS["AdamW"]) for model in models]
+    averages = [Average(optimizer, 0.5) for optimizer in optimizers]
+    for number in range(3):
+        if number:
+            with pytest.raises(RuntimeError, match=r"steps unit blocks.1 inside Average.applied"):
+                with averages[0].applied(models[0]):
+                    loss_of(models[0], tokens(rank, 9)).backward()
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, tokens(rank, number)).backward()
+            optimizer.step()
+    same(values_of(models[0]), values_of(models[1]))
+    with averages[0].applied(models[0]), averages[1].applied(models[1]):
+        same(values_of(models[0]), values_of(models[1]))
+
+
+@ranks(1, 2)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+def test_what_is_written_in_a_block_is_said(rank, world, door, tmp_path):
+    model, optimizer, average = trained(rank, door)
+    step(model, optimizer, rank, 0)
+    checkpoint.save(tmp_path / "saved", model)
+    values, zeros = values_of(model), {k: 0 * v for k, v in model.state_dict().items()}
+    for write in (
+        lambda: checkpoint.load(tmp_path / "saved", model),
+        lambda: model.load_state_dict(zeros),
+        torch.optim.SGD(model.parameters(), lr=1.0).step,
+    ):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        with pytest.raises(RuntimeError, match=r"written inside Average.applied\(\), by a load"):
+            with average.applied(model):
+                write()
+        same(values_of(model), values)
+
+
+@ranks(1, 2)
+def test_no_block_for_gathered_parameters(rank, world):
+    """The root of ``fully_shard`` behind a forward, and everything in ``summon_full_params``, would
+    keep their values.
+    """
+    match = "gathered parameters in place of its own"
+    for door in ("orig", "flat", "fully_shard"):
+        model, optimizer, average = trained(rank, door)
+        step(model, optimizer, rank, 0)
+        if door == "fully_shard":
+            loss = loss_of(model, tokens(rank, 1))
+            with pytest.raises(RuntimeError, match=match), average.applied(model):
+                pass
+            loss.backward()
+        else:
+            with fsdpc.FullyShardedDataParallel.summon_full_params(model):
+                with pytest.raises(RuntimeError, match=match), average.applied(model):
+                    pass
+        step(model, optimizer, rank, 1)
+
+
 @pytest.mark.parametrize("where", ["disk", "ram"])
 def test_states_that_are_offloaded(where, tmp_path):
     model = toy()

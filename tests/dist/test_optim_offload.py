@@ -21,7 +21,7 @@ from test_optim_steps import Model, alone, make, same, train
 from torch import nn
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.utils._pytree import tree_leaves
-from toys import Block, full_parameters, loss_of, tokens, toy, wrap
+from toys import Block, by_door, full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import _C, checkpoint, fully_shard, optim
@@ -122,6 +122,42 @@ def test_the_plan_equals_the_run(rank, world):
             beside = sum(value.nbytes for value in tree_leaves(held) if value is not None)
             assert line.actual == line.planned == sum(map(len, store.buffers)) + beside
             assert "of states on a disk" in line.note
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", ["orig", "fully_shard"])
+def test_the_plan_of_whole_matrices_equals_the_run(rank, world, door):
+    """Bytes of the states in all ranks' files, which have pages and room for small ones beside."""
+    cases = {
+        "muon": (optim.Muon, torch.bfloat16),
+        "soap": (optim.SOAP, torch.float32),
+        "shampoo": (optim.Shampoo, torch.bfloat16),
+        "adafactor": (optim.Adafactor, torch.float32),
+    }
+    for name, (kind, dtype) in cases.items():
+        plain = toy(width=64).to(dtype)
+        storage = str(dtype).removeprefix("torch.")
+        setup = check(Setup(world, storage=storage, optimizer=name, disk=SMALL, **CPU))
+        units = units_of(plain, ModuleWrapPolicy({Block}))
+        made = plan(Plain("toy", units), setup)
+        model = by_door(door, plain)
+        disk = optim.Disk(tempfile.mkdtemp(), SMALL)
+        optimizer = kind(model.named_parameters(), lr=0.1, offload=disk)
+        loss_of(model, tokens(rank, 0)).backward()
+        optimizer.step()
+        store = optimizer._store
+        kept = [v for each in store.held.values() for own in each for v in own.values()]
+        kept += [each.values for each in store.whole.values()]
+        placed, size = sum(v.nbytes for v in kept), _C.disk_info(store.disk)["bytes"]
+        assert placed <= size <= placed + len(kept) * _disk.PAGE + _disk.ROOM
+        shown = [v for s in optimizer.state.values() for k, v in s.items() if k != "step"]
+        assert placed == sum(getattr(v, "_local_tensor", v).nbytes for v in shown)
+        every = torch.tensor(float(placed))
+        dist.all_reduce(every)
+        [states] = [row for row in made.rows if row.role == "optimizer states"]
+        assert states.where == "disk", name
+        assert abs(states.bytes * world - int(every)) < world, name
+        assert made.row("buffers of states") == sum(map(len, store.buffers))
 
 
 # --- memory --------------------------------------------------------------------------------------

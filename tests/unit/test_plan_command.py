@@ -159,6 +159,8 @@ def test_suggestions_differ(capsys):
         (["gpt2", "--compress", "int8", "--offload-activations"], "use one of the two"),
         (["plan_models:gpt", "--offload-activations"], "by formula"),
         (["gpt2", "--offload-states", "0.5", "--optimizer", "adamw4bit"], "has no states"),
+        (["gpt2", "--offload-states", "0.5", "--optimizer", "muon"], "host memory (--offload)"),
+        (["gpt2", "--cpu", "--disk", "96", "--optimizer", "sgd"], "or use one of adamw, "),
         (["gpt2", "--offload-states", "50"], "from 0 to 1"),
         (["gpt2", "--offload-states", "0.5", "--disk", "96", "--offload"], "one of host and disk"),
         (["plan_models:gpt", "--cpu", "--compress", "int8"], "by formula"),
@@ -231,10 +233,11 @@ def test_nothing_helps_where_one_unit_is_too_large(capsys):
 
 
 def test_every_optimizer_is_explained(capsys):
-    """Only states that fsdpc.optim offloads are offered to host memory."""
+    """Only states that fsdpc.optim offloads are offered to host memory, and to a disk."""
     for name, kind in states.OPTIMIZERS.items():
         code, seen = output(capsys, "gpt2", "--gpu", "h100", "--explain", "--optimizer", name)
         assert code == 0 and ("states in host memory" in seen.out) == kind.offloads, name
+        assert ("states on a disk" in seen.out) == kind.takes({"disk": 1}), name
 
 
 @pytest.mark.long
