@@ -139,8 +139,6 @@ pytest-version: build
 # Each imports torch and all tests, so there are four at most. PYTEST_JOBS= runs the tests one after the other.
 PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 3 ? n + 1 : 4))) \
     --dist loadfile --no-loadscope-reorder
-# Items of one file share their ranks (tests/dist/harness.py).
-pytest: export FSDPC_TEST_SHARED ?= 1
 pytest: build simlibs $(STAMPS)/clients
 	$(call say,Python tests)
 	@$(PY) -m pytest -q $(PYTEST_JOBS) --combinations $(COMBINATIONS) -m "not long" \

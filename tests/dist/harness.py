@@ -3,10 +3,10 @@
 One process per pytest run, the root, has torch and fsdpc imported. Each process of pytest-xdist has
 a template process, which is forked from the root, imports test modules and forks the ranks of tests
 (a few milliseconds each), so that nothing a file does survives in the next one and no thread of
-pytest's own process is ever forked. With FSDPC_TEST_SHARED=1 items of a file that `@ranks` runs on
-as many ranks with the same environment share them, one after the other, each in a process group of
-its own: what a process does for the first time is a third of what items cost. New ranks follow on
-an item that raised, that left a function of its own in a module's place, or that is `alone`.
+pytest's own process is ever forked. Items of a file that `@ranks` runs on as many ranks with the
+same environment share them, one after the other, each in a process group of its own: what a process
+does for the first time is a third of what items cost. New ranks follow on an item that raised, that
+left a function of its own in a module's place, or that is `alone`.
 Each rank has one intra-op thread, a gloo process group over a file store, a short FSDPC_TIMEOUT,
 FSDPC_POISON=1 and its own log. The template watches the ranks: it collects their results, delivers
 the signals that tests ask for, prints every Python stack when the deadline passes, and leaves no
@@ -60,7 +60,6 @@ PEER_TIMEOUT_S = 30.0  # FSDPC_TIMEOUT of the ranks: below the deadline, so that
 GRACE_S = 5.0  # how long the other ranks may go on after the first one failed
 DUMP_S = 10.0  # how long a rank may take to begin to print its stacks before it is killed
 DUMPED_S = 0.3  # how long it may take to print the rest
-SHARED_VARIABLE = "FSDPC_TEST_SHARED"  # 1: items of @ranks share ranks
 TEMPLATE_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -121,8 +120,6 @@ def ranks(
     """
     import pytest
 
-    shared = not alone and os.environ.get(SHARED_VARIABLE) == "1"
-
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(function)
         kept = [p for name, p in signature.parameters.items() if name not in ("rank", "world")]
@@ -130,7 +127,7 @@ def ranks(
 
         def run(**arguments: Any) -> None:
             world = arguments.pop("world")
-            run_ranks(wrapper, world, timeout=timeout, env=env, shared=shared, **arguments)
+            run_ranks(wrapper, world, timeout=timeout, env=env, shared=not alone, **arguments)
 
         wrapper = functools.wraps(function)(run)
         del wrapper.__wrapped__  # pytest would look through it and ask for fixtures rank and world
@@ -165,21 +162,24 @@ def run_ranks(
     have no simulated GPU, whatever the option says. With `shared` ranks of an earlier call may run
     it, and a later call may have them.
     """
+    environment = {
+        "FSDPC_TIMEOUT": str(PEER_TIMEOUT_S),
+        "FSDPC_POISON": os.environ.get("FSDPC_POISON", "1"),
+        **(gpu_environment(function.__module__) if on_device else {}),
+        **(env or {}),
+        **host_environment(world, env or {}),
+    }
+    # A rank enters a host once. Sharing ranks of a real GPU has not been tried.
+    new = "MASTER_ADDR" in environment or os.environ.get("FSDPC_TEST_GPU") == "cuda"
     request = {
         "file": inspect.getfile(getattr(function, "rank_function", function)),
         "module": function.__module__,
         "function": function.__name__,
         "world": world,
         "timeout": timeout,
-        "env": {
-            "FSDPC_TIMEOUT": str(PEER_TIMEOUT_S),
-            "FSDPC_POISON": os.environ.get("FSDPC_POISON", "1"),
-            **(gpu_environment(function.__module__) if on_device else {}),
-            **(env or {}),
-            **host_environment(world, env or {}),
-        },
+        "env": environment,
         "faults": faults,
-        "shared": shared and not os.environ.get("FSDPC_TEST_GPU"),
+        "shared": shared and not new,
         "on_device": on_device,
         "path": list(sys.path),
         "arguments": pickle.dumps(arguments),

@@ -25,7 +25,6 @@ from optim_runs import (
 )
 from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, ShardingStrategy
-from torch.distributed.optim.named_optimizer import _NamedOptimizer
 from toys import Toy, loss_of, tokens, toy, wrap, wrap_blocks
 
 import fsdpc
@@ -105,6 +104,8 @@ def test_rekey(rank, world):
 @ranks(2)
 @both
 def test_named_optimizer(rank, world, use_orig_params):
+    from torch.distributed.optim.named_optimizer import _NamedOptimizer  # compiles for a while
+
     fsdpc.install()  # it asks torch's name for the state of its module
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     optim = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, None, model, lr=1e-2)

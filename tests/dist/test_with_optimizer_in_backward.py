@@ -14,7 +14,6 @@ import torch.distributed as dist
 from harness import ranks
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
-from torch.distributed.optim import _apply_optimizer_in_backward, _get_in_backward_optimizers
 from toys import (
     Block,
     Reference,
@@ -31,6 +30,13 @@ from toys import (
 
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 STEPS = 3
+LOADED_BY_RANKS = ["torch.distributed.optim"]  # it compiles for a while, once
+
+
+def apply_in_backward(*about):
+    from torch.distributed.optim import _apply_optimizer_in_backward
+
+    _apply_optimizer_in_backward(*about)
 
 
 @ranks(1, 2, 3)
@@ -43,6 +49,8 @@ STEPS = 3
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_optimizer_in_backward(rank, world, strategy, collectives, when):
     """AdamW steps inside backward, applied before or after wrapping; nobody else steps."""
+    from torch.distributed.optim import _get_in_backward_optimizers
+
     os.environ["FSDPC_COLLECTIVES"] = collectives
     settings = {"lr": 1e-2, "weight_decay": 0.1, "eps": 1e-3}
     model = toy()
@@ -50,10 +58,10 @@ def test_optimizer_in_backward(rank, world, strategy, collectives, when):
     reference = Reference(model, groups=groups)
     optimizer = torch.optim.AdamW(reference.master.parameters(), **settings)
     if when == "before":
-        _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), settings)
+        apply_in_backward(torch.optim.AdamW, model.parameters(), settings)
     model = wrap_blocks("fsdpc", model, use_orig_params=True, sharding_strategy=strategy)
     if when == "after":
-        _apply_optimizer_in_backward(torch.optim.AdamW, model.parameters(), settings)
+        apply_in_backward(torch.optim.AdamW, model.parameters(), settings)
     assert len(_get_in_backward_optimizers(model)) == len(list(model.parameters()))
     for step in range(STEPS):
         loss_of(model, tokens(rank, step)).backward()
@@ -78,7 +86,7 @@ def test_optimizer_in_backward_for_some_parameters(rank, world):
     model = wrap_blocks("fsdpc", model, use_orig_params=True)
     inside = [p for n, p in model.named_parameters() if "blocks" in n]
     outside = [p for n, p in model.named_parameters() if "blocks" not in n]
-    _apply_optimizer_in_backward(torch.optim.SGD, inside, {"lr": 0.1, "momentum": 0.9})
+    apply_in_backward(torch.optim.SGD, inside, {"lr": 0.1, "momentum": 0.9})
     optimizer = torch.optim.SGD(outside, lr=0.1, momentum=0.9)
     plain = torch.optim.SGD(reference.master.parameters(), lr=0.1, momentum=0.9)
     for step in range(STEPS):
@@ -219,7 +227,7 @@ def test_an_exception_in_a_hook(rank, world):
 @ranks(2)
 def test_hooks_that_will_not_be_called_are_reported(rank, world):
     model = toy()
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    apply_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     with pytest.raises(RuntimeError, match="norm.weight.*blocks.0.*use_orig_params=True"):
         wrap_blocks("fsdpc", model)
     model = toy()
@@ -241,7 +249,7 @@ def test_optimizer_in_backward_on_a_flat_parameter(rank, world):
     model = toy()
     reference = Reference(model)
     model = wrap_blocks("fsdpc", model)
-    _apply_optimizer_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
+    apply_in_backward(torch.optim.SGD, model.parameters(), {"lr": 0.1})
     plain = torch.optim.SGD(reference.master.parameters(), lr=0.1)
     for step in range(STEPS):
         loss_of(model, tokens(rank, step)).backward()

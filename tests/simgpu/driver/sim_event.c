@@ -5,7 +5,6 @@
 #include "sim.h"
 
 struct CUevent_st {
-    bool live;
     sim_dep at; /* time 0: never recorded, which counts as done */
     uint64_t clock[SIM_ACTORS];
     sim_captured captured;
@@ -13,16 +12,23 @@ struct CUevent_st {
 };
 
 static struct CUevent_st *events;
+static struct CUevent_st *destroyed; /* apart: each call looks through the others */
+
+/* The link to an event, or to nothing. */
+static struct CUevent_st **
+link_to(CUevent event)
+{
+    struct CUevent_st **link = &events;
+    while (*link && *link != event) {
+        link = &(*link)->next;
+    }
+    return link;
+}
 
 static bool
 is_live(CUevent event)
 {
-    for (struct CUevent_st *e = events; e; e = e->next) {
-        if (e == event) {
-            return e->live;
-        }
-    }
-    return false;
+    return *link_to(event) != NULL;
 }
 
 SIM_EXPORT CUresult
@@ -31,7 +37,6 @@ cuEventCreate(CUevent *event, unsigned flags)
     SIM_ENTER(cuEventCreate, true);
     SIM_REFUSE(!event || flags > 7, CUDA_ERROR_INVALID_VALUE);
     *event = sim_alloc(1, sizeof **event);
-    (*event)->live = true;
     (*event)->next = events;
     events = *event;
     sim_counters.events_created++;
@@ -43,8 +48,11 @@ SIM_EXPORT CUresult
 cuEventDestroy(CUevent event)
 {
     SIM_ENTER(cuEventDestroy, true);
-    SIM_REFUSE(!is_live(event), CUDA_ERROR_INVALID_HANDLE);
-    event->live = false;
+    struct CUevent_st **link = link_to(event);
+    SIM_REFUSE(!*link, CUDA_ERROR_INVALID_HANDLE);
+    *link = event->next;
+    event->next = destroyed;
+    destroyed = event;
     return sim_leave(CUDA_SUCCESS);
 }
 
@@ -95,7 +103,7 @@ sim_event_leaks(char *text, size_t bytes)
 {
     int count = 0;
     for (struct CUevent_st *e = events; e; e = e->next) {
-        count += e->live;
+        count++;
     }
     if (count) {
         sim_list(text, bytes, 0, "events: %d\n", count);
@@ -103,12 +111,19 @@ sim_event_leaks(char *text, size_t bytes)
     return count;
 }
 
+static void
+free_all(struct CUevent_st **list)
+{
+    while (*list) {
+        struct CUevent_st *event = *list;
+        *list = event->next;
+        free(event);
+    }
+}
+
 void
 sim_events_reset(void)
 {
-    while (events) {
-        struct CUevent_st *event = events;
-        events = event->next;
-        free(event);
-    }
+    free_all(&events);
+    free_all(&destroyed);
 }
