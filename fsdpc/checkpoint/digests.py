@@ -61,7 +61,7 @@ def combine(
     crcs = np.concatenate([crcs for _, crcs in parts])
     order = np.lexsort((rows[:, 1], rows[:, 0]))
     rows, crcs = rows[order], crcs[order]
-    indices = [place.index for place in places]
+    indices = np.array([place.index for place in places], dtype=np.int64)
     low = np.searchsorted(rows[:, 0], indices)
     counts = np.searchsorted(rows[:, 0], indices, side="right") - low
     chosen = np.repeat(low - _before(counts), counts) + np.arange(counts.sum())

@@ -530,6 +530,20 @@ def test_urls_are_no_local_folders(tmp_path: Path, monkeypatch: Any, capsys: Any
     checkpoint.load(tmp_path / "s3:" / "x", model)
 
 
+def test_any_names_in_headers_and_indexes(tmp_path: Path):
+    """Both are written by hand: what JSON escapes, and other alphabets."""
+    names = ['with "quotes"', "back\\slash", "größe", "行\n", "\U0001f600"]
+    model = nn.ParameterDict({name: nn.Parameter(torch.randn(2, 3)) for name in names})
+    model["none"] = nn.Parameter(torch.empty(0))
+    for path, given in ((tmp_path / "some", model), (tmp_path / "no", nn.Module())):
+        checkpoint.save(path, given)
+        index = (path / "model.safetensors.index.json").read_text()
+        assert index == json.dumps(json.loads(index), indent=2) + "\n"
+        assert json.loads(index)["weight_map"].keys() == given.state_dict().keys()
+    (file,) = (tmp_path / "some").glob("*.safetensors")
+    torch.testing.assert_close(load_file(file), dict(model.state_dict()))
+
+
 def test_no_other_folder_is_overwritten(tmp_path: Path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "thesis.tex").write_text("")
