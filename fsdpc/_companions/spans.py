@@ -28,6 +28,11 @@ def whole_span(numel: int) -> np.ndarray:
     return table_of(0, 0, numel)
 
 
+def count_of(spans: np.ndarray) -> int:
+    """The number of elements."""
+    return int(spans[0, 2] if len(spans) == 1 else spans[:, 2].sum())  # one as a rule
+
+
 def moved_to(spans: np.ndarray, at: int) -> np.ndarray:
     """The same elements one behind the other from ``at`` on."""
     moved = spans.copy()

@@ -133,7 +133,8 @@ def let_load(module: nn.Module, param: nn.Parameter) -> None:
 
 def scales(param: Any) -> Iterator[tuple[str, Tensor]]:
     """The tensors of the state that depend on the weights, under bitsandbytes' names."""
-    return _scales(getattr(param, "__dict__", {}).get(_STATE))
+    state = getattr(param, "__dict__", {}).get(_STATE)
+    return iter(()) if state is None else _scales(state)
 
 
 def _scales(state: Any) -> Iterator[tuple[str, Tensor]]:

@@ -83,16 +83,16 @@ def adopt_values(unit: Any) -> None:
     for index, (param, _, _) in enumerate(unit.optim_params):
         if unit.foreign and unit.adopt_own(index):
             continue
-        view, now = unit.views[index], unit.local(param).detach()
+        view, now = unit.views[index], unit.local(param)
         same = now.data_ptr() == view.data_ptr() and now.shape == view.shape
         # share_memory_() moves the storage of all views; torch calls any GPU tensor shared.
-        if same and view.device.type == "cpu" and view.is_shared():
+        if same and view.device.type == "cpu" and view.untyped_storage().is_shared():
             raise _sharing(unit.name)
         # Module.to_empty() swaps a DTensor's fields for a new tensor's, which has no owner.
         known = owner_of(param) is unit or not unit.dtensors
         if now.is_meta or same and known and now.dtype == view.dtype and now.device == view.device:
             continue
-        _write(unit, index, now)
+        _write(unit, index, now.detach())
         unit.point_at_shard(index)
 
 
@@ -102,7 +102,8 @@ def adopt_objects(unit: Any, but: int = -1) -> None:
     """
     if unit.use_orig_params:
         for index, info in enumerate(unit.infos):
-            if index != but:
+            own = (module._parameters.get(name) is info.param for module, name in info.sites)
+            if index != but and not all(own):
                 _adopt_new(unit, index, info)
 
 

@@ -20,6 +20,8 @@ _WRAPPERS = frozenset({FSDP_WRAPPED, CHECKPOINT_WRAPPED})
 
 def clean_fqn(name: str) -> str:
     """``a._fsdp_wrapped_module.b`` -> ``a.b``; also removes activation wrappers' segments."""
+    if FSDP_WRAPPED not in name and CHECKPOINT_WRAPPED not in name:
+        return name
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -38,6 +40,8 @@ def cleaner(model: nn.Module) -> Callable[[str], str]:
         for prefix in inner_first:
             if name == prefix or name.startswith(f"{prefix}."):
                 name = prefix.removesuffix(_PARALLEL) + name[len(prefix) + 1 :]
+        if _COMPILED not in name:
+            return name
         return ".".join(part for part in name.split(".") if part != _COMPILED)
 
     return clean

@@ -33,8 +33,9 @@ def numbers_of(states: Iterable[tuple[Shape | None, Mapping[str, Shape | None]]]
     numbers, elements = set(), set()
     for shape, state in states:
         if shape:
-            numbers |= {name for name, of in state.items() if of == ()}
-            elements |= {name for name, of in state.items() if of}
+            for name, of in state.items():
+                if of is not None:
+                    (elements if of else numbers).add(name)
     return numbers | ({"step"} - elements)
 
 

@@ -61,7 +61,7 @@ def combine(
     crcs = np.concatenate([crcs for _, crcs in parts])
     order = np.lexsort((rows[:, 1], rows[:, 0]))
     rows, crcs = rows[order], crcs[order]
-    indices = [place.index for place in places]
+    indices = np.array([place.index for place in places], dtype=np.int64)
     low = np.searchsorted(rows[:, 0], indices)
     counts = np.searchsorted(rows[:, 0], indices, side="right") - low
     chosen = np.repeat(low - _before(counts), counts) + np.arange(counts.sum())
@@ -71,6 +71,8 @@ def combine(
     starts = np.flatnonzero(begins % block_bytes == 0)
     blocks = _combined(crcs, lengths, np.diff(starts, append=len(begins)))
     per_tensor = -(-nbytes // block_bytes)
+    if (per_tensor == 1).all():  # small tensors
+        return Digests(blocks, blocks, per_tensor)
     sizes = np.full(len(blocks), block_bytes, dtype=np.int64)
     ends, some = np.cumsum(per_tensor), per_tensor > 0
     sizes[ends[some] - 1] = (nbytes - block_bytes * (per_tensor - 1))[some]

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fsdpc import _C
-from fsdpc._companions.spans import NO_SPANS, clip
+from fsdpc._companions.spans import NO_SPANS, clip, count_of
 
 _CUT_BYTES = 1 << 20  # what replicas hold of a tensor is divided from this size on
 _PAGE = 4096
@@ -80,7 +80,7 @@ class Entry:
             return self.spans
         if self.first_writes and not reading:
             return self.spans if k == 0 else NO_SPANS
-        total = int(self.spans[:, 2].sum())
+        total = count_of(self.spans)
         if total * self.dtype.itemsize < _CUT_BYTES:
             return self.spans if index % n == k else NO_SPANS
         unit = _PAGE // self.dtype.itemsize
@@ -145,7 +145,7 @@ def flat_and_home(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | No
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as a 1-D tensor; a copy where it is not contiguous."""
-    plain = tensor.detach()
+    plain = tensor.detach() if tensor.requires_grad else tensor
     if plain.is_conj() or plain.is_neg():
         plain = plain.resolve_conj().resolve_neg()
     return plain.contiguous().view(-1)

@@ -5,10 +5,11 @@ nothing lives longer.
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -18,9 +19,9 @@ from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
 from fsdpc._engine.released import ReleasedParameter
-from fsdpc._fsdp1.collect import unit_modules
+from fsdpc._fsdp1.collect import is_unit_module
 from fsdpc._fsdp2.extension import is_opaque
-from fsdpc._fsdp2.state import states_below
+from fsdpc._fsdp2.state import states_of
 from fsdpc._states.groups import plain_options
 from fsdpc._torch import TensorGuards
 from fsdpc.checkpoint import torch_fsdp
@@ -40,7 +41,7 @@ class Forms:
     """
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self._places = list(map(Tensor.data_ptr, tensors))
+        self.addresses = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, len(tensors))
         self._tensors: list[Tensor] | None = tensors
         self._guards: Any = None
 
@@ -67,7 +68,9 @@ class Forms:
         kept, now = (self, other) if self._guards is not None else (other, self)
         if kept._guards is None or now._tensors is None:
             return False
-        return kept._places == now._places and kept._guards.check(*now._tensors)
+        if not np.array_equal(kept.addresses, now.addresses):
+            return False
+        return bool(kept._guards.check(*now._tensors))
 
 
 @dataclass
@@ -210,8 +213,9 @@ class Reading:
 def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     """None: it cannot be told whether the model changes. Local; shows sharded parameters."""
     modules = list(model.named_modules(remove_duplicate=False))
-    units = [each._unit for each in unit_modules(model)]
-    states = states_below(model)
+    different = dict.fromkeys(module for _, module in modules)
+    units = [each._unit for each in different if is_unit_module(each)]
+    states = dict.fromkeys(state for each in different for state in states_of(each))
     for state in states:
         state.reshard_now()
     inner = [each._unit for state in states for each in (state, *state._others)]
@@ -226,9 +230,9 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     same = list(map(id, found))  # equal numbers: one object under several names
     unlike = dict(zip(same, found, strict=True)).values()
     tensors = [t for t in unlike if t is not None and type(t) is not ReleasedParameter]
-    specs = [t._spec for t in tensors if isinstance(t, DTensor)]
-    local = [t._local_tensor if isinstance(t, DTensor) else t for t in tensors]
-    frozen = [tensor.requires_grad for tensor in tensors]
+    specs = list(map(attrgetter("_spec"), [t for t in tensors if isinstance(t, DTensor)]))
+    local = _locals_of(tensors)
+    frozen = list(map(attrgetter("requires_grad"), tensors))
     try:
         forms = Forms(local)
     except (RuntimeError, ValueError):
@@ -240,6 +244,15 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
     references = [weakref.ref(unit) for unit in bound]
     values = [list(options), references, names, same, specs, frozen, forms]
     return Stamp(values, tensors, local, bound)
+
+
+def _locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What this rank has of each."""
+    types = set(map(type, tensors))
+    wide = {kind for kind in types if issubclass(kind, DTensor)}
+    if wide == types:
+        return list(map(attrgetter("_local_tensor"), tensors))
+    return [t._local_tensor if type(t) in wide else t for t in tensors]  # type: ignore[attr-defined]
 
 
 # --- optimizers ----------------------------------------------------------------------------------
@@ -282,7 +295,7 @@ class StateReading:
             self._now = now = _stamp_of_states(optimizer, reading.params) if may_keep else None
             if kept is not None and now is not None:
                 if kept.model is self._model and kept.stamp == now.values:
-                    seen.value = _digests_of(kept.wholes, now.tensors)
+                    seen.value = _digests_of(kept.wholes, now)
         if not _agree(seen.values):
             kept = None
         self._old = kept
@@ -306,7 +319,7 @@ class StateReading:
         if self._now is not None and self._model is not None:
             held = {tensor.data_ptr() for tensor in self._now.tensors}
             in_them = all(
-                not len(e.memory) or e.memory.data_ptr() in held for e in self.state.entries
+                not e.memory.numel() or e.memory.data_ptr() in held for e in self.state.entries
             )
             if in_them and self._now.values[-1].let_go():
                 self._keep(made, self._now, self._model)
@@ -347,28 +360,27 @@ def _stamp_of_states(
     if hasattr(optimizer, "span_states"):
         return None
     numbers = {id(param): number for number, param in enumerate(params)}
-    groups = [[numbers.get(id(param)) for param in g["params"]] for g in optimizer.param_groups]
+    members = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    groups = [list(map(numbers.get, group)) for group in members]
     if any(None in group for group in groups):
         return None
     # By numbers: the hash of a tensor is a function in Python.
-    state_of = {id(param): state for param, state in optimizer.state.items()}
-    states = [state_of.get(id(params[number]), {}) for group in groups for number in group]
+    state_of = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
+    none: dict[str, Any] = {}
+    states = [state_of.get(number, none) for number in chain.from_iterable(members)]
     # Equal tuples of keys are one object: many new objects would start the garbage collector.
     known: dict[Any, int] = {}
-    keys = [known.setdefault((*state,), len(known)) for state in states]
-    values = [value for state in states for value in state.values()]
-    types = set(map(type, values))
-    wide = {kind for kind in types if issubclass(kind, DTensor)}
-    other = {kind for kind in types if not issubclass(kind, Tensor)}
+    keys = [known.setdefault(own, len(known)) for own in map(tuple, states)]
+    values = list(chain.from_iterable([state.values() for state in states]))
+    other = {kind for kind in set(map(type, values)) if not issubclass(kind, Tensor)}
     plain = [(type(value), value) for value in values if type(value) in other] if other else []
-    tensors = [value._local_tensor if type(value) in wide else value
-               for value in values if type(value) not in other]  # fmt: skip
+    shown = [value for value in values if type(value) not in other] if other else values
+    tensors = _locals_of(shown)
     if not all(kind in (int, float, bool, str, type(None)) for kind, _ in plain):
         return None
 
     def sites() -> Iterator[tuple[int, str]]:
-        members = (number for group in groups for number in group)
-        for number, state in zip(members, states, strict=True):
+        for number, state in zip(chain.from_iterable(groups), states, strict=True):
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     yield number, key
@@ -380,15 +392,13 @@ def _stamp_of_states(
     return _StateStamp([groups, keys, list(known), plain, forms], tensors, sites)
 
 
-def _digests_of(
-    wholes: Sequence[tuple[list[int], list[int]]], tensors: Sequence[Tensor]
-) -> np.ndarray:
+def _digests_of(wholes: Sequence[tuple[list[int], list[int]]], now: _StateStamp) -> np.ndarray:
     """Places, and digests: bytes, or the CRC of more than eight. Of two that differ and have one
     CRC (never ``step``) the first rank's is saved, and that they differ is not seen.
     """
     found = [np.empty((2, 0), np.int64)]
     for places, numbers in wholes:
-        rows = _rows_of([tensors[number] for number in numbers])
+        rows = _rows_of(now, numbers)
         if rows.shape[1] <= 8:
             digests = np.pad(rows, ((0, 0), (0, 8 - rows.shape[1]))).view(np.int64)[:, 0]
         else:
@@ -397,14 +407,17 @@ def _digests_of(
     return np.concatenate(found, axis=1)
 
 
-def _rows_of(tensors: Sequence[Tensor]) -> np.ndarray:
+def _rows_of(now: _StateStamp, numbers: Sequence[int]) -> np.ndarray:
     """The bytes of tensors of one form."""
-    first, count = tensors[0], len(tensors)
+    first, count = now.tensors[numbers[0]], len(numbers)
     if first.numel() == 1 and first.device.type == "cpu":  # `step`: stack() takes far longer
         nbytes = first.dtype.itemsize
-        raw = b"".join([ctypes.string_at(tensor.data_ptr(), nbytes) for tensor in tensors])
-        return np.frombuffer(raw, np.uint8).reshape(count, nbytes)
-    together = torch.stack(list(tensors)).view(-1)
+        rows = np.empty((count, nbytes), np.uint8)
+        targets = rows.ctypes.data + nbytes * np.arange(count)
+        sources = now.values[-1].addresses[numbers]
+        _C.ckpt_copy(np.stack([sources, targets, np.full(count, nbytes)], axis=1))
+        return rows
+    together = torch.stack([now.tensors[number] for number in numbers]).view(-1)
     return together.view(torch.uint8).cpu().numpy().reshape(count, -1)
 
 

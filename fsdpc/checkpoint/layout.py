@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ ELEMENT_BYTES = 16  # the widest dtype: ranges are cut at multiples of it
 _PAGE = 4096
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
+_text = json.encoder.encode_basestring
 
 
 @dataclass
@@ -43,18 +43,14 @@ class Place:
 
 @dataclass
 class File:
-    """One file of a set. ``header``: all bytes before the data."""
+    """One file of a set. ``header``: all bytes before the data; ``keys``: names as JSON."""
 
     name: str
     header: bytes
     nbytes: int
-    places: list[Place] = field(default_factory=list)
+    places: list[Place]
+    keys: list[str]
     frozen: bool = False  # see ``Entry``
-
-    @functools.cached_property
-    def keys(self) -> list[str]:
-        """The tensors' names as JSON."""
-        return [json.encoder.encode_basestring(place.name) for place in self.places]
 
 
 @dataclass
@@ -88,14 +84,16 @@ class Layout:
         """The index as Hugging Face's libraries write it."""
         places = [place for file in self.files for place in file.places]
         table = {place.name: file.name for file in self.files for place in file.places}
-        body = {
-            "metadata": {
-                "total_parameters": sum(math.prod(place.shape) for place in places),
-                "total_size": sum(place.nbytes for place in places),
-            },
-            "weight_map": dict(sorted(table.items())),
+        sizes = {
+            "total_parameters": sum(math.prod(place.shape) for place in places),
+            "total_size": sum(place.nbytes for place in places),
         }
-        return (json.dumps(body, indent=2) + "\n").encode()
+        # Python's encoder has indents in Python alone.
+        text = json.encoder.encode_basestring_ascii
+        lines = [f"    {text(name)}: {text(file)}" for name, file in sorted(table.items())]
+        body = json.dumps({"metadata": sizes}, indent=2).removesuffix("\n}")
+        weights = "{\n" + ",\n".join(lines) + "\n  }" if lines else "{}"
+        return f'{body},\n  "weight_map": {weights}\n}}\n'.encode()
 
 
 def file_dtype(entry: Entry, cast: torch.dtype | None) -> torch.dtype:
@@ -155,14 +153,15 @@ def _laid_out(
 def _file(name: str, places: list[Place], aliases: dict[str, str]) -> File:
     kept = {place.name for place in places}
     dropped = {alias: first for alias, first in sorted(aliases.items()) if first in kept}
-    form: dict[str, Any] = {"__metadata__": {"format": "pt", **dropped}}
-    for place in places:
-        form[place.name] = {
-            "dtype": name_of(place.dtype, place.name),
-            "shape": list(place.shape),
-            "data_offsets": [place.offset, place.offset + place.nbytes],
-        }
-    text = json.dumps(form, separators=(",", ":"), ensure_ascii=False).encode()
+    form = {"format": "pt", **dropped}
+    members = [f'"__metadata__":{json.dumps(form, separators=(",", ":"), ensure_ascii=False)}']
+    for place, key in zip(places, keys := list(map(_text, [p.name for p in places])), strict=True):
+        shape = ",".join(map(str, place.shape))
+        members.append(
+            f'{key}:{{"dtype":"{name_of(place.dtype, place.name)}","shape":[{shape}],'
+            f'"data_offsets":[{place.offset},{place.offset + place.nbytes}]}}'
+        )
+    text = f"{{{','.join(members)}}}".encode()
     start = -(-(_LENGTH_BYTES + len(text)) // _PAGE) * _PAGE
     if start > _MOST_HEADER_BYTES:
         raise ValueError(f"{name}: {len(places)} tensors do not fit into one header")
@@ -170,7 +169,7 @@ def _file(name: str, places: list[Place], aliases: dict[str, str]) -> File:
     data = sum(place.nbytes for place in places)
     for place in places:
         place.offset += start
-    return File(name, header, start + data, places)
+    return File(name, header, start + data, places, keys)
 
 
 def fingerprint(layouts: Sequence[Layout]) -> str:

@@ -68,7 +68,8 @@ def read_model(model: nn.Module, everyone: tuple[int, int]) -> Model:
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
     for name, param in model.named_parameters():
-        _refuse_meta(param, f"parameter {clean_fqn(name)}")
+        if param.is_meta:
+            _refuse_meta(param, f"parameter {clean_fqn(name)}")
     found = Model(everyone)
     if unit_modules(model):
         _add_units(found, model)

@@ -13,9 +13,10 @@ whole parameter, also where a flat parameter covers several.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from fsdpc import _C
-from fsdpc._companions.spans import begun, moved_to, touched, whole_span
+from fsdpc._companions.spans import NO_SPANS, begun, count_of, moved_to, touched, whole_span
 from fsdpc._engine.device import CPU
 from fsdpc._engine.interop import around
 from fsdpc._spans.span import Span
@@ -77,6 +78,11 @@ class StateRow:
     @property
     def names(self) -> list[str]:
         return [entry.name for entry, _ in self.covers]
+
+    @functools.cached_property
+    def shapes(self) -> dict[str, tuple[int, ...] | None]:
+        """Of the values."""
+        return {key: shape_of(value) for key, value in self.state.items()}
 
 
 def check_objects(optimizer: Any, scheduler: Any, method: str) -> Any:
@@ -138,10 +144,7 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
     groups = params_of(optimizer, model)
     with ranks.step("reading the optimizer's state") as step:
         states = [row for group in groups for member in group for row in _rows(optimizer, member)]
-        numbers = numbers_of(
-            (each.shape, {key: shape_of(value) for key, value in each.state.items()})
-            for each in states
-        )
+        numbers = numbers_of((each.shape, each.shapes) for each in states)
         step.value = _packed([_outline(each, numbers) for each in states])
     found = State()
     for group, members in zip(optimizer.param_groups, groups, strict=True):
@@ -154,14 +157,17 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
                 f"the optimizer has {len(everyone[0])} parameters on rank 0 but {len(received)} on "
                 f"rank {rank}"
             )
-    merged = [_merge(each, [received[i] for received in everyone]) for i, each in enumerate(states)]
+    alike: dict[tuple[int, int], bool] = {}
+    merged = [_merge(*row, alike) for row in zip(states, zip(*everyone, strict=True), strict=True)]
     order = {entry.name: place for place, entry in enumerate(model.entries)}
     rows: list[tuple[str, int, Entry]] = []
     for each, (outline, first) in zip(states, merged, strict=True):
+        for entry, _ in each.covers if outline else ():
+            kinds = found.kinds.setdefault(entry.name, {})
+            for key, (kind, *rest) in outline.items():
+                kinds[key] = _kind(kind, rest, entry)
         for key, (kind, *rest) in outline.items():
             value = each.state.get(key)
-            for entry, _ in each.covers:
-                found.kinds.setdefault(entry.name, {})[key] = _kind(kind, rest, entry)
             for entry, spans in each.covers if kind != "value" else ():
                 if kind == "cut":
                     made = _cut_entry((entry, spans), key, rest[0], _memory(value, rest[0]))
@@ -173,7 +179,7 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
                     made = _held_entry(entry, key, *rest, _memory(values, rest[0]))
                 else:
                     memory = _memory(value if ranks.rank == first else None, rest[0])
-                    spans, name = whole_span(len(memory)), state_name(entry.name, key)
+                    spans, name = whole_span(memory.numel()), state_name(entry.name, key)
                     made = Entry(name, tuple(rest[1]), rest[0], memory, spans)
                 rows.append((key, order[entry.name], made))
     found.entries = [entry for _, _, entry in sorted(rows, key=lambda row: row[:2])]
@@ -184,7 +190,9 @@ def _kind(kind: str, rest: list[Any], entry: Entry) -> Any:
     """The form of a kind in JSON."""
     if kind == "held":
         return "cut" if tuple(rest[1]) == tuple(entry.shape) else "whole"
-    return {"value": ["value", *rest], "blocks": ["blocks", *rest[1:]]}.get(kind, kind)
+    if kind == "value":
+        return ["value", *rest]
+    return ["blocks", *rest[1:]] if kind == "blocks" else kind
 
 
 def _rows(optimizer: torch.optim.Optimizer, member: OptimParam) -> list[StateRow]:
@@ -210,12 +218,12 @@ def _tensors(optimizer: torch.optim.Optimizer, member: OptimParam) -> dict[str, 
 
 
 def _local(value: Any) -> Any:
-    return value.to_local().detach() if isinstance(value, DTensor) else value
+    return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
     """This rank's elements, and kind, dtype and form of each value."""
-    count = sum(int(spans[:, 2].sum()) for _, spans in each.covers)
+    count = sum(count_of(spans) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
     for key, value in sorted(each.state.items()):
         if isinstance(value, Blocks):
@@ -227,14 +235,20 @@ def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any
         if not isinstance(value, Tensor):
             form[key] = ["value", value]
             continue
-        if is_cut(key, shape_of(value), each.shape, numbers):
+        shape = each.shapes[key]
+        if is_cut(key, shape, each.shape, numbers):
             if each.check_cut is not None:
                 each.check_cut(key)
             form[key] = ["cut", value.dtype]
         else:
-            raw = flat(value).view(torch.uint8).cpu().numpy()
-            form[key] = ["whole", value.dtype, tuple(value.shape), _C.ckpt_crc32c(raw)]
+            form[key] = ["whole", value.dtype, shape, _C.ckpt_crc32c(_raw(value))]
     return count, form
+
+
+def _raw(value: Tensor) -> bytes | np.ndarray:
+    if value.numel() == 1 and value.device.type == "cpu":  # `step`: views take far longer
+        return ctypes.string_at(value.data_ptr(), value.dtype.itemsize)
+    return flat(value).view(torch.uint8).cpu().numpy()
 
 
 def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
@@ -258,14 +272,21 @@ def _unpacked(received: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]
     return [(count, received["forms"][number]) for count, number in pairs]
 
 
-def _merge(each: StateRow, received: list[Any]) -> tuple[dict[str, list[Any]], int]:
-    """The parameter's outline, and the first rank that has it. ``CheckpointError``: they differ."""
+def _merge(
+    each: StateRow, received: Sequence[Any], alike: dict[tuple[int, int], bool]
+) -> tuple[dict[str, list[Any]], int]:
+    """The parameter's outline, and the first rank that has it. ``alike``: what of two forms, which
+    live, was found before. ``CheckpointError``: they differ.
+    """
     ranks = [rank for rank, (count, _) in enumerate(received) if count > 0] or [0]
     first = ranks[0]
     outline = received[first][1]
     for rank in ranks[1:]:
         other = received[rank][1]
-        if other == outline:
+        pair = id(outline), id(other)
+        if pair not in alike:
+            alike[pair] = other == outline
+        if alike[pair]:
             continue
         names = each.names
         shown = ", ".join(names[:_MOST_SHOWN]) + (", ..." if len(names) > _MOST_SHOWN else "")
@@ -285,7 +306,7 @@ def _cut_entry(
     covered: tuple[Entry, np.ndarray], key: str, dtype: torch.dtype, memory: Tensor
 ) -> Entry:
     entry, spans = covered
-    spans = spans if len(memory) else spans[:0]
+    spans = spans if memory.numel() else NO_SPANS
     name = state_name(entry.name, key)
     return Entry(name, entry.shape, dtype, memory, spans, entry.replica, entry.first_writes)
 
@@ -294,7 +315,7 @@ def _block_entry(
     covered: tuple[Entry, np.ndarray], key: str, dtype: torch.dtype, length: int, memory: Tensor
 ) -> Entry:
     entry, spans = covered
-    here, before = begun(spans if len(memory) else spans[:0], length)
+    here, before = begun(spans if memory.numel() else NO_SPANS, length)
     name, shape = state_name(entry.name, key), (-(-entry.numel // length),)
     return Entry(
         name, shape, dtype, memory, here, entry.replica, entry.first_writes, borrowed=before
@@ -305,13 +326,18 @@ def _held_entry(
     entry: Entry, key: str, dtype: torch.dtype, shape: tuple[int, ...], memory: Tensor
 ) -> Entry:
     """``memory``: all of it at the owner, nothing elsewhere."""
-    name, spans = state_name(entry.name, key), whole_span(len(memory))
+    name, spans = state_name(entry.name, key), whole_span(memory.numel())
     return Entry(name, shape, dtype, memory, spans, entry.replica, entry.first_writes)
 
 
 def _memory(value: Any, dtype: torch.dtype) -> Tensor:
     """Empty where this rank has no value."""
-    return flat(value) if isinstance(value, Tensor) else torch.empty(0, dtype=dtype, device="cpu")
+    return flat(value) if isinstance(value, Tensor) else _nothing(dtype)
+
+
+@functools.cache
+def _nothing(dtype: torch.dtype) -> Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu")
 
 
 # --- loading -------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def handles(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     """``(clean name of the wrapped module, wrapper, handle)`` of every unit of torch's class."""
     found = []
     for name, module in model.named_modules():
-        handle = getattr(module, "_handle", None)
+        handle = module.__dict__.get("_handle")
         if handle is not None and hasattr(getattr(handle, "flat_param", None), "_fqns"):
             found.append((clean_fqn(name), module, handle))
     return found

@@ -53,8 +53,7 @@ def planned_set(layout: Layout, entries: Sequence[Entry]) -> PlannedSet:
     steady = np.array([entry.steady for entry in entries], bool)
     tables = []
     for file in layout.files:
-        parts = [write_rows(place, entries[place.index]) for place in file.places]
-        rows = np.concatenate([np.empty((0, _COLUMNS), np.int64), *parts])
+        rows = _all_rows([(place, entries[place.index]) for place in file.places])
         rows = rows[np.argsort(rows[:, OFFSET], kind="stable")]
         tables.append(Table(rows, gpus[rows[:, INDEX]], steady[rows[:, INDEX]]))
     decoders = {i: entry.decoder for i, entry in enumerate(entries) if entry.decoder is not None}
@@ -107,6 +106,26 @@ def write_rows(place: Place, entry: Entry) -> np.ndarray:
     return rows_of(place, entry, entry.own(place.index), memory)
 
 
+def _all_rows(items: Sequence[tuple[Place, Entry]]) -> np.ndarray:
+    """The same of many, in any order."""
+    single, parts = [], []
+    for place, entry in items:
+        spans = entry.own(place.index)
+        if len(spans) == 1 and entry.decoder is None:  # nearly always: a unit's tensors on a rank
+            single.append(_row(place, entry, spans, entry.memory.data_ptr()))
+        else:
+            parts.append(write_rows(place, entry))
+    return np.concatenate([np.array(single, np.int64).reshape(-1, _COLUMNS), *parts])
+
+
+def _row(place: Place, entry: Entry, spans: np.ndarray, base: int) -> tuple[int, ...]:
+    begin, at, count = spans[0].tolist()
+    item = place.dtype.itemsize
+    first, types = begin * item, codes(entry.dtype, place.dtype)
+    address, offset = base + at * entry.dtype.itemsize, place.offset + first
+    return address, offset, count * item, first, *types, place.index
+
+
 def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = None) -> np.ndarray:
     """Ranges of spans of one tensor; ``memory``: 0 for none, default the entry's memory."""
     item, own = place.dtype.itemsize, entry.dtype.itemsize
@@ -115,10 +134,8 @@ def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = 
     if memory == 0:
         own, types = 0, (types[1], types[1])
     table = np.empty((len(spans), _COLUMNS), dtype=np.int64)
-    if len(spans) == 1:  # nearly always: a unit's tensors on a rank
-        begin, at, count = spans[0].tolist()
-        begin *= item
-        table[0] = base + at * own, place.offset + begin, count * item, begin, *types, place.index
+    if len(spans) == 1 and own:
+        table[0] = _row(place, entry, spans, base)
         return table
     table[:, MEMORY] = base + spans[:, 1] * own
     table[:, OFFSET] = place.offset + spans[:, 0] * item

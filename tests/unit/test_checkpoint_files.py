@@ -7,6 +7,7 @@ import copy
 import ctypes
 import enum
 import errno
+import gc
 import itertools
 import json
 import os
@@ -528,6 +529,37 @@ def test_urls_are_no_local_folders(tmp_path: Path, monkeypatch: Any, capsys: Any
     model = Net()
     checkpoint.save("./s3:/x", model)
     checkpoint.load(tmp_path / "s3:" / "x", model)
+
+
+def test_any_names_in_headers_and_indexes(tmp_path: Path):
+    """Both are written by hand: what JSON escapes, and other alphabets."""
+    names = ['with "quotes"', "back\\slash", "größe", "行\n", "\U0001f600"]
+    model = nn.ParameterDict({name: nn.Parameter(torch.randn(2, 3)) for name in names})
+    model["none"] = nn.Parameter(torch.empty(0))
+    for path, given in ((tmp_path / "some", model), (tmp_path / "no", nn.Module())):
+        checkpoint.save(path, given)
+        index = (path / "model.safetensors.index.json").read_text()
+        assert index == json.dumps(json.loads(index), indent=2) + "\n"
+        assert json.loads(index)["weight_map"].keys() == given.state_dict().keys()
+    (file,) = (tmp_path / "some").glob("*.safetensors")
+    torch.testing.assert_close(load_file(file), dict(model.state_dict()))
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_a_save_leaves_the_garbage_collector_as_it_was(
+    tmp_path: Path, monkeypatch: Any, collects: bool
+):
+    seen = []
+    monkeypatch.setattr(Net, "get_extra_state", lambda net: seen.append(gc.isenabled()) or {})
+    (gc.enable if collects else gc.disable)()
+    try:
+        checkpoint.save(tmp_path / "net", Net())
+        assert seen == [False] and gc.isenabled() is collects
+        with pytest.raises(checkpoint.CheckpointError, match="float8"):
+            checkpoint.save(tmp_path / "no", Net(), dtype=torch.float8_e5m2)
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
 
 
 def test_no_other_folder_is_overwritten(tmp_path: Path):
