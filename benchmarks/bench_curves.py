@@ -278,12 +278,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for name, found in results.items():
+    for number, (name, found) in enumerate(results.items()):
         smooth, mean = [], found["bits_per_byte"][0]
         for value in found["bits_per_byte"]:
             mean = 0.95 * mean + 0.05 * value
             smooth.append(mean)
-        axes.plot(range(len(smooth)), smooth, label=name, linewidth=1)
+        style = "-" if number < 10 else "--"  # as many colors as there are
+        axes.plot(range(len(smooth)), smooth, style, label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="bits per byte, running mean", ylim=(None, 5))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
