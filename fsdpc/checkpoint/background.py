@@ -7,6 +7,7 @@ at the memory's speed then.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import importlib
 import sys
 import threading
@@ -15,6 +16,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
+from fsdpc._comm.bootstrap import ON_UNCAUGHT
 from fsdpc.checkpoint import priority
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.layout import PlannedSet
@@ -163,6 +165,24 @@ def _wait_at_exit() -> None:
 
 importlib.import_module("concurrent.futures.thread")  # registers what is called after this
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
+
+
+def _finish_first(error: BaseException) -> None:
+    """An exception ends the program, which ends its communicators, also those of a save: the save
+    first. A second Ctrl-C gives it up.
+    """
+    for handle in [handle for handle in _running if not handle.done]:
+        what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        print(
+            f"fsdpc: {what}: the save of {handle.target} in the background is finished first",
+            file=sys.stderr,
+            flush=True,
+        )
+        with contextlib.suppress(KeyboardInterrupt):
+            handle._done.wait()
+
+
+ON_UNCAUGHT.append(_finish_first)
 
 
 @atexit.register

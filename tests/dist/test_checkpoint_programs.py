@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from toys import full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
 from fsdpc import checkpoint
-from fsdpc.checkpoint import loading
+from fsdpc.checkpoint import background, loading
 
 LOADED_BY_RANKS = ["torch._inductor.compile_fx"]  # the compiler, which each rank would import
 
@@ -120,6 +121,26 @@ def end_at_once(rank: int, world: int, path: str) -> None:
 def test_a_program_that_ends_behind_a_save_in_the_background(tmp_path: Path):
     """It was "cannot schedule new futures after interpreter shutdown", and no checkpoint."""
     run_ranks(end_at_once, 2, path=str(tmp_path / "a"))
+    checkpoint.load(tmp_path / "a", build("plain", toy(1)))
+
+
+def end_by_an_error(rank: int, world: int, path: str) -> None:
+    write = background.write_plan
+
+    def late(*arguments: Any, **more: Any) -> None:
+        time.sleep(0.2)
+        write(*arguments, **more)
+
+    background.write_plan = late
+    handle = checkpoint.save(path, build("fsdp2", toy()), async_=True)
+    if rank == 1:
+        sys.excepthook(ValueError, ValueError("boom"), None)
+    handle.wait()
+
+
+def test_an_error_that_ends_a_program_lets_a_save_in_the_background_end_first(tmp_path: Path):
+    """Peers heard of the error at once, on the communicator of the save, too: no checkpoint."""
+    run_ranks(end_by_an_error, 2, path=str(tmp_path / "a"))
     checkpoint.load(tmp_path / "a", build("plain", toy(1)))
 
 
