@@ -101,19 +101,30 @@ describe_call(const shm_call *call, char *text, size_t bytes)
 }
 
 static int
+compare_calls(const shm_group *self, int one, int other, int half, const char *what)
+{
+    const shm_call *first = &self->calls[one].halves[half];
+    const shm_call *second = &self->calls[other].halves[half];
+    if (same_call(first, second)) {
+        return FSDPC_OK;
+    }
+    char here[128], there[128];
+    describe_call(first, here, sizeof here);
+    describe_call(second, there, sizeof there);
+    int status = fsdpc_error(FSDPC_E_MISMATCH,
+                             "%s: the ranks call different collectives: rank %d %s, rank %d %s",
+                             what, one, here, other, there);
+    if ((first->op == CALL_AGREE) != (second->op == CALL_AGREE)) {
+        fsdpc_shm_abort(self->shm, fsdpc_error_text()); /* an agreement has a second barrier */
+    }
+    return status;
+}
+
+static int
 check_calls(const shm_group *self, int half, const char *what)
 {
-    const shm_call *first = &self->calls[0].halves[half];
     for (int rank = 1; rank < self->base.world; rank++) {
-        const shm_call *other = &self->calls[rank].halves[half];
-        if (!same_call(first, other)) {
-            char here[128], there[128];
-            describe_call(first, here, sizeof here);
-            describe_call(other, there, sizeof there);
-            return fsdpc_error(FSDPC_E_MISMATCH,
-                               "%s: the ranks call different collectives: rank 0 %s, rank %d %s",
-                               what, here, rank, there);
-        }
+        FSDPC_TRY(compare_calls(self, 0, rank, half, what));
     }
     return FSDPC_OK;
 }
@@ -128,16 +139,25 @@ reason_of(const char *what)
     return hash;
 }
 
-/* In which half. */
-static int
-publish_call(shm_group *self, const shm_call *call, const char *what)
+static void
+publish_call(shm_group *self, const shm_call *call, const char *what, int half)
 {
-    const int half = (int)(self->round & 1);
     shm_call *own = &self->calls[self->base.rank].halves[half];
     *own = *call;
     own->reason = reason_of(what);
     snprintf(own->what, sizeof own->what, "%s", what);
-    return half;
+}
+
+/* Of a barrier: where a rank has not come, the cause may be that the others stand in different calls. */
+static int
+explain(const shm_group *self, int half, int status, const char *what)
+{
+    for (int r = 0; status == FSDPC_E_TIMEOUT && r < self->base.world; r++) {
+        if (fsdpc_shm_came(self->shm, r)) {
+            FSDPC_TRY(compare_calls(self, self->base.rank, r, half, what));
+        }
+    }
+    return status;
 }
 
 /* A barrier that publishes `call` and this rank's stage, and checks that all ranks make the same
@@ -145,9 +165,10 @@ publish_call(shm_group *self, const shm_call *call, const char *what)
 static int
 join_round(shm_group *self, const shm_call *call, const char *what)
 {
-    const int half = publish_call(self, call, what);
+    const int half = (int)(self->round & 1);
     fsdpc_wait wait = {.op = what, .unit = ""};
-    FSDPC_TRY(fsdpc_shm_barrier(self->shm, &wait));
+    publish_call(self, call, what, half);
+    FSDPC_TRY(explain(self, half, fsdpc_shm_barrier(self->shm, &wait), what));
     FSDPC_TRY(check_calls(self, half, what));
     self->round++;
     return FSDPC_OK;
@@ -353,9 +374,15 @@ agree(fsdpc_comm *comm, const char *text, const char *what)
 {
     shm_group *self = group_of(comm);
     const shm_call call = {.op = CALL_AGREE};
-    const int half = publish_call(self, &call, what);
+    const int half = (int)(self->round & 1);
     fsdpc_wait wait = {.op = what, .unit = ""};
-    int status = fsdpc_shm_agree(self->shm, text, &wait);
+    publish_call(self, &call, what, half);
+    const int agreed = fsdpc_shm_agree(self->shm, text, &wait);
+    int status = explain(self, half, agreed, what);
+    if (status != agreed) {
+        fsdpc_comm_break(comm, status, fsdpc_error_text()); /* not a mismatch that all ranks find */
+        return status;
+    }
     if (status == FSDPC_OK || status == FSDPC_E_MISMATCH) {
         FSDPC_TRY(check_calls(self, half, what));
         self->round++;

@@ -123,8 +123,7 @@ open_shared(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
             FSDPC_TRY(fsdpc_exchange_veil(x, x->units[u]));
         }
     }
-    fsdpc_wait what = {.op = "set-up of the gather slots", .unit = ""};
-    return fsdpc_shm_barrier(x->shm, &what);
+    return fsdpc_comm_barrier(x->comm, "set-up of the gather slots");
 }
 
 static void

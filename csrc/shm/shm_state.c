@@ -181,3 +181,10 @@ fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank)
     uint32_t own = atomic_load(&shm->control->slots[shm->rank].barrier_seq);
     return (int32_t)(own - atomic_load(&shm->control->slots[rank].barrier_seq)) < 0;
 }
+
+bool
+fsdpc_shm_came(const fsdpc_shm *shm, int rank)
+{
+    const fsdpc_shm_slot *slots = shm->control->slots;
+    return atomic_load(&slots[rank].barrier_seq) == atomic_load(&slots[shm->rank].barrier_seq);
+}
