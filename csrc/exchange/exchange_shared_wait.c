@@ -13,7 +13,8 @@ static const int64_t slice_ns = 20000000;
  * so it is used when the wait has lasted for the patience without another rank computing, and after ten
  * times the patience in any case. Such a deadlock repeats in each step, so it lowers the patience; a wait
  * that ended by itself raises it. */
-static const int64_t patience_most_ns = 200000000, patience_least_ns = 1000000;
+int64_t fsdpc_shared_patience_ns = 200000000;
+static const int64_t patience_least_ns = 1000000;
 enum { SOONER = 4, IN_ANY_CASE = 10 };
 
 void
@@ -167,12 +168,13 @@ fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *w
 {
     if (wait->waiting) {
         int64_t patience = x->shared->patience_ns + x->shared->patience_ns / SOONER;
-        x->shared->patience_ns = patience < patience_most_ns ? patience : patience_most_ns;
+        x->shared->patience_ns =
+            patience < fsdpc_shared_patience_ns ? patience : fsdpc_shared_patience_ns;
     }
 }
 
 void
 fsdpc_shared_wait_open(fsdpc_exchange *x)
 {
-    x->shared->patience_ns = patience_most_ns;
+    x->shared->patience_ns = fsdpc_shared_patience_ns;
 }
