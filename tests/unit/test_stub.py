@@ -101,6 +101,8 @@ def test_the_kinds_of_steps():
     rule = (0.0,) * 7 + (False,) * 5 + (0,)
     with pytest.raises(ValueError, match="choose from") as whole:
         _C.optim_step("", rule, (), (), (), ())
+    with pytest.raises(TypeError, match=r"must be \(weight, averages\) or None, not str"):
+        _C.optim_step("adam", rule, (), (), ((), ()), (), averages="x")
     table = _C.optim_table(torch.Tensor, DTensor, [], {}, [], None)
     with pytest.raises(TypeError, match="the kinds of steps are") as tables:
         _C.optim_table_step(table, 0, "", rule, 1, None)

@@ -345,8 +345,13 @@ read_averages(struct request *request, PyObject *given)
                         "optim_step: averages are those of a step in host memory");
         return -1;
     }
-    if (!PyTuple_Check(given) ||
-        !PyArg_ParseTuple(given, "dO", &request->rule.average_weight, &averages)) {
+    if (!PyTuple_Check(given)) {
+        PyErr_Format(PyExc_TypeError,
+                     "optim_step: averages must be (weight, averages) or None, not %.100s",
+                     Py_TYPE(given)->tp_name);
+        return -1;
+    }
+    if (!PyArg_ParseTuple(given, "dO", &request->rule.average_weight, &averages)) {
         return -1;
     }
     request->rule.averages = true;
