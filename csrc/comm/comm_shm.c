@@ -34,16 +34,15 @@ enum shm_call_op {
     CALLS,
 };
 
-/* The call of a rank, compared in every round: ranks that call different collectives, or the same one for different
- * reasons, get an error instead of each other's bytes. */
+/* What a rank calls, compared in every round. Ranks that call different collectives, or one collective for different
+ * reasons (a barrier of a save, a barrier of a load), get an error instead of each other's bytes. */
 typedef struct shm_call {
     uint16_t op;
     uint16_t dtype;
     uint32_t detail; /* root or reduction */
     uint64_t count;  /* bytes or elements */
-    uint64_t
-        reason; /* a hash of the first two words of `what`: a path may follow, which ranks may write differently */
-    char what[40]; /* as much as there is room for */
+    uint64_t reason; /* reason_of(what) */
+    char what[40];   /* cut to fit, for error texts */
 } shm_call;
 
 typedef struct shm_call_line {
@@ -129,6 +128,7 @@ check_calls(const shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
+/* A hash of the first two words: ranks may write a path that follows them differently. */
 static uint64_t
 reason_of(const char *what)
 {
@@ -148,7 +148,8 @@ publish_call(shm_group *self, const shm_call *call, const char *what, int half)
     snprintf(own->what, sizeof own->what, "%s", what);
 }
 
-/* Of a barrier: where a rank has not come, the cause may be that the others stand in different calls. */
+/* `status` of a barrier. Behind a timeout the calls of the ranks that have come are compared: a mismatch among them is
+ * a better error than the name of the rank that is missing. */
 static int
 explain(const shm_group *self, int half, int status, const char *what)
 {
@@ -384,8 +385,8 @@ agree(fsdpc_comm *comm, const char *text, const char *what)
         return status;
     }
     if (status == FSDPC_OK || status == FSDPC_E_MISMATCH) {
+        self->round++; /* first: after a mismatch the group goes on, and a slow rank still reads this half */
         FSDPC_TRY(check_calls(self, half, what));
-        self->round++;
     }
     return status;
 }

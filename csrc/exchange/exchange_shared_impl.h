@@ -98,7 +98,8 @@ int fsdpc_shared_wait_step(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            enum fsdpc_shm_way way);
 void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
                            const fsdpc_unit *unit);
-/* At most, and at first. Tests of what no impatience may hide raise it. */
+/* The patience of a new exchange, which is also its upper limit. Tests that expect no private memory raise this limit,
+ * because a loaded machine may hold a rank up for longer. */
 extern int64_t fsdpc_shared_patience_ns;
 /* A wait for a slot, not yet ended, was successful: the patience grows. */
 void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *wait);

@@ -157,7 +157,7 @@ int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
 int fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what);
 /* True while `rank` is in a barrier that this rank has not entered: `rank` does nothing until then. */
 bool fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank);
-/* Behind a barrier that has failed here: `rank` had come to it. */
+/* For the barrier that has just failed on this rank: true if `rank` has entered that barrier. */
 bool fsdpc_shm_came(const fsdpc_shm *shm, int rank);
 /* Every rank passes a text (at most 64 KiB are compared by digest, the first 4 KiB are kept);
  * FSDPC_E_MISMATCH on every rank when they differ, quoting the first differing line of the lowest

@@ -51,7 +51,8 @@
  *
  * When the last rank begins to wait, the others sleep. The last rank wakes those with a fallback by the
  * segment's `bell`, the futex word of these sleeps, which every change increments as well.
- * tests/simcluster runs this file with ranks scheduled at random; a run fails where a rule is left out (planted faults).
+ * tests/simcluster schedules ranks at random. Its planted faults leave out each rule of this file in turn, and a run
+ * must then fail.
  */
 #include <time.h>
 #include <unistd.h>

@@ -168,8 +168,8 @@ threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 
 
 def _finish_first(error: BaseException) -> None:
-    """An exception ends the program, which ends its communicators, also those of a save: the save
-    first. A second Ctrl-C gives it up.
+    """Wait for running saves before the exception aborts all communicators, those of saves too.
+    Ctrl-C ends the wait.
     """
     for handle in [handle for handle in _running if not handle.done]:
         what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -88,7 +88,7 @@ class Layout:
             "total_parameters": sum(math.prod(place.shape) for place in places),
             "total_size": sum(place.nbytes for place in places),
         }
-        # Python's encoder has indents in Python alone.
+        # json.dumps with an indent uses the slow encoder, which is written in Python.
         text = json.encoder.encode_basestring_ascii
         lines = [f"    {text(name)}: {text(file)}" for name, file in sorted(table.items())]
         body = json.dumps({"metadata": sizes}, indent=2).removesuffix("\n}")

@@ -75,7 +75,8 @@ class Average:
         self.decay = decay
         self.every = every
         self.after = after
-        # Parameters that show averages: their values (None: in the average's place) and versions.
+        # For each parameter that shows its average: the parameter's own values (None: they are in
+        # the average's memory), and its counts of writes then.
         self._in_model: dict[Tensor, tuple[Tensor | None, list[int]]] = {}
         self._loading: Mapping[str, Any] | None = None
         # Of the step under way: parameters whose averages have moved, and weights of groups, by id.

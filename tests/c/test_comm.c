@@ -339,20 +339,34 @@ mean_something_else(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
+/* How many of the first two ranks say that the calls differ. Where a third rank is missing, a rank that a loaded machine
+ * holds up for longer than the deadline is only told that another one gave up. */
+static int
+count_mismatches(int option, bool threads)
+{
+    const bool missing = option >= 3;
+    ranks_run run = ranks_do(mean_something_else, .world = 2 + missing, .threads = threads,
+                             .option = option % 3, .timeout_s = missing ? 2 : 0);
+    int found = 0;
+    for (int rank = 0; rank < 2; rank++) {
+        const int status = run.results[rank].status;
+        found += status == FSDPC_E_MISMATCH;
+        CHECK(status == FSDPC_E_MISMATCH || status == FSDPC_E_PEER ||
+              (missing && status == FSDPC_E_TIMEOUT));
+        if (!missing || status == FSDPC_E_MISMATCH) {
+            check_result(&run, rank, status, "different collectives: rank");
+        }
+    }
+    return found;
+}
+
 static void
 reasons_are_compared(bool threads)
 {
     for (int option = 0; option < 6; option++) {
-        ranks_run run = ranks_do(mean_something_else, .world = 2 + option / 3, .threads = threads,
-                                 .option = option % 3, .timeout_s = option < 3 ? 0 : 0.4);
-        int found = 0;
-        for (int rank = 0; rank < 2; rank++) {
-            const int status = run.results[rank].status;
-            found += status == FSDPC_E_MISMATCH;
-            CHECK(status == FSDPC_E_MISMATCH || status == FSDPC_E_PEER);
-            if (option < 3 || status == FSDPC_E_MISMATCH) {
-                check_result(&run, rank, status, "different collectives: rank");
-            }
+        int found = count_mismatches(option, threads);
+        for (int again = 0; option >= 3 && found == 0 && again < 3; again++) {
+            found = count_mismatches(option, threads);
         }
         CHECK(found > 0);
     }

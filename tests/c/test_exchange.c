@@ -696,7 +696,7 @@ static const struct chosen {
 static void
 run_chosen(const struct chosen *c, int world, bool wire, bool threads)
 {
-    /* Without impatience: a loaded machine may hold a rank up. */
+    /* Longer than a loaded machine holds a rank up: patience that ends takes private memory. */
     fsdpc_shared_patience_ns =
         c->ranks == run_plain_steps ? TIMEOUT_S * INT64_C(1000000000) : 200000000;
     setup = c->setup;

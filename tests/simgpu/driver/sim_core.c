@@ -199,9 +199,9 @@ sim_forget_faults(void)
 static bool initialised;
 static bool forked; /* from a process that used the driver: here it is of no use any more */
 
-/* A fork takes the lock: while the helper thread of the parent worked, the child would find the lock taken for
- * ever, and the parent's waits in the condition variable. The unlock tells TSan; the owner is the parent's thread,
- * so only the new mutex is free. */
+/* The forking thread holds the lock, so that the parent's helper thread is not in the middle of its work. The child has
+ * no helper thread, and takes a new mutex and a new condition variable: the old mutex belongs to the parent's thread,
+ * and the old variable counts the parent's waits. The unlock is for TSan alone. */
 static void
 in_child(void)
 {
