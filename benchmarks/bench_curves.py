@@ -13,7 +13,10 @@ file has of the other cases, if the model, the batches, Python and torch are the
 
 With --codes the cases are those of QuantizedPolicy instead: AdamW, and weights and gradients in
 codes, to results/codes_curves.json. "0.1 % off" is the plain run from disturbed weights, which says
-how far two runs without codes end from each other.
+how far two runs without codes end from each other. --llama takes transformers' Llama of the same
+sizes, to results/codes_curves_llama.json:
+
+python benchmarks/bench_curves.py --codes --steps 2000 --batch 1 --seq 64 --json --llama
 
 With --worlds every rank computes the same batch in bfloat16, so sums of gradients are exact on any
 number of ranks, and the runs of the optimizers that store fewer bits must give equal weights.
@@ -130,7 +133,7 @@ def device_of(options: argparse.Namespace) -> torch.device:
 def model_of(options: argparse.Namespace, name: str, low: torch.dtype) -> nn.Module:
     """The model with its blocks as units; equal weights for every optimizer, but for rounding."""
     torch.manual_seed(0)
-    model = GPT(config_of(options)).to(OPTIMIZERS[name][1])
+    model = plain_model(options).to(OPTIMIZERS[name][1])
     return FullyShardedDataParallel(
         model,
         auto_wrap_policy=functools.partial(
@@ -142,14 +145,39 @@ def model_of(options: argparse.Namespace, name: str, low: torch.dtype) -> nn.Mod
     )
 
 
+class Llama(nn.Module):
+    """transformers' model, called as GPT is."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        super().__init__()
+        inner = 64 * round(config.width * 8 / 3 / 64)  # as many parameters as 4 widths without gates
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=config.vocab,
+                hidden_size=config.width,
+                intermediate_size=inner,
+                num_hidden_layers=config.layers,
+                num_attention_heads=config.heads,
+                max_position_embeddings=config.context,
+                use_cache=False,
+            )
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(input_ids=tokens).logits
+
+
 def coded_model(options: argparse.Namespace, name: str) -> nn.Module:
     """The same with fully_shard, whose blocks travel in these codes."""
     torch.manual_seed(0)
-    model = GPT(config_of(options)).to(device_of(options))
+    model = plain_model(options).to(device_of(options))
     for param in model.parameters() if name == OFF else ():
         param.data *= 1 + 1e-3 * torch.randn_like(param)
     policy = QuantizedPolicy(reduce_dtype=torch.float32, **CODES[name])
-    for module in (*(each for each in model.modules() if isinstance(each, Block)), model):
+    blocks = [m for m in model.modules() if type(m).__name__ in ("Block", "LlamaDecoderLayer")]
+    for module in (*blocks, model):
         fully_shard(module, mp_policy=policy)
     return model
 
@@ -194,9 +222,10 @@ def train(
     return model, [value / dist.get_world_size() * BITS for value in total.tolist()]
 
 
-def config_of(options: argparse.Namespace) -> GPTConfig:
-    """The model's sizes."""
-    return GPTConfig(options.layers, options.width, options.heads, options.seq)
+def plain_model(options: argparse.Namespace) -> nn.Module:
+    """The model before it is sharded."""
+    config = GPTConfig(options.layers, options.width, options.heads, options.seq)
+    return Llama(config) if options.llama else GPT(config)
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -211,7 +240,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     rng = torch.Generator().manual_seed(1)
     batches = [draw_batch(held, options.batch, options.seq, rng, place) for _ in range(16)]
     return {
-        "parameters": sum(p.numel() for p in GPT(config_of(options)).parameters()),
+        "parameters": sum(p.numel() for p in plain_model(options).parameters()),
         "bits_per_byte": losses,
         "last": statistics.mean(losses[-LAST:]),
         "validation": validate(model, batches) * BITS,
@@ -329,6 +358,7 @@ def main() -> None:
     )
     parser.add_argument("--only", default="", help="cases with this expression in their names")
     parser.add_argument("--codes", action="store_true", help="codes of what travels instead")
+    parser.add_argument("--llama", action="store_true", help="with --codes: that model")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--out", default="curves-out")
     parser.add_argument("--json", action="store_true")
@@ -336,6 +366,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worlds and options.codes:
         parser.error("--worlds compares optimizers, not codes")
+    if options.llama and not options.codes:
+        parser.error("--llama needs --codes")
     if options.worlds:
         names = [name for name in EQUAL if re.search(options.only, name)]
         runs = {world: run(world, options, names) for world in options.worlds}
@@ -348,6 +380,7 @@ def main() -> None:
     head = {"ranks": options.world}
     head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch", "device")}
     cases, file = (CODES, "codes_curves.json") if options.codes else (OPTIMIZERS, "curves.json")
+    file = "codes_curves_llama.json" if options.llama else file
     results = earlier(file, head, run_here) if options.only and options.json else {}
     for name in [name for name in cases if re.search(options.only, name)]:
         results[name] = {"run": run_here, **run(options.world, options, [name])[name]}
