@@ -165,12 +165,7 @@ def curves(options: argparse.Namespace) -> None:
 
 def picture(path: str) -> None:
     """Draw results/activations.json and activations_curves.json as one SVG."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fsdpc"  # equal results, equal file
-    from matplotlib import pyplot
-
+    pyplot = common.pyplot()
     cases = json.loads((common.RESULTS / "activations.json").read_text())["cases"]
     trained = json.loads((common.RESULTS / "activations_curves.json").read_text())["bits_per_byte"]
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")

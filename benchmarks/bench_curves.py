@@ -152,7 +152,7 @@ class Llama(nn.Module):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
-        inner = 64 * round(config.width * 8 / 3 / 64)  # as many parameters as 4 widths without gates
+        inner = 64 * round(config.width * 8 / 3 / 64)  # as many as 4 widths without gates
         self.model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=config.vocab,
@@ -300,12 +300,7 @@ def run(world: int, options: argparse.Namespace, names: list[str]) -> dict[str, 
 
 def draw(results: dict[str, Any], path: Path) -> None:
     """The curves as an SVG: running means of the training loss over the steps."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "fsdpc"  # equal results, equal file
-    from matplotlib import pyplot
-
+    pyplot = common.pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for number, (name, found) in enumerate(results.items()):
         smooth, mean = [], found["bits_per_byte"][0]
@@ -313,7 +308,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
             mean = 0.95 * mean + 0.05 * value
             smooth.append(mean)
         style = "-" if number < 10 else "--"  # as many colors as there are
-        axes.plot(range(len(smooth)), smooth, style, label=name, linewidth=1)
+        places = range(0, len(smooth), 1 + len(smooth) // 200)  # as many as a picture shows
+        axes.plot(places, [smooth[i] for i in places], style, label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="bits per byte, running mean", ylim=(None, 5))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)

@@ -132,6 +132,19 @@ def by_rows(content: Any, indent: int = 0) -> str:
     return f"{begin}\n" + ",\n".join(rows) + f"\n{' ' * indent}{end}"
 
 
+def pyplot() -> Any:
+    """matplotlib's, for SVG files that are equal for equal results, and short."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = "fsdpc"
+    matplotlib.rcParams["svg.fonttype"] = "none"  # words, not the outlines of letters
+    matplotlib.rcParams["path.simplify_threshold"] = 0.5
+    from matplotlib import pyplot
+
+    return pyplot
+
+
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Prints a table with the first column to the left and the others to the right."""
     lines = [list(map(str, head)), *(list(map(str, row)) for row in rows)]
