@@ -13,11 +13,46 @@
 #include "base/mem.h"
 #include "base/status.h"
 
+/* --- what ranks are called ------------------------------------------------------------------- */
+
+int
+fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text)
+{
+    char *copy = fsdpc_mem_calloc(1, strlen(text) + 1);
+    char *none = NULL;
+    if (!copy) {
+        return fsdpc_error(FSDPC_E_NOMEM, "no memory for a communicator");
+    }
+    strcpy(copy, text);
+    if (!atomic_compare_exchange_strong(&comm->numbers, &none, copy)) {
+        fsdpc_mem_free(copy);
+        return fsdpc_error(FSDPC_E_STATE, "the communicator's ranks have numbers already: %s",
+                           none);
+    }
+    return comm->twin ? fsdpc_comm_set_numbers(comm->twin, text) : FSDPC_OK;
+}
+
+/* What is still to be said of the text's ranks, or NULL. */
+static const char *
+numbers_for(const fsdpc_comm *comm, const char *text)
+{
+    const char *numbers = atomic_load(&comm->numbers);
+    return numbers && strstr(text, "rank") && !strstr(text, numbers) ? numbers : NULL;
+}
+
+int
+fsdpc_comm_say_numbers(const fsdpc_comm *comm, int status)
+{
+    const char *numbers = status != FSDPC_OK ? numbers_for(comm, fsdpc_error_text()) : NULL;
+    return numbers ? fsdpc_error_prepend(status, "%s", numbers) : status;
+}
+
 /* --- the sticky failure --------------------------------------------------------------------- */
 
 void
 fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
 {
+    const char *numbers = numbers_for(comm, text);
     int sound = FSDPC_COMM_SOUND;
     if (!atomic_compare_exchange_strong(&comm->state, &sound, FSDPC_COMM_BREAKING)) {
         return;
@@ -26,7 +61,8 @@ fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text)
         fsdpc_comm_abort(comm->local, text);
     }
     comm->failed_status = status;
-    snprintf(comm->failed_text, sizeof comm->failed_text, "%s", text);
+    snprintf(comm->failed_text, sizeof comm->failed_text, "%s%s%s", numbers ? numbers : "",
+             numbers ? ": " : "", text);
     atomic_store_explicit(&comm->state, FSDPC_COMM_BROKEN, memory_order_release);
 }
 
@@ -177,7 +213,7 @@ fsdpc_comm_leave(fsdpc_comm *comm, int status)
         fsdpc_error_keep(&kept);
         fsdpc_comm_abort(comm, kept.text); /* the program may catch the interrupt and go on */
         fsdpc_error_restore(&kept);
-    } else if (status != FSDPC_OK) {
+    } else if (fsdpc_comm_say_numbers(comm, status) != FSDPC_OK) {
         fsdpc_comm_break(comm, status, fsdpc_error_text());
     }
     return status;
@@ -235,6 +271,7 @@ fsdpc_comm_free(fsdpc_comm *comm)
         fsdpc_comm_free(comm->twin);
         fsdpc_hosts_free(comm->hosts);
         fsdpc_comm_free(comm->local);
+        fsdpc_mem_free(atomic_exchange(&comm->numbers, NULL));
         comm->ops->free(comm);
     }
 }
@@ -526,7 +563,7 @@ fsdpc_comm_agree(fsdpc_comm *comm, const char *text, const char *what)
     /* A mismatch is the same result on all ranks: the communicator stays usable. */
     (void)fsdpc_comm_leave(comm, status == FSDPC_E_MISMATCH ? FSDPC_OK : status);
     comm->agreements++;
-    return status;
+    return fsdpc_comm_say_numbers(comm, status);
 }
 
 int

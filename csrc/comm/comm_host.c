@@ -29,7 +29,7 @@ static int
 exchange(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
     int status = comm->ops->exchange(comm, buffer, piece_bytes, what);
-    if (status != FSDPC_OK) {
+    if (fsdpc_comm_say_numbers(comm, status) != FSDPC_OK) {
         fsdpc_comm_break(comm, status, fsdpc_error_text());
     }
     return status;

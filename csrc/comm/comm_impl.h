@@ -65,6 +65,7 @@ struct fsdpc_comm {
     fsdpc_comm *local;    /* fsdpc_comm_set_hosts: of this host's ranks; owned, or NULL */
     struct fsdpc_hosts *hosts;
     struct fsdpc_lander *landers; /* flight.h */
+    char *_Atomic numbers;        /* fsdpc_comm_set_numbers; owned, or NULL */
     int rank, world;
     int forks;         /* fsdpc_forks() when made */
     int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */

@@ -190,13 +190,13 @@ fsdpc_exchange_begin(fsdpc_exchange *x, uint64_t tag)
     fsdpc_forks_forget();
     fsdpc_arena_watch_writes();
     x->tag = tag;
-    return x->ops->begin(x, tag);
+    return fsdpc_comm_say_numbers(x->comm, x->ops->begin(x, tag));
 }
 
 int
 fsdpc_exchange_rest(fsdpc_exchange *x)
 {
-    return x->ops->rest ? x->ops->rest(x) : FSDPC_OK;
+    return x->ops->rest ? fsdpc_comm_say_numbers(x->comm, x->ops->rest(x)) : FSDPC_OK;
 }
 
 int
@@ -205,17 +205,17 @@ fsdpc_exchange_leave(fsdpc_exchange *x)
     if (!x->ops->leave) {
         return FSDPC_OK;
     }
-    return x->ops->leave(x);
+    return fsdpc_comm_say_numbers(x->comm, x->ops->leave(x));
 }
 
-/* Prepends operation and unit, unless the text names the unit already. */
+/* Prepends operation and unit, unless the text names the unit already; and what its ranks are called. */
 static int
-explain(int status, const char *op, const fsdpc_unit *unit)
+explain(const fsdpc_exchange *x, int status, const char *op, const fsdpc_unit *unit)
 {
-    if (status == FSDPC_OK || strstr(fsdpc_error_text(), fsdpc_unit_name(unit))) {
-        return status;
+    if (status != FSDPC_OK && !strstr(fsdpc_error_text(), fsdpc_unit_name(unit))) {
+        (void)fsdpc_error_prepend(status, "%s of unit %s", op, fsdpc_unit_name(unit));
     }
-    return fsdpc_error_prepend(status, "%s of unit %s", op, fsdpc_unit_name(unit));
+    return fsdpc_comm_say_numbers(x->comm, status);
 }
 
 /* Values that the program has changed end with the gather; a module may scale its weight and put it back. */
@@ -249,7 +249,7 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
         fsdpc_unit_range(unit)->live = true;
         int status = x->ops->gather(x, unit, true);
         if (status != FSDPC_OK) {
-            return explain(status, "gather", unit);
+            return explain(x, status, "gather", unit);
         }
     } else {
         fsdpc_unit_count_gather(unit);
@@ -277,7 +277,7 @@ fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
     fsdpc_unit_range(unit)->live = true;
     int status = x->ops->gather(x, unit, false);
     if (status != FSDPC_OK) {
-        return explain(status, "prefetch", unit);
+        return explain(x, status, "prefetch", unit);
     }
     if (use->begun) {
         fsdpc_exchange_note(x, FSDPC_TRACE_PREFETCH, unit, x->copied_bytes);
@@ -336,7 +336,7 @@ fsdpc_exchange_reduce(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *g
     if (fsdpc_unit_layout(unit)->trainable_count == 0) {
         return FSDPC_OK;
     }
-    return explain(x->ops->reduce(x, unit, grads), "reduce", unit);
+    return explain(x, x->ops->reduce(x, unit, grads), "reduce", unit);
 }
 
 bool
@@ -355,7 +355,8 @@ int
 fsdpc_exchange_make_room(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     FSDPC_TRY(check_attached(x));
-    return x->ops->make_room ? x->ops->make_room(x, unit) : FSDPC_OK;
+    return x->ops->make_room ? fsdpc_comm_say_numbers(x->comm, x->ops->make_room(x, unit))
+                             : FSDPC_OK;
 }
 
 void
@@ -367,14 +368,14 @@ fsdpc_exchange_settle_apart(fsdpc_exchange *x, bool apart)
 int
 fsdpc_exchange_settle(fsdpc_exchange *x, fsdpc_unit *unit)
 {
-    return x->ops->settle ? x->ops->settle(x, unit) : FSDPC_OK;
+    return x->ops->settle ? fsdpc_comm_say_numbers(x->comm, x->ops->settle(x, unit)) : FSDPC_OK;
 }
 
 int
 fsdpc_exchange_end(fsdpc_exchange *x)
 {
     FSDPC_TRY(check_attached(x));
-    FSDPC_TRY(x->ops->end(x));
+    FSDPC_TRY(fsdpc_comm_say_numbers(x->comm, x->ops->end(x)));
     fsdpc_exchange_note(x, FSDPC_TRACE_BACKWARD_END, NULL, 0);
     x->backwards++;
     return FSDPC_OK;
@@ -509,19 +510,23 @@ int
 fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
 {
     FSDPC_TRY(check_attached(x));
-    return x->ops->announce && x->world > 1
-               ? x->ops->announce(x, unit ? fsdpc_unit_use(unit)->id : -1, param)
-               : FSDPC_OK;
+    if (!x->ops->announce || x->world == 1) {
+        return FSDPC_OK;
+    }
+    const int id = unit ? fsdpc_unit_use(unit)->id : -1;
+    return fsdpc_comm_say_numbers(x->comm, x->ops->announce(x, id, param));
 }
 
 int
 fsdpc_exchange_forget(fsdpc_exchange *x)
 {
-    return x->ops->forget ? x->ops->forget(x) : FSDPC_OK;
+    return x->ops->forget ? fsdpc_comm_say_numbers(x->comm, x->ops->forget(x)) : FSDPC_OK;
 }
 
 int
 fsdpc_exchange_before_hook(fsdpc_exchange *x, const char *what)
 {
-    return x->ops->before_hook && x->world > 1 ? x->ops->before_hook(x, what) : FSDPC_OK;
+    return x->ops->before_hook && x->world > 1
+               ? fsdpc_comm_say_numbers(x->comm, x->ops->before_hook(x, what))
+               : FSDPC_OK;
 }

@@ -61,6 +61,7 @@ from fsdpc._comm.collectives import Collectives, follow_hosts, wires
 from fsdpc._comm.error_file import follows, write_error_file
 from fsdpc._comm.objects import check_equal, exchange
 from fsdpc._comm.stall import Location
+from fsdpc._comm.table import spans
 from fsdpc._comm.texts import gather_texts
 from fsdpc._torch import group_timeouts
 
@@ -139,7 +140,7 @@ def comm_for_group(
     comms = _comms.setdefault(pg, {})
     comm = comms.get(device)
     if comm is None:
-        comm, wanted = _make_comm(pg, kind, device)
+        comm, wanted = _numbered(pg, kind, device)
         comms[device] = comm
         if pg.size() > 1:
             _wanted[pg] = wanted
@@ -167,7 +168,9 @@ def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
         return None
     name = f"fsdpc-{everyone[0][1]}"
     beside = _C.Comm.shm(comm.rank, comm.world, name, read_timeout())
-    _follow(beside, comm.rank, name, [pid for pid, _ in everyone])
+    if numbers := _numbers_of(pg):
+        beside.set_numbers(numbers)
+    _follow(beside, pg, name, [pid for pid, _ in everyone])
     _live.add(beside)
     return beside
 
@@ -229,6 +232,29 @@ def _say_note(device: int) -> None:
     note = _C.cuda_device(device)["note"]
     if note:
         logging.getLogger("fsdpc").warning(note)
+
+
+def _numbered(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
+    """As ``_make_comm``; errors say what the group's ranks are called."""
+    numbers = _numbers_of(pg)
+    try:
+        comm, wanted = _make_comm(pg, kind, device)
+    except Exception as error:
+        if numbers and "rank" in str(error):
+            error.add_note(numbers)
+        raise
+    if numbers and pg.size() > 1:
+        comm.set_numbers(numbers)
+    return comm, wanted
+
+
+def _numbers_of(pg: dist.ProcessGroup) -> str:
+    """What errors say of the ranks' numbers in the group; empty if they are the program's."""
+    ranks: list[int] = []
+    with suppress(KeyError):  # a group that torch does not know
+        ranks = dist.get_process_group_ranks(pg)
+    here = list(range(len(ranks)))
+    return "" if ranks == here else f"ranks {spans(ranks)} are called {spans(here)} here"
 
 
 def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
@@ -296,15 +322,15 @@ def _connect(
         shares = collectives.flies and stranger is not None and len(set(hosts)) < len(hosts)
         segment = _share_hosts(comm, everyone, hosts, timeout) if shares else ""
         if stranger is None:
-            collectives.stalls = _follow(comm, pg.rank(), name, pids)
+            collectives.stalls = _follow(comm, pg, name, pids)
         elif channel is not None:
-            collectives.stalls = follow_hosts(channel, locations)
+            collectives.stalls = follow_hosts(channel, locations, _numbers_of(pg))
             if segment:
                 _verdict.follow_segment(segment, collectives.stalls)
         return comm
     _raise_first([each.obstacle for each in everyone], pg.rank(), error)
     comm = _C.Comm.shm(pg.rank(), pg.size(), name, float(mine.timeout))
-    _follow(comm, pg.rank(), name, pids)
+    _follow(comm, pg, name, pids)
     return comm
 
 
@@ -325,12 +351,15 @@ def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeou
     return segment
 
 
-def _follow(comm: _C.Comm, rank: int, name: str, pids: list[int]) -> _verdict.Group | None:
+def _follow(
+    comm: _C.Comm, pg: dist.ProcessGroup, name: str, pids: list[int]
+) -> _verdict.Group | None:
     """Reports of the group's stalls, for as long as the communicator lives; ``None``: there are
     none, because another rank's board cannot be read.
     """
     try:
-        group = _verdict.Group(name, rank, pids, _verdict.read_stall())
+        stall = _verdict.read_stall()
+        group = _verdict.Group(name, pg.rank(), pids, stall, numbers=_numbers_of(pg))
     except OSError:
         return None
     _verdict.follow(group)

@@ -43,8 +43,8 @@ class Stall:
     """A rank's part in the queries for a table (see the module), under keys of one communicator.
 
     The watching thread calls ``poll`` periodically with the communicator; ``seconds(comm)`` is how
-    long it has waited for other ranks, ``note(comm, text)`` gives it the table. Errors are the
-    store's.
+    long it has waited for other ranks, ``note(comm, text)`` gives it the table, ``numbers`` is what
+    warnings say of the ranks' numbers. Errors are the store's.
     """
 
     def __init__(
@@ -57,10 +57,12 @@ class Stall:
         seconds: Callable[[Any], float],
         note: Callable[[Any, str], None],
         read: Callable[[dict[int, Process]], list[Row]] = statuses,
+        numbers: str = "",
     ) -> None:
         self._store, self._rank, self._locations = store, rank, locations
         self._seconds, self._note, self._read = seconds, note, read
         self._patience = patience
+        self._who = f"rank {rank} ({numbers})" if numbers else f"rank {rank}"
         self.answer_s = min(LONGEST_ANSWER_S, patience)
         first: dict[str, int] = {}
         self._host = [first.setdefault(location.host, r) for r, location in enumerate(locations)]
@@ -165,7 +167,7 @@ class Stall:
         if over and not message["gives_up"]:
             return  # a link was cut, or a rank stopped, and training goes on: nobody is at fault
         logging.getLogger("fsdpc").warning(
-            "rank %d: no progress for %.0f s%s", self._rank, message["seconds"], message["text"]
+            "%s: no progress for %.0f s%s", self._who, message["seconds"], message["text"]
         )
         if self._seconds(comm) > 0.0:
             self.verdict, self._took_at = (message["causes"], message["text"]), time.monotonic()

@@ -51,13 +51,17 @@ def read_stall() -> float:
 
 
 class Group:
-    """The ranks of a group on one host. ``name`` is equal on all of them.
+    """The ranks of a group on one host. ``name`` is equal on all of them. ``numbers``: what
+    warnings say of the ranks' numbers.
 
     ``OSError`` if the first rank's board cannot be opened (another user, or no procfs).
     """
 
-    def __init__(self, name: str, rank: int, pids: Sequence[int], stall: float) -> None:
+    def __init__(
+        self, name: str, rank: int, pids: Sequence[int], stall: float, *, numbers: str = ""
+    ) -> None:
         self.name, self.rank, self.stall = name, rank, stall
+        self._numbers = f" ({numbers})" if numbers else ""
         self.owner = os.getpid()
         self.members = [Process.find(pid) for pid in pids]
         descriptor = board.open_descriptor(pids[0])
@@ -95,7 +99,8 @@ class Group:
         warning = self._read().get(self.name, {}).get("warning")
         if warning is not None and warning["at"] != self._logged:
             self._logged, self.text = warning["at"], warning["text"]
-            logging.getLogger("fsdpc").warning("rank %d: %s", self.rank, warning["text"])
+            who = f"rank {self.rank}{self._numbers}"
+            logging.getLogger("fsdpc").warning("%s: %s", who, warning["text"])
 
     # --- the deadline -----------------------------------------------------------------------------
 

@@ -859,15 +859,16 @@ static void
 run_hosts(int rank, ranks_run *run)
 {
     const int names[] = {7, 4, 7}, apart[] = {1, 2, 3};
-    char segment[96];
+    char segment[96], nobody[96];
     fsdpc_comm *comm = join_flying(rank, run);
     snprintf(segment, sizeof segment, "%s-%d", run->name, names[rank]);
+    snprintf(nobody, sizeof nobody, "%s-nobody", run->name);
     CHECK_INT(fsdpc_comm_senders(comm), 2);
     if (!run->option) {
         CHECK_ERROR(fsdpc_comm_set_hosts(comm, names, segment, 1), FSDPC_E_STATE, "sends");
     } else {
         if (rank == 0) { /* the other rank of the host does not come */
-            CHECK_ERROR(fsdpc_comm_set_hosts(comm, names, "test-nobody", 0.2), FSDPC_E_TIMEOUT, "");
+            CHECK_ERROR(fsdpc_comm_set_hosts(comm, names, nobody, 0.2), FSDPC_E_TIMEOUT, "");
             CHECK(!fsdpc_comm_hosts(comm));
         }
         REQUIRE_OK(fsdpc_comm_set_hosts(comm, names, segment, run->timeout_s));

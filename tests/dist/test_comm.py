@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+import traceback
 import weakref
 from pathlib import Path
 
@@ -314,6 +315,49 @@ def test_killed_rank(world):
         seconds, text = outcome.value
         assert seconds < 20  # far below the deadline of 30 s
         assert "rank 1" in text and "died" in text
+
+
+def end_of_a_group(rank, kind):
+    """Ranks 2 and 3 train on a group of their own, until rank 3 dies."""
+    pg = dist.new_group([2, 3])
+    if rank < 2:
+        return None
+    fsdpc.set_collectives(kind)
+    model = fsdpc.FullyShardedDataParallel(torch.nn.Linear(64, 64), process_group=pg)
+    model(torch.ones(1, 64)).sum().backward()
+    if rank == 3:
+        die()
+    with pytest.raises(RuntimeError) as caught:
+        for _ in range(100):
+            model(torch.ones(1, 64)).sum().backward()
+    return "".join(traceback.format_exception(caught.value))
+
+
+def body_of_a_group_in_memory(rank, world):
+    return end_of_a_group(rank, "shm")
+
+
+def body_of_a_group_on_wires(rank, world):
+    return end_of_a_group(rank, "wire")
+
+
+@pytest.mark.parametrize("body", [body_of_a_group_in_memory, body_of_a_group_on_wires])
+def test_errors_say_what_the_ranks_of_a_group_are_called(body):
+    outcomes = run_ranks(body, 4, faults=True)
+    text = outcomes[2].value
+    assert "ranks 2-3 are called 0-1 here" in text and "rank 1" in text, outcomes[2]
+
+
+def test_numbers_are_said_once():
+    comm = _C.Comm.self_()
+    comm.set_numbers("rank 5 is called 0 here")
+    with pytest.raises(RuntimeError, match="have numbers already: rank 5 is called 0 here"):
+        comm.set_numbers("rank 6 is called 0 here")
+    with pytest.raises(TypeError):
+        comm.set_numbers(5)
+    comm.abort("rank 0 has had enough")
+    with pytest.raises(_C.CommError, match="^rank 5 is called 0 here: rank 0 gave up"):
+        comm.barrier()
 
 
 def body_interrupted(rank, world):

@@ -438,7 +438,17 @@ class Caller(Companions):
 
     def call_comm_other(self) -> None:
         name = self.rng.choice(
-            ["barrier", "agree", "abort", "fail", "close", "staged", "late_text", "set_hosts"]
+            [
+                "barrier",
+                "agree",
+                "abort",
+                "fail",
+                "close",
+                "staged",
+                "late_text",
+                "set_hosts",
+                "set_numbers",
+            ]
         )
         args = {
             "barrier": [],

@@ -110,6 +110,10 @@ static PyMethodDef comm_methods[] = {
            "ranks of one host have in common. They share memory from now on, and each byte of a\n"
            "unit travels once per host. name and timeout as for shm; each host has another name.\n"
            "Collective over the ranks of each host. Raises as shm does, and RuntimeError."),
+    FSDPC_PY_METHOD(
+        set_numbers, fsdpc_py_comm_set_numbers, METH_O, "($self, text, /)",
+        "What errors say of the ranks of a group whose numbers are not the whole program's, as\n"
+        "'ranks 2-3 are called 0-1 here'. Once. RuntimeError: called before. Local."),
     METHOD(nccl, METH_CLASS,
            "($type, rank, world, id, reduce_id, device, name='', timeout=" TEXT_OF(
                FSDPC_DEFAULT_TIMEOUT_S) ", exchange=None, *, register=False)",

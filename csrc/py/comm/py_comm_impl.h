@@ -18,6 +18,7 @@ typedef PyObject *fsdpc_py_method(PyObject *self, PyObject *const *values, Py_ss
 /* py_comm_make.c; class methods: the first argument is the type. */
 fsdpc_py_method fsdpc_py_comm_self_, fsdpc_py_comm_shm, fsdpc_py_comm_c10d;
 fsdpc_py_method fsdpc_py_comm_set_hosts;
+PyObject *fsdpc_py_comm_set_numbers(PyObject *self, PyObject *text);
 /* py_comm_nccl.c */
 fsdpc_py_method fsdpc_py_comm_nccl;
 /* py_comm_collectives.c */

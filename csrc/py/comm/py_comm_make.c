@@ -1,4 +1,5 @@
-/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks; set_hosts(). */
+/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks; set_hosts()
+ * and set_numbers(). */
 #include "base/mem.h"
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
@@ -143,4 +144,15 @@ fsdpc_py_comm_set_hosts(PyObject *self, PyObject *const *values, Py_ssize_t coun
         return fsdpc_py_raise(status);
     }
     Py_RETURN_NONE;
+}
+
+PyObject *
+fsdpc_py_comm_set_numbers(PyObject *self, PyObject *text)
+{
+    fsdpc_comm *comm;
+    const char *numbers = PyUnicode_AsUTF8(text);
+    if (numbers == NULL || fsdpc_py_comm_get(self, &comm) < 0) {
+        return NULL;
+    }
+    return fsdpc_py_none_or(fsdpc_comm_set_numbers(comm, numbers));
 }
