@@ -27,6 +27,8 @@ from torch.utils._pytree import tree_map
 ON_GPU = os.environ.get("FSDPC_TEST_GPU") == "cuda"
 PLACE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
+FLAT = "_flat_param"  # in the name of every flat parameter
+
 
 class Block(nn.Module):
     """A residual block; sizes that no number of ranks divides."""
@@ -143,6 +145,22 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def none_gradients(model: nn.Module) -> set[str]:
     """Names of the parameters, empty ones aside, that have no gradient on any rank. Collective."""
+    params = {clean(name): p for name, p in model.named_parameters()}
+    if any(FLAT in name for name in params):
+        return none_in_flat_gradients(model)
+    holds = [
+        (p.numel() > 0 and p.grad is None, p.numel() > 0 and p.grad is not None)
+        for p in params.values()
+    ]
+    found = torch.tensor(holds, dtype=torch.uint8, device="cpu")
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    apart = [name for name, flags in zip(params, found.tolist(), strict=True) if all(flags)]
+    assert not apart, f"a gradient on some ranks, and None on others: {apart}"
+    return {name for name, (none, _) in zip(params, found.tolist(), strict=True) if none}
+
+
+def none_in_flat_gradients(model: nn.Module) -> set[str]:
+    """The same by values: members of a flat parameter have no gradients of their own."""
     with values_replaced(model, lambda p: torch.full_like(p, float(p.grad is not None))):
         return {
             name
