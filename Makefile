@@ -175,7 +175,8 @@ CTESTS := $(if $(T),$(T:%=tests/c/test_%.c),$(wildcard tests/c/test_*.c))
 CPROGRAMS := $(CTESTS:tests/c/%.c=$(CDIR)/%) \
     $(if $(T),,$(patsubst %,$(CDIR)/test_%_rows,unit exchange tree))
 COBJECTS := $(CORE:%.c=$(CDIR)/%.o)
-CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE $(if $(SAN),-O1,-O2) -g -pthread -fno-math-errno -fno-omit-frame-pointer \
+# Debug information is read for backtraces only, by sanitizers too.
+CTEST_CFLAGS := -std=c11 -D_GNU_SOURCE $(if $(SAN),-O1,-O2) -g1 -pthread -fno-math-errno -fno-omit-frame-pointer \
     -fPIC -fno-semantic-interposition -Wall -Wextra -Icsrc -Ikernels -Itests/c -idirafter $(CUDA_HOME)/include \
     -MMD -MP \
     $(if $(SAN),-fsanitize=$(SAN) -fno-sanitize-recover=all)

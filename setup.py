@@ -79,7 +79,7 @@ def flags() -> tuple[list[str], list[str], str]:
         variant.append("coverage")
     if names := sanitizers():
         both = [f"-fsanitize={','.join(names)}", "-fno-sanitize-recover=all"]
-        compile_args += [*both, "-UNDEBUG", "-O1", "-g", "-fno-omit-frame-pointer"]
+        compile_args += [*both, "-UNDEBUG", "-O1", "-fno-omit-frame-pointer"]
         link_args += both
         variant += names
     return compile_args, link_args, "-".join(variant)
