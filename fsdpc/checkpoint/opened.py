@@ -66,7 +66,7 @@ class Opened:
 
     def __init__(self, path: AnyPath, *, links: bool = False) -> None:
         self.path = path = place_of(path)
-        self.root = (path if path.is_dir() else path.parent).root(links=links)
+        self.root = (path if path.is_dir() else path.parent).held(links=links)
         self.manifest: Manifest | None = None
         self._small: dict[str, CheckpointError] = {}
         if path.is_dir():

@@ -38,7 +38,7 @@ class LocalPath(PosixPath):
 
     appears_whole = True  # a folder of a checkpoint gets its name when it is complete
 
-    def root(self, *, links: bool = False) -> Root:
+    def held(self, *, links: bool = False) -> Root:
         """The folder to read from; ``links``: see ``Root``. ``CheckpointError``: it is missing."""
         return Root(self, links=links)
 
@@ -145,7 +145,7 @@ class Url:
     def read_text(self) -> str:
         return self.read_bytes().decode()
 
-    def root(self, *, links: bool = False) -> RemoteFolder:
+    def held(self, *, links: bool = False) -> RemoteFolder:
         """The folder to read from, listed once; there are no links. ``CheckpointError``: it is
         missing.
         """
