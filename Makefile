@@ -117,9 +117,10 @@ test-all:
 	@$(MAKE) test test-more simgpu-py asan-py test-versions COMBINATIONS=all
 
 # The oldest Python with the oldest torch, and the newest with the newest: what follows torch's own ways.
-VERSIONS := 3.11-2.11.0 3.13-2.14.1
+VERSIONS := 3.11-2.11.0 3.13-2.15.0
 VERSION_TESTS := tests/parity tests/conformance tests/unit/test_import.py tests/unit/test_stub.py \
-    $(addprefix tests/dist/,test_fully_shard.py test_features_graph.py test_with_checkpointing.py test_optim_sharded.py)
+    $(addprefix tests/dist/,test_fully_shard.py test_features_graph.py test_with_checkpointing.py test_optim_sharded.py \
+    test_checkpoint_kept.py test_checkpoint_retention.py)
 test-versions:
 	@for pair in $(VERSIONS); do $(MAKE) test-version PAIR=$$pair || exit 1; done
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-OLDEST, NEWEST = "2.11", "2.14"  # the versions of torch on which the tests have run
+OLDEST, NEWEST = "2.11", "2.15"  # the versions of torch on which the tests have run
 
 
 def _missing(name: str) -> ImportError:
@@ -59,6 +59,9 @@ TrainingState = _find("torch.distributed.fsdp._common_utils", "TrainingState")
 FlatParameter = _find("torch.distributed.fsdp._flat_param", "FlatParameter")
 # torch's description of a parameter's range in a flat parameter's shard.
 ShardParamInfo = _find("torch.distributed.fsdp._flat_param", "_ShardParamInfo")
+# What FSDPModule.finalize_backward(async_op=True) returns, from torch 2.15 on. From then on
+# reset_iter_state drops gradients.
+GradientReductionHandle = _maybe("torch.distributed.fsdp", "GradientReductionHandle")
 # Wrap policies: the base class of the policy objects, and the disjunction of two policies.
 _Policy = _find("torch.distributed.fsdp.wrap", "_Policy")
 _or_policy = _find("torch.distributed.fsdp.wrap", "_or_policy")

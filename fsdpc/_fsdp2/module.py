@@ -28,7 +28,7 @@ from fsdpc._fsdp2 import draws as _draws
 from fsdpc._fsdp2 import stepping as _stepping
 from fsdpc._fsdp2.collect import collect_infos, managed_modules, move_to, roots_of, state_of
 from fsdpc._fsdp2.state import State, states_below
-from fsdpc._torch import REGISTRY_KEY, STATE_KEY
+from fsdpc._torch import REGISTRY_KEY, STATE_KEY, GradientReductionHandle
 
 M = TypeVar("M", bound=nn.Module | list[Any])
 _CLASSES: dict[type, type] = {}
@@ -127,13 +127,16 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Root only (``RuntimeError``): clean up after an exception in forward or backward.
         fsdpc does so when the next pass begins; this method ends the tree, whose references are
-        dropped. Local.
+        dropped. As torch 2.15, with which it does so, it drops all gradients. Local.
         """
         state = self._get_fsdp_state()
         if state._is_root is False:
             raise RuntimeError("reset_iter_state must be called on the root FSDP module")
         state._open = 0
         release(state)
+        if GradientReductionHandle is not None:
+            for each in states_below(self):  # type: ignore[arg-type]
+                each.drop_gradients()
 
     # --- when gradients are reduced ---
 
@@ -157,6 +160,23 @@ class FSDPModule:
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted: each backward waits for its own reductions."""
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Accepted: each backward waits for its own reductions."""
+
+    def finalize_backward(self, *, async_op: bool = False) -> Any:
+        """Sum the gradients that backwards without ``set_requires_gradient_sync`` have left; before
+        the first forward there are none. ``async_op``: returns torch's handle, whose ``wait`` has
+        nothing left to wait for; only with torch >= 2.15 (``NotImplementedError``). Collective over
+        the mesh.
+        """
+        if async_op and GradientReductionHandle is None:
+            raise NotImplementedError(
+                "finalize_backward(async_op=True) returns a class of torch >= 2.15, and this is "
+                f"torch {torch.__version__}: leave async_op out"
+            )
+        self._get_fsdp_state()._root_post_backward_final_callback()
+        return GradientReductionHandle() if async_op else None
+
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Override ``reshard_after_forward``, for a root too. Between steps."""
         if not isinstance(reshard_after_forward, bool):
@@ -172,6 +192,9 @@ class FSDPModule:
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
         """Accepted: a backward always releases its units."""
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Accepted: gathered parameters lie at fixed addresses in any case."""
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Divide this unit's summed gradients by ``factor`` instead of the number of ranks."""

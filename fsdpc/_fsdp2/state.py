@@ -274,6 +274,11 @@ class State:
     def _state_ctx(self) -> Any:
         return SimpleNamespace(all_states=(self, *self._others))
 
+    @property
+    def _comm_ctx(self) -> Any:
+        """No other stage's; torch 2.15."""
+        return self
+
     def _root_post_backward_final_callback(self) -> None:
         """Sum gradients that wait, by a backward without gradients. Collective over the mesh."""
         unit = self._unit or self._pass_unit
@@ -308,6 +313,13 @@ class State:
             other.reshard_now()
         if self._unit is not None:
             self._unit.flat.reshard()
+
+    def drop_gradients(self) -> None:
+        """Also those that wait for a backward that sums them. Local."""
+        self.reshard_now()
+        for state in (self, *self._others):
+            for param in () if state._unit is None else state._unit.shard_params:
+                param.grad = None
 
     def adopt_values(self) -> None:
         """Move values that the user has put into the parameters to the shards. Local, unless their
