@@ -110,6 +110,7 @@ def dcp_index_classes() -> dict[tuple[str, str], Any]:
         ("pathlib", "PosixPath"),
         ("pathlib", "PurePosixPath"),
         ("pathlib._local", "PosixPath"),
+        ("pathlib._local", "PurePosixPath"),
     ]
     return {name: _find(*name) for name in names} | {name: PurePosixPath for name in paths}
 

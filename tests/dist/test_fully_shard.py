@@ -399,8 +399,8 @@ def test_the_plan_equals_what_units_of_rows_allocate(rank, world):
 @ranks(4)
 @pytest.mark.parametrize("param_dtype, reduce_dtype", [(torch.bfloat16, None), (None, torch.half)])
 def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
-    """Over shared memory and a wire the exact mean; over torch's collectives gloo's sum, which is
-    rounded after each addend, of bfloat16 only before torch 2.15.
+    """Over shared memory and a wire the exact mean; over torch's collectives gloo's rounded sum, as
+    torch's own; torch 2.15 sums in the parameter's dtype where no other is given.
     """
 
     def gradients(shard, **options):
@@ -432,7 +432,8 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
         os.environ["FSDPC_COLLECTIVES"] = collectives  # of the mesh's new group alone
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
         for value, other in zip(gradients(fsdpc.fully_shard, mesh=mesh), expected, strict=True):
-            assert torch.equal(value, other)
+            assert torch.equal(value, other) == (rounds or collectives == "wire")
+            torch.testing.assert_close(value, other, rtol=0.03, atol=0.03 * float(largest))
 
 
 @ranks(2)
