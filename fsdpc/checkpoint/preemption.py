@@ -35,7 +35,8 @@ class Preemption:
         signals: which ones; the handlers that were there come back at the end of the block.
         group: the ranks that agree; default all.
 
-    Local. ``ValueError``: not in the main thread, where Python handles signals.
+    Local. ``ValueError``: not in the main thread, where Python handles signals. ``OSError``: a
+    signal that no process can handle.
     """
 
     def __init__(
@@ -48,7 +49,13 @@ class Preemption:
         self.within, self._group = within, group
         self._asked: float | None = None
         self._timer: threading.Timer | None = None
-        self._before: dict[int, Any] = {n: signal.signal(n, self._on_signal) for n in signals}
+        self._before: dict[int, Any] = {}
+        try:
+            for number in dict.fromkeys(signals):
+                self._before[number] = signal.signal(number, self._on_signal)
+        except BaseException:
+            self.close()
+            raise
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._asked is None:

@@ -123,3 +123,14 @@ def test_too_late(caplog):
         while not caplog.records and time.monotonic() < deadline:
             time.sleep(0.01)
     assert "0.05 s after the signal the run has not ended" in caplog.text
+
+
+def test_signals_that_no_process_can_handle():
+    """The others' handlers come back, also where a signal is named twice."""
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(OSError, match="Invalid argument"):
+        Preemption(signals=(signal.SIGTERM, signal.SIGKILL))
+    assert signal.getsignal(signal.SIGTERM) == before
+    with Preemption(signals=(signal.SIGTERM, signal.SIGTERM)):
+        assert signal.getsignal(signal.SIGTERM) != before
+    assert signal.getsignal(signal.SIGTERM) == before
