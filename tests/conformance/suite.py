@@ -39,7 +39,7 @@ from compare import difference
 from library import HAS_ROWS, Library
 from outcome import WORKS, Expected, Record
 from runner import LEFT, read_records, run_cases
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 
 @dataclasses.dataclass
@@ -101,13 +101,17 @@ class Cases:
         env: dict[str, str] | None = None,
         over: dict[str, Sequence[Any]] | None = None,
         doors: Sequence[str] = ("",),
+        needs: str = "",
     ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         """Registers a function as a case, or as one per combination of `over`.
 
         `raises`: both libraries raise it. `torch`, `fsdpc`: how that library ends, if the two
         differ; `fsdpc_does` says in the table what fsdpc does instead. `alone`: the case gets
-        ranks of its own, and torch's count as hanging after so many seconds.
+        ranks of its own, and torch's count as hanging after so many seconds. `needs`: without this
+        method of FSDPModule torch has no such case.
         """
+        if needs and not hasattr(FSDPModule, needs):
+            return lambda function: function
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
             both = Expected("raises", raises.__name__, words) if raises else None

@@ -320,7 +320,7 @@ class Failing(Block):
         return super().forward(x)
 
 
-@case(over={"at": [0, 1]})
+@case(needs="reset_iter_state", over={"at": [0, 1]})
 def going_on_after_an_exception_in_forward(lib, at):
     """torch with reset_iter_state; on fsdpc this call is not necessary."""
     model = toy()
@@ -346,7 +346,11 @@ class Refusing(torch.autograd.Function):
         raise KeyError("mine")
 
 
-@case(torch=AFTER_A_FAILED_BACKWARD, fsdpc_does="drops the failed backward's gradients")
+@case(
+    needs="reset_iter_state",
+    torch=AFTER_A_FAILED_BACKWARD,
+    fsdpc_does="drops the failed backward's gradients",
+)
 def going_on_after_an_exception_in_backward(lib):
     """gradients after an exception in backward, reset_iter_state and zero_grad"""
     model = lib.shard_blocks(toy())
@@ -439,7 +443,7 @@ def a_method_that_was_not_registered(lib):
     return lib.refuses(RuntimeError, model.encode, torch.ones(1, 3), words="DTensor")
 
 
-@case()
+@case(needs="reset_iter_state")
 def a_method_that_raises(lib):
     class Odd(Speaker):
         def encode(self, x, fail=False):

@@ -189,14 +189,14 @@ def symmetric_memory_on_the_cpu(lib):
 # --- the root ------------------------------------------------------------------------------------
 
 
-@case(raises=RuntimeError, words="must be called on the root")
+@case(needs="reset_iter_state", raises=RuntimeError, words="must be called on the root")
 def resetting_an_inner_unit(lib):
     model = lib.shard_blocks(toy())
     model(lib.batch())
     model.blocks[0].reset_iter_state()
 
 
-@case()
+@case(needs="reset_iter_state")
 def resetting_between_steps(lib):
     model = lib.shard_blocks(toy())
     loss_of(model, lib.batch()).backward()
@@ -205,7 +205,7 @@ def resetting_between_steps(lib):
     return before, lib.gradients(model), lib.train(model)
 
 
-@case()
+@case(needs="reset_iter_state")
 def resetting_after_a_forward(lib):
     """The forward's graph is given up."""
     model = lib.shard_blocks(toy())
@@ -214,7 +214,7 @@ def resetting_after_a_forward(lib):
     return shown(model) == [n for n, _ in model.named_parameters()], lib.train(model)
 
 
-@case()
+@case(needs="reset_iter_state")
 def resetting_drops_what_was_kept_unreduced(lib):
     model = lib.shard_blocks(toy())
     lib.backward(model, 0, 0, sync=False)
