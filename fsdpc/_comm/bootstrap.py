@@ -56,12 +56,11 @@ from fsdpc import _C
 from fsdpc._comm import board as _board
 from fsdpc._comm import nccl as _nccl
 from fsdpc._comm import verdict as _verdict
-from fsdpc._comm.channel import Channel, store_of
+from fsdpc._comm.channel import Channel, numbers_of, store_of
 from fsdpc._comm.collectives import Collectives, follow_hosts, wires
 from fsdpc._comm.error_file import follows, write_error_file
 from fsdpc._comm.objects import check_equal, exchange
 from fsdpc._comm.stall import Location
-from fsdpc._comm.table import spans
 from fsdpc._comm.texts import gather_texts
 from fsdpc._torch import group_timeouts
 
@@ -168,7 +167,7 @@ def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
         return None
     name = f"fsdpc-{everyone[0][1]}"
     beside = _C.Comm.shm(comm.rank, comm.world, name, read_timeout())
-    if numbers := _numbers_of(pg):
+    if numbers := numbers_of(pg):
         beside.set_numbers(numbers)
     _follow(beside, pg, name, [pid for pid, _ in everyone])
     _live.add(beside)
@@ -236,7 +235,7 @@ def _say_note(device: int) -> None:
 
 def _numbered(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
     """As ``_make_comm``; errors say what the group's ranks are called."""
-    numbers = _numbers_of(pg)
+    numbers = numbers_of(pg)
     try:
         comm, wanted = _make_comm(pg, kind, device)
     except Exception as error:
@@ -246,15 +245,6 @@ def _numbered(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tu
     if numbers and pg.size() > 1:
         comm.set_numbers(numbers)
     return comm, wanted
-
-
-def _numbers_of(pg: dist.ProcessGroup) -> str:
-    """What errors say of the ranks' numbers in the group; empty if they are the program's."""
-    ranks: list[int] = []
-    with suppress(KeyError):  # a group that torch does not know
-        ranks = dist.get_process_group_ranks(pg)
-    here = list(range(len(ranks)))
-    return "" if ranks == here else f"ranks {spans(ranks)} are called {spans(here)} here"
 
 
 def _make_comm(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
@@ -324,7 +314,7 @@ def _connect(
         if stranger is None:
             collectives.stalls = _follow(comm, pg, name, pids)
         elif channel is not None:
-            collectives.stalls = follow_hosts(channel, locations, _numbers_of(pg))
+            collectives.stalls = follow_hosts(channel, locations)
             if segment:
                 _verdict.follow_segment(segment, collectives.stalls)
         return comm
@@ -359,7 +349,7 @@ def _follow(
     """
     try:
         stall = _verdict.read_stall()
-        group = _verdict.Group(name, pg.rank(), pids, stall, numbers=_numbers_of(pg))
+        group = _verdict.Group(name, pg.rank(), pids, stall, numbers=numbers_of(pg))
     except OSError:
         return None
     _verdict.follow(group)
@@ -371,7 +361,7 @@ def _channel_of(pg: dist.ProcessGroup, name: str, timeout: float) -> Channel | N
     store = store_of(pg)
     if store is None:
         return None
-    return Channel(store, f"fsdpc/{name}", pg.rank(), pg.size(), timeout, name)
+    return Channel(store, f"fsdpc/{name}", pg.rank(), pg.size(), timeout, name, numbers_of(pg))
 
 
 def _offer(kind: str | None, world: int) -> tuple[_Offer, Exception | None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from itertools import accumulate
 from typing import Any
@@ -19,6 +20,7 @@ import numpy as np
 import torch.distributed as dist
 
 from fsdpc import _C
+from fsdpc._comm.table import spans
 from fsdpc._torch import process_group_store
 
 LEFT = "left in good order"
@@ -35,25 +37,44 @@ def store_of(pg: dist.ProcessGroup) -> Any:
     return process_group_store(pg)
 
 
+def numbers_of(pg: dist.ProcessGroup) -> str:
+    """What messages say of the ranks' numbers in the group; empty if they are the program's."""
+    ranks: list[int] = []
+    with suppress(KeyError):  # a group that torch does not know
+        ranks = dist.get_process_group_ranks(pg)
+    here = list(range(len(ranks)))
+    return "" if ranks == here else f"ranks {spans(ranks)} are called {spans(here)} here"
+
+
 class Channel:
-    """All-gathers of bytes among the ranks of a group under keys of its own.
+    """All-gathers of bytes among the ranks of a group under keys of its own. ``numbers``: see
+    ``numbers_of``.
 
     An instance is the ``exchange`` argument of ``Comm.nccl``. One thread at a time; another thread
     may call ``failure`` through a connection of its own (``for_watching``).
     """
 
     def __init__(
-        self, store: Any, prefix: str, rank: int, world: int, timeout: float, name: str
+        self,
+        store: Any,
+        prefix: str,
+        rank: int,
+        world: int,
+        timeout: float,
+        name: str,
+        numbers: str = "",
     ) -> None:
         self._base = store  # kept: the store's server may live in this process
         self._store = dist.PrefixStore(prefix, store)
         self.rank, self.world, self.timeout, self.name = rank, world, timeout, name
+        self.numbers = numbers
         self._round = 0
         self.known: str | None = None  # another rank's failure, set by the watching thread
 
     def renamed(self, prefix: str) -> Channel:
         """A channel of the same ranks under other keys."""
-        return Channel(self._base, prefix, self.rank, self.world, self.timeout, self.name)
+        options = (self.rank, self.world, self.timeout, self.name, self.numbers)
+        return Channel(self._base, prefix, *options)
 
     def __call__(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
         """All-gather in place: ``memory`` is 1-D, uint8, one piece of so many bytes a rank."""

@@ -295,9 +295,7 @@ def _sends_in_background(pg: dist.ProcessGroup) -> bool:
 class Hosts:
     """Stalls of ranks on several hosts: their status goes through the group's store."""
 
-    def __init__(
-        self, channel: Channel, patience: float, locations: Sequence[Location], numbers: str
-    ) -> None:
+    def __init__(self, channel: Channel, patience: float, locations: Sequence[Location]) -> None:
         asking = channel.for_watching()
         self._polls_since = math.inf
         self._stall = Stall(
@@ -307,7 +305,7 @@ class Hosts:
             patience=patience,
             seconds=lambda _: _verdict.waited(),
             note=lambda _, text: None,
-            numbers=numbers,
+            numbers=channel.numbers,
         )
 
     def poll(self) -> None:
@@ -347,9 +345,9 @@ class Hosts:
         return guilty, f"\n{head}{message}"
 
 
-def follow_hosts(channel: Channel, locations: Sequence[Location], numbers: str = "") -> Hosts:
+def follow_hosts(channel: Channel, locations: Sequence[Location]) -> Hosts:
     """Report stalls of a group on several hosts for as long as the result lives. Local."""
     patience = min(_verdict.read_stall(), channel.timeout / 2)
-    hosts = Hosts(channel, patience, locations, numbers)
+    hosts = Hosts(channel, patience, locations)
     _verdict.follow_remote(hosts, _verdict.pause_of(patience, _LONGEST_PAUSE_S))
     return hosts

@@ -23,7 +23,7 @@ from fsdpc import _C
 from fsdpc._comm import board as _board
 from fsdpc._comm import verdict as _verdict
 from fsdpc._comm import wire as _wire
-from fsdpc._comm.channel import Channel, store_of
+from fsdpc._comm.channel import Channel, numbers_of, store_of
 from fsdpc._comm.objects import check_equal, read, unreadable
 from fsdpc._comm.plain import encode
 from fsdpc._comm.stall import Location, Stall
@@ -93,7 +93,8 @@ def make_nccl_comm(
     number = _made.get(pg, 0)
     _made[pg] = number + 1
     name = f"group {pg.group_name}/{number}"
-    starting = Channel(store, f"fsdpc/nccl/{number}", pg.rank(), pg.size(), timeout, name)
+    prefix, numbers = f"fsdpc/nccl/{number}", numbers_of(pg)
+    starting = Channel(store, prefix, pg.rank(), pg.size(), timeout, name, numbers)
     everyone = _exchange_hellos(starting, device, host)
     channel = starting.renamed(f"fsdpc/nccl/{everyone[0].ids[2]}")
     start = _Start(starting, channel, device, name, timeout)
@@ -277,7 +278,8 @@ def _stalls_of(channel: Channel, asking: Channel, locations: list[Location]) -> 
     if len({location.host for location in locations}) == 1:
         with suppress(OSError):
             pids = [location.pid for location in locations]
-            return _OneHost(_verdict.Group(f"nccl {channel.name}", channel.rank, pids, patience))
+            name, numbers = f"nccl {channel.name}", channel.numbers
+            return _OneHost(_verdict.Group(name, channel.rank, pids, patience, numbers=numbers))
     return Stall(
         asking.for_stalls(),
         channel.rank,
@@ -285,6 +287,7 @@ def _stalls_of(channel: Channel, asking: Channel, locations: list[Location]) -> 
         patience=patience,
         seconds=lambda comm: _C.nccl_stall(comm)[0],
         note=_C.nccl_note_others,
+        numbers=channel.numbers,
     )
 
 
