@@ -35,6 +35,7 @@ from typing import Any
 
 import harness
 import pytest
+import torch.distributed.fsdp as torch_fsdp
 from compare import difference
 from library import HAS_ROWS, Library
 from outcome import WORKS, Expected, Record
@@ -108,9 +109,9 @@ class Cases:
         `raises`: both libraries raise it. `torch`, `fsdpc`: how that library ends, if the two
         differ; `fsdpc_does` says in the table what fsdpc does instead. `alone`: the case gets
         ranks of its own, and torch's count as hanging after so many seconds. `needs`: without this
-        method of FSDPModule torch has no such case.
+        method of FSDPModule, or this class, torch has no such case.
         """
-        if needs and not hasattr(FSDPModule, needs):
+        if needs and not (hasattr(FSDPModule, needs) or hasattr(torch_fsdp, needs)):
             return lambda function: function
 
         def decorate(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import torch
 import torch.distributed as dist
 from outcome import raises
@@ -14,9 +16,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from toys import Block, loss_of, toy
+
+with suppress(ImportError):  # torch 2.11 has none
+    from torch.distributed.fsdp import DataParallelMeshDims
 
 case = Cases(__name__, __file__, library=RowsLibrary)
 
@@ -322,12 +327,17 @@ def spmd_step(lib, mesh, model, step):
     return float(loss)
 
 
-@case(rtol=1e-4)
+@case(needs="DataParallelMeshDims", rtol=1e-4)
 def dimensions_of_an_spmd_mesh(lib):
     return trained_on_a_mesh(lib, "dp")
 
 
-@case(world=4, over={"names": [name for name in SPMD if name != "dp"]}, rtol=1e-4)
+@case(
+    needs="DataParallelMeshDims",
+    world=4,
+    over={"names": [name for name in SPMD if name != "dp"]},
+    rtol=1e-4,
+)
 def trained_on_a_mesh(lib, names):
     """dp_mesh_dims: modules, batches, gradients and sharded parameters are on one mesh."""
     mesh, model = spmd(names)
@@ -344,33 +354,35 @@ def trained_on_a_mesh(lib, names):
     return losses, str(shown), lib.full(model)
 
 
-@case(raises=ValueError, words="all parameters must be")
+@case(needs="DataParallelMeshDims", raises=ValueError, words="all parameters must be")
 def plain_parameters_on_an_spmd_mesh(lib):
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     lib.fully_shard(linear(), mesh=mesh, dp_mesh_dims=DataParallelMeshDims("dp"))
 
 
-@case(raises=ValueError, words="same mesh")
+@case(needs="DataParallelMeshDims", raises=ValueError, words="same mesh")
 def parameters_on_another_mesh(lib):
     model = spmd("dp")[1]
     other = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
     lib.fully_shard(model, mesh=other, dp_mesh_dims=DataParallelMeshDims("dp"))
 
 
-@case(raises=ValueError, words="not found in mesh.mesh_dim_names")
+@case(needs="DataParallelMeshDims", raises=ValueError, words="not found in mesh.mesh_dim_names")
 def a_dimension_that_the_mesh_lacks(lib):
     mesh, model = spmd("dp")
     lib.fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims("fsdp"))
 
 
-@case(raises=NotImplementedError, words="reshard_after_forward as int")
+@case(
+    needs="DataParallelMeshDims", raises=NotImplementedError, words="reshard_after_forward as int"
+)
 def a_number_of_ranks_on_an_spmd_mesh(lib):
     mesh, model = spmd("dp")
     dims = DataParallelMeshDims("dp")
     lib.fully_shard(model, mesh=mesh, dp_mesh_dims=dims, reshard_after_forward=2)
 
 
-@case(raises=ValueError)
+@case(needs="DataParallelMeshDims", raises=ValueError)
 def replicas_only_on_an_spmd_mesh(lib):
     """DataParallelMeshDims(shard=None)"""
     mesh, model = spmd("dp")
