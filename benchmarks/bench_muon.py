@@ -3,6 +3,8 @@
 python benchmarks/bench_muon.py                      # print
 python benchmarks/bench_muon.py --json               # and write results/muon.json
 python benchmarks/bench_muon.py --world 4 --json     # results/muon_4ranks.json; 4 processors
+python benchmarks/bench_muon.py --world 4 --width 512 --only float32 --json
+                                                     # results/muon_4ranks_float32.json
 python benchmarks/bench_muon.py --optimizer SOAP     # or Shampoo, Adafactor
 
 The model is the matrices of a GPT: --blocks blocks of width --width. All cases have
@@ -144,10 +146,11 @@ def run_rank(rank: int, store: str, given: argparse.Namespace) -> None:
     )
     cases = cases_of(given)
     kept = [cases.pop(name, None) for name in ("kept", "kept, too")]
+    cases = {name: case for name, case in cases.items() if given.only in name}
     for optimizer in cases.values():
         timed(optimizer)
     found = common.interleave({n: lambda o=o: timed(o) for n, o in cases.items()}, given.rounds)
-    moved = {name: sent(cases[name]) for name in ("fully_shard", "FSDP")}
+    moved = {name: sent(cases[name]) for name in ("fully_shard", "FSDP") if name in cases}
     if rank == 0:
         report(found, moved, given)
     dist.barrier()
@@ -181,7 +184,8 @@ def report(found: dict[str, list[float]], moved: dict[str, float], given: Any) -
         names += ["every"] if given.optimizer in PERIODIC else []
         options = {"ranks": given.world} | {name: getattr(given, name) for name in names}
         name = given.optimizer.lower()
-        name += ".json" if given.world == 2 else f"_{given.world}ranks.json"
+        name += "" if given.world == 2 else f"_{given.world}ranks"
+        name += f"_{given.only}.json" if given.only else ".json"
         common.write_json(name, {**given.run, **options, "cases": rows})
 
 
@@ -193,6 +197,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only", default="", help="cases with this in their names")
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
     given.run = common.describe_run(given.json)
