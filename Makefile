@@ -373,7 +373,7 @@ ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=
     LD_PRELOAD=$$($(CC) -print-file-name=libasan.so):$$($(CC) -print-file-name=libubsan.so) \
     PYTHONPATH=build/asan PYTHONSAFEPATH=1
 ASAN_CORE := build/c/address-undefined/libcore.a
-# These tests seldom wait, and a process takes 14 to 24 processor seconds before its first one.
+# These tests seldom wait, and a process takes 14 to 24 processor seconds before its first test.
 asan-py: PYTEST_JOBS := -n $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 4 ? n : 4))) \
     --dist loadfile --no-loadscope-reorder
 asan-py: $(STAMPS)/tools

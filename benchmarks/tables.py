@@ -385,10 +385,7 @@ def muon_tables(result: dict) -> str:
     ranks = result.get("ranks", 2)
     head = ["step", "processor time, ms", f"x 1/{ranks} of the unsharded step", "moved"]
     shape = f"{result['blocks']} blocks of width {result['width']}"
-    busy = (
-        f"; others kept the processors busy (load {result['load']})" if result["load"] > 4 else ""
-    )
-    text = f"{shape}{busy}. {run_line(result)}"
+    text = f"{shape}. {run_line(result)}"
     name = result.get("optimizer", "Muon")
     text = f"Bases or roots every {result['every']} steps; {text}" if "every" in result else text
     return "\n\n".join([f"### {name}'s step on {ranks} ranks", text, markdown(head, rows)])

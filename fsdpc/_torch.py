@@ -59,8 +59,8 @@ TrainingState = _find("torch.distributed.fsdp._common_utils", "TrainingState")
 FlatParameter = _find("torch.distributed.fsdp._flat_param", "FlatParameter")
 # torch's description of a parameter's range in a flat parameter's shard.
 ShardParamInfo = _find("torch.distributed.fsdp._flat_param", "_ShardParamInfo")
-# What FSDPModule.finalize_backward(async_op=True) returns, from torch 2.15 on. From then on
-# reset_iter_state drops gradients.
+# Of torch 2.15 and newer: finalize_backward(async_op=True) returns this class. Where torch has the
+# class, torch's reset_iter_state drops all gradients.
 GradientReductionHandle = _maybe("torch.distributed.fsdp", "GradientReductionHandle")
 # Wrap policies: the base class of the policy objects, and the disjunction of two policies.
 _Policy = _find("torch.distributed.fsdp.wrap", "_Policy")

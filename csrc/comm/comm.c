@@ -26,13 +26,13 @@ fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text)
     strcpy(copy, text);
     if (!atomic_compare_exchange_strong(&comm->numbers, &none, copy)) {
         fsdpc_mem_free(copy);
-        return fsdpc_error(FSDPC_E_STATE, "the communicator's ranks have numbers already: %s",
-                           none);
+        return fsdpc_error(FSDPC_E_STATE,
+                           "set_numbers: the communicator's ranks have numbers already: %s", none);
     }
     return comm->twin ? fsdpc_comm_set_numbers(comm->twin, text) : FSDPC_OK;
 }
 
-/* What is still to be said of the text's ranks, or NULL. */
+/* The communicator's numbers, if the text names a rank and does not have them yet; else NULL. */
 static const char *
 numbers_for(const fsdpc_comm *comm, const char *text)
 {

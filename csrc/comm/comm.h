@@ -108,10 +108,11 @@ fsdpc_device *fsdpc_comm_device(const fsdpc_comm *comm);
  * gathers; `comm` owns the twin. Without a twin, `comm` is used for both. */
 void fsdpc_comm_set_twin(fsdpc_comm *comm, fsdpc_comm *twin);
 fsdpc_comm *fsdpc_comm_for_reductions(fsdpc_comm *comm);
-/* What errors say where other numbers than the whole program's name the ranks here: "ranks 2-3 are called 0-1 here".
- * Copied; once, and with the twin. FSDPC_E_NOMEM, FSDPC_E_STATE: called before. Local. */
+/* The text that errors begin with where the ranks of this communicator have other numbers than in the whole program:
+ * "ranks 2-3 are called 0-1 here". The text is copied; the twin gets a copy, too. FSDPC_E_NOMEM; FSDPC_E_STATE where
+ * the communicator has a text already. Local. */
 int fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text);
-/* Puts it before this thread's error text, if that names a rank. Returns `status`. */
+/* Puts that text before this thread's error, if the error names a rank and lacks the text. Returns `status`. */
 int fsdpc_comm_say_numbers(const fsdpc_comm *comm, int status);
 /* The shared segment of an "shm" communicator, NULL for other kinds. */
 fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);

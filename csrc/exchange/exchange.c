@@ -208,7 +208,7 @@ fsdpc_exchange_leave(fsdpc_exchange *x)
     return fsdpc_comm_say_numbers(x->comm, x->ops->leave(x));
 }
 
-/* Prepends operation and unit, unless the text names the unit already; and what its ranks are called. */
+/* Prepends operation and unit, unless the error names the unit already; then the numbers of the group's ranks. */
 static int
 explain(const fsdpc_exchange *x, int status, const char *op, const fsdpc_unit *unit)
 {

@@ -127,7 +127,7 @@ class FSDPModule:
     def reset_iter_state(self) -> None:
         """Root only (``RuntimeError``): clean up after an exception in forward or backward.
         fsdpc does so when the next pass begins; this method ends the tree, whose references are
-        dropped. As torch 2.15, with which it does so, it drops all gradients. Local.
+        dropped. With torch >= 2.15 all gradients are dropped, too, as torch does there. Local.
         """
         state = self._get_fsdp_state()
         if state._is_root is False:

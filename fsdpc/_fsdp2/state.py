@@ -276,7 +276,7 @@ class State:
 
     @property
     def _comm_ctx(self) -> Any:
-        """No other stage's; torch 2.15."""
+        """torch 2.15's pipelines compare this of their stages; fsdpc's stages share nothing."""
         return self
 
     def _root_post_backward_final_callback(self) -> None:
@@ -315,7 +315,7 @@ class State:
             self._unit.flat.reshard()
 
     def drop_gradients(self) -> None:
-        """Also those that wait for a backward that sums them. Local."""
+        """Drop this module's gradients, also those that wait for a backward to sum them. Local."""
         self.reshard_now()
         for state in (self, *self._others):
             for param in () if state._unit is None else state._unit.shard_params:

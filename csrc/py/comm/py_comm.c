@@ -112,8 +112,8 @@ static PyMethodDef comm_methods[] = {
            "Collective over the ranks of each host. Raises as shm does, and RuntimeError."),
     FSDPC_PY_METHOD(
         set_numbers, fsdpc_py_comm_set_numbers, METH_O, "($self, text, /)",
-        "What errors say of the ranks of a group whose numbers are not the whole program's, as\n"
-        "'ranks 2-3 are called 0-1 here'. Once. RuntimeError: called before. Local."),
+        "The text that errors begin with where this group's ranks have other numbers than in the\n"
+        "whole program: 'ranks 2-3 are called 0-1 here'. RuntimeError on the second call. Local."),
     METHOD(nccl, METH_CLASS,
            "($type, rank, world, id, reduce_id, device, name='', timeout=" TEXT_OF(
                FSDPC_DEFAULT_TIMEOUT_S) ", exchange=None, *, register=False)",
