@@ -31,11 +31,11 @@ _MOST_KNOWN = 256
 
 @dataclass
 class _Written:
-    """A file as this process last wrote or linked it. ``crcs``: of this rank's part of it."""
+    """A file as this process last wrote or linked it. ``digests``: of this rank's part of it."""
 
     path: Path
     form: int
-    crcs: list[int]
+    digests: list[tuple[int, int]]
     part: Part
     save: str  # another word for each save
     stamp: tuple[int, int, int] | None  # on rank 0
@@ -53,7 +53,7 @@ class Unchanged:
 
     def __init__(self, target: Path, ranks: Ranks) -> None:
         self._target, self._ranks = target, ranks
-        self._now: dict[str, tuple[int, list[int]]] = {}
+        self._now: dict[str, tuple[int, list[tuple[int, int]]]] = {}
         self._own: dict[str, list[Part]] = {}
         self._held: dict[str, Held] = {}
         self._is_done = False
@@ -76,7 +76,7 @@ class Unchanged:
                 if (table.gpu >= 0).any():
                     away = True
                 elif path not in self._now:
-                    self._now[path] = _C.ckpt_crc32c(file.header), _crcs(table)
+                    self._now[path] = _C.ckpt_crc32c(file.header), _digests(table)
             known = [path for path in self._now if self._is_known(path)]
             seen.value = away, [(path, self._before(path).save) for path in known]
         self._is_done = not any(away for away, _ in seen.values)
@@ -99,7 +99,7 @@ class Unchanged:
 
     def _is_known(self, path: str) -> bool:
         before = _written.get(self._key(path))
-        if before is None or (before.form, before.crcs) != self._now[path]:
+        if before is None or (before.form, before.digests) != self._now[path]:
             return False
         if self._ranks.rank == 0:
             held = _open(before.path)
@@ -141,13 +141,13 @@ class Unchanged:
         """The checkpoint is there. ``save``: the same word on all ranks, another for each save.
         Local.
         """
-        for path, (form, crcs) in self._now.items():
+        for path, (form, digests) in self._now.items():
             file, key = self._target / path, self._key(path)
             held = _open(file) if self._ranks.rank == 0 else None
             part = self.parts.get(path) or joined(self._own.get(path, []))
             _written.pop(key, None)
             stamp = None if held is None else held.stamp
-            _written[key] = _Written(file, form, crcs, part, save, stamp)
+            _written[key] = _Written(file, form, digests, part, save, stamp)
         while len(_written) > _MOST_KNOWN:
             _written.popitem(last=False)
 
@@ -159,20 +159,14 @@ def _open(path: Path) -> Held | None:
         return None
 
 
-def _crcs(table: Table) -> list[int]:
-    """Of where the ranges lie, and of the bytes in memory of each."""
+def _digests(table: Table) -> list[tuple[int, int]]:
+    """Of where the ranges lie, and of the bytes in memory of each: a checksum alone would take one
+    change in 2^32 for none, and averages are not trained either, but may change at every step.
+    """
     rows, sizes = table.rows, np.array(SIZES)
     lengths = rows[:, NBYTES] // sizes[rows[:, FILE_TYPE]] * sizes[rows[:, MEMORY_TYPE]]
     places = np.ascontiguousarray(np.delete(rows, MEMORY, axis=1))
-    crcs = [_C.ckpt_crc32c(places.view(np.uint8).reshape(-1))]
+    found = [_C.ckpt_digest(places.view(np.uint8).reshape(-1))]
     for address, nbytes in zip(rows[:, MEMORY].tolist(), lengths.tolist(), strict=True):
-        crcs.append(_digest(bytes_at(address, nbytes).numpy()) if nbytes else 0)
-    return crcs
-
-
-def _digest(raw: np.ndarray) -> int:
-    """A checksum alone would take one change in 2^32 for none: parameters that are not trained may
-    change at every step (averages).
-    """
-    words = raw[: raw.size // 8 * 8].view(np.uint64)
-    return int(words.sum(dtype=np.uint64)) << 32 | _C.ckpt_crc32c(raw)
+        found.append(_C.ckpt_digest(bytes_at(address, nbytes).numpy()) if nbytes else (0, 0))
+    return found

@@ -36,6 +36,13 @@ parts_combine_for_any_cut(void)
         data[i] = (unsigned char)(i * i + i / 251);
     }
     const uint32_t whole = fsdpc_crc32c_plain(0, data, BYTES);
+    uint64_t sum, word, expected = 0;
+    CHECK_INT(fsdpc_crc32c_and_sum(0, data, BYTES, &sum), whole);
+    for (size_t i = 0; i + sizeof word <= BYTES; i += sizeof word) {
+        memcpy(&word, data + i, sizeof word);
+        expected += word;
+    }
+    CHECK(sum == expected);
     CHECK_INT(fsdpc_crc32c(0, data, BYTES), whole);
     for (size_t cut = 0; cut <= BYTES; cut += cut < 20 ? 1 : 997) {
         const uint32_t a = fsdpc_crc32c(0, data, cut);

@@ -196,6 +196,7 @@ class Companions:
         if rng.random() < 0.5:
             data = values.arrays(rng)
             self.call("ckpt_crc32c", _probe.ckpt_crc32c, data, 0, plain=rng.random() < 0.5)
+            self.call("ckpt_digest", _probe.ckpt_digest, data)
             return
         counts = [rng.randrange(4) for _ in range(rng.randrange(4))]
         parts = sum(counts) + (rng.random() < 0.1)

@@ -1091,6 +1091,13 @@ def test_digests_do_not_depend_on_the_cut():
             _C.ckpt_combine(crcs, lengths, counts[:2], digests[:2])
 
 
+@pytest.mark.parametrize("nbytes", [0, 7, 8, 6144, 6151, 100_003])
+def test_digests_of_one_reading(nbytes):
+    data = np.random.default_rng(nbytes).integers(0, 256, nbytes, dtype=np.uint8)
+    words = data[: nbytes // 8 * 8].view(np.uint64)
+    assert _C.ckpt_digest(data) == (_C.ckpt_crc32c(data), int(words.sum(dtype=np.uint64)))
+
+
 def test_copies_of_memory():
     source, target = np.arange(16, dtype=np.uint8), np.zeros(16, np.uint8)
     one, other = source.ctypes.data, target.ctypes.data

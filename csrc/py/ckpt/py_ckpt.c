@@ -38,6 +38,20 @@ ckpt_crc32c(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t count
     return PyLong_FromUnsignedLong(result);
 }
 
+static PyObject *
+ckpt_digest(PyObject *Py_UNUSED(module), PyObject *data)
+{
+    Py_buffer view;
+    if (PyObject_GetBuffer(data, &view, PyBUF_C_CONTIGUOUS) < 0) {
+        return NULL;
+    }
+    uint64_t sum;
+    const uint32_t crc =
+        FSDPC_PY_UNLOCKED(fsdpc_crc32c_and_sum(0, view.buf, (size_t)view.len, &sum));
+    PyBuffer_Release(&view);
+    return Py_BuildValue("(kK)", (unsigned long)crc, (unsigned long long)sum);
+}
+
 /* A buffer of items of one size; readonly ones too, unless `writable`. */
 static int
 open_items(PyObject *object, const char *what, Py_ssize_t itemsize, bool writable, Py_buffer *view)
@@ -406,6 +420,10 @@ PyMethodDef fsdpc_py_ckpt_methods[] = {
     FSDPC_PY_FUNCTION(ckpt_copy, FSDPC_PY_KEYWORDS, "($module, /, moves)",
                       "Copies memory: rows of int64, each the address of the bytes, where they go\n"
                       "and how many they are. The caller keeps both alive. ValueError."),
+    FSDPC_PY_FUNCTION(
+        ckpt_digest, METH_O, "($module, data, /)",
+        "(CRC-32C of a buffer, sum of its whole words of 8 bytes modulo 2**64), from\n"
+        "one reading of memory."),
     FSDPC_PY_FUNCTION(
         ckpt_rename, FSDPC_PY_KEYWORDS, "($module, /, source, target, *, exchange=False)",
         "Renames as a whole onto a free name, or swaps two names. FileExistsError: the name is\n"
