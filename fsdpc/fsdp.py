@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from fsdpc import state_dict as _state_dict
 from fsdpc._clip import clip as _clip
 from fsdpc._comm.bootstrap import make_groups
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine.companions import explain, explained
 from fsdpc._engine.compiled import not_traced
 from fsdpc._engine.device import engine_device
@@ -142,7 +143,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         chosen = _args.resolve_groups(
             process_group, sharding_strategy, auto_wrap_policy, device_mesh
         )
-        device = asked_device(device_id, chosen.shard.rank())
+        device = asked_device(device_id)
         if auto_wrap_policy is not None:
             inherited = options.for_children(chosen, self._ignored.params)
             check_apart(self._ignored.others(module), self._name)
@@ -185,7 +186,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             asked or default_device(),
             warn_unwritten=not (self._options.sync_module_states and rank != 0),
         )
-        self.compute_device = move_module(module, self._ignored, asked, self._name, rank)
+        self.compute_device = move_module(module, self._ignored, asked, self._name)
 
     def _init_groups(self, chosen: _args.GroupChoice) -> None:
         self.process_group = chosen.shard
@@ -475,7 +476,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         if self.training_state not in allowed:
             raise ValueError(
                 f"expected to be in states {allowed} but current state is {self.training_state} "
-                f"on rank {self.rank}"
+                f"on rank {this_rank()}"
             )
 
     @property

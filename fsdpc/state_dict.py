@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 
+from fsdpc._comm.channel import this_rank
 from fsdpc._comm.rendezvous import rendezvous
 from fsdpc._fsdp1 import args as _args
 from fsdpc._fsdp1.collect import unit_modules
@@ -89,9 +90,10 @@ def _begin(member: Any, action: str, prefix: str) -> ModuleType:
     unit = member._unit
     if unit is not None and unit.state in ("forward", "backward"):
         raise AssertionError(
-            "Expects the handle training to be IDLE but got HandleTrainingState."
-            f"{'FORWARD' if unit.state == 'forward' else 'BACKWARD_PRE'}: unit {unit.name!r} is in "
-            f"{unit.state} on rank {member.rank}: save and load state dicts between steps"
+            "Expects the handle training to be IDLE but got "
+            f"HandleTrainingState.{'FORWARD' if unit.state == 'forward' else 'BACKWARD_PRE'}: unit "
+            f"{unit.name!r} is in {unit.state} on rank {this_rank(unit.groups.shard)}: save and "
+            "load state dicts between steps"
         )
     kind = member._state_dict_type
     if unit is None:

@@ -32,6 +32,13 @@ fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text)
     return comm->twin ? fsdpc_comm_set_numbers(comm->twin, text) : FSDPC_OK;
 }
 
+const char *
+fsdpc_comm_numbers(const fsdpc_comm *comm)
+{
+    const char *numbers = atomic_load(&comm->numbers);
+    return numbers ? numbers : "";
+}
+
 /* The communicator's numbers, if the text names a rank and does not have them yet; else NULL. */
 static const char *
 numbers_for(const fsdpc_comm *comm, const char *text)

@@ -224,13 +224,16 @@ end_writes(fsdpc_exchange *x, fsdpc_unit *unit)
 {
     bool changed;
     FSDPC_TRY(fsdpc_arena_take_back(x->arena, fsdpc_unit_range(unit), &changed));
-    return changed ? fsdpc_error(FSDPC_E_STATE,
-                                 "parameters of unit %s were changed in place during forward or "
-                                 "backward on rank %d, where they are copies for reading: change "
-                                 "them between steps or inside summon_full_params, or compute with "
-                                 "a tensor of your own (weight = self.weight * 0.5)",
-                                 fsdpc_unit_name(unit), x->rank)
-                   : FSDPC_OK;
+    if (!changed) {
+        return FSDPC_OK;
+    }
+    const int status = fsdpc_error(
+        FSDPC_E_STATE,
+        "parameters of unit %s were changed in place during forward or backward on rank %d, where "
+        "they are copies for reading: change them between steps or inside summon_full_params, or "
+        "compute with a tensor of your own (weight = self.weight * 0.5)",
+        fsdpc_unit_name(unit), x->rank);
+    return fsdpc_comm_say_numbers(x->comm, status);
 }
 
 int

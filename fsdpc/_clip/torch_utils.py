@@ -34,6 +34,7 @@ from fsdpc._clip.norm import (
     tensor_sum,
 )
 from fsdpc._comm.bootstrap import is_destroyed
+from fsdpc._comm.channel import numbers_in
 from fsdpc._engine.writeback import owner_of
 from fsdpc._torch import CLIP_BY_NORM, TOTAL_NORM
 
@@ -267,9 +268,10 @@ def _refuse_unknown(units: list[Any], rank: int, why: str) -> None:
         "that it cannot know that its part is asked for; call torch.nn.utils.clip_grad_norm_ with "
         "all parameters, not only with those that have a gradient, or the model's clip_grad_norm_"
     )
-    for comm, _ in by_comm(units):
+    comms = [comm for comm, _ in by_comm(units)]
+    for comm in comms:
         comm.abort(text)
-    raise RuntimeError(text)
+    raise RuntimeError(f"{text}{numbers_in(comms[0])}")
 
 
 def _unit_sum(unit: Any, tensors: Sequence[Tensor], norm_type: float) -> float:

@@ -46,6 +46,21 @@ def numbers_of(pg: dist.ProcessGroup) -> str:
     return "" if ranks == here else f"ranks {spans(ranks)} are called {spans(here)} here"
 
 
+def this_rank(comm: _C.Comm | None = None) -> str:
+    """What messages call this rank: its number in the program, and that in the communicator's group
+    if the group has numbers of its own. Local.
+    """
+    number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return (
+        f"{number} ({comm.rank} of its group)" if comm is not None and comm.numbers else f"{number}"
+    )
+
+
+def numbers_in(comm: _C.Comm) -> str:
+    """What ends a message that calls ranks by their numbers in the communicator. Local."""
+    return f" ({comm.numbers})" if comm.numbers else ""
+
+
 class Channel:
     """All-gathers of bytes among the ranks of a group under keys of its own. ``numbers``: see
     ``numbers_of``.

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from fsdpc import _C
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine.interop import put_grad
 from fsdpc._engine.writeback import gathered_of, owner_of
 from fsdpc._torch import RUN_BACKWARD, current_graph_task_id, is_batched
@@ -151,8 +152,8 @@ def _of_direct_reads(
         name = unit.infos[unit.optim_params[number][2][0]].name
         raise _C.StateError(
             f"torch.autograd.grad was asked for the gradient of sharded parameter {name!r} of unit "
-            f"{unit.name!r} on rank {unit.groups.shard.rank}. Gradients of sharded parameters "
-            f"cannot be returned {why}"
+            f"{unit.name!r} on rank {this_rank(unit.groups.shard)}. Gradients of sharded "
+            f"parameters cannot be returned {why}"
         )
     return tuple(found[: len(inputs)])
 

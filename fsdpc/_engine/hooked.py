@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from fsdpc import _C
+from fsdpc._comm.channel import this_rank
 
 # (unit, gradients of each segment, rows of the layout) -> this rank's pieces of the sums, divided.
 Summing = Callable[[Any, list[torch.Tensor], list[dict[str, Any]]], list[torch.Tensor]]
@@ -106,7 +107,7 @@ class _Order:
             if some is None:
                 raise _C.MismatchError(
                     f"{what}: the ranks of the process group called hooks of different units "
-                    f"(rank {self.comms[0].rank} has no call left)"
+                    f"(rank {this_rank(self.comms[0])} has no call left)"
                 )
             if not any(some):
                 return

@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdpc import _C
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine.compiled import call_untraced
 from fsdpc._engine.host import FrontEnd
 from fsdpc._engine.marks import hosts, is_replicated
@@ -65,10 +66,10 @@ class Watch:
         shown = ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
         raise _C.StateError(
             f"parameters {shown} were added after {self.front.describe(root)} was sharded, and no "
-            f"unit manages them on rank {root.rank}: their gradients would not be averaged over "
-            "the ranks. Add them before sharding, shard the new module (fully_shard, "
-            "FullyShardedDataParallel) before it is added, or freeze them; if the program averages "
-            "their gradients itself, call fsdpc.mark_replicated(module)"
+            f"unit manages them on rank {this_rank(comms[0])}: their gradients would not be "
+            "averaged over the ranks. Add them before sharding, shard the new module "
+            "(fully_shard, FullyShardedDataParallel) before it is added, or freeze them; if the "
+            "program averages their gradients itself, call fsdpc.mark_replicated(module)"
         )
 
     def _unmanaged(self, root: Any) -> Iterator[str]:
@@ -109,7 +110,7 @@ def _refuse_replacement(root: Any, module: nn.Module, name: str) -> None:
             if any(site is module and key == name for site, key in info.sites):
                 raise _C.StateError(
                     f"parameter {info.name!r} of unit {unit.name!r} was replaced in forward or "
-                    f"backward on rank {root.rank}, where modules show copies that end with it: "
-                    "change parameters between steps, or compute with a tensor of your own "
-                    "(weight = self.weight.clamp(-1, 1))"
+                    f"backward on rank {this_rank(unit.groups.shard)}, where modules show copies "
+                    "that end with it: change parameters between steps, or compute with a tensor "
+                    "of your own (weight = self.weight.clamp(-1, 1))"
                 )

@@ -18,6 +18,7 @@ from torch import nn
 
 from fsdpc import _C
 from fsdpc._comm import wire as _wire
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine import hooked as _hooked
 from fsdpc._engine import thaw as _thaw
 from fsdpc._engine.companions import explain
@@ -74,8 +75,9 @@ def _leave_tree(member: Any, root: Any) -> None:
     if tree is not None and tree.training_state != "idle":
         raise _C.StateError(
             f"unit {member._unit.name!r} is in {tree.training_state} as part of another model on "
-            f"rank {member.rank}, so {root._front.describe(root)} cannot use it now: finish the "
-            "other model's step first, or give each model its own units (copy.deepcopy)"
+            f"rank {this_rank(member._unit.groups.shard)}, so {root._front.describe(root)} cannot "
+            "use it now: finish the other model's step first, or give each model its own units "
+            "(copy.deepcopy)"
         )
     if not release(member) and tree is not None:  # its root was deleted
         tree.detach()

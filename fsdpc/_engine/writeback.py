@@ -15,6 +15,7 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fsdpc import _C
+from fsdpc._comm.channel import this_rank
 from fsdpc._torch import storage_use_count
 
 # The unit that shards a parameter. Keys and values are weak: the table keeps neither alive.
@@ -120,7 +121,7 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
     if not changed:
         return
     what = f"parameter {info.name!r} of unit {unit.name!r}"
-    rank = unit.groups.shard.rank
+    rank = this_rank(unit.groups.shard)
     if any(param is None for param in found):
         way = "delete or replace parameters before wrapping, or keep the parameter and freeze it"
         if any(_is_behind_another(*site) for site in info.sites):
@@ -176,8 +177,8 @@ def _refuse_unread(unit: Any, which: str, way: str) -> None:
     what = f"{which} of unit {unit.name!r}"
     refuse_lending(what)
     raise _C.StateError(
-        f"{what} was replaced after wrapping, on rank {unit.groups.shard.rank}, and no step would "
-        f"read the new tensor: {way}"
+        f"{what} was replaced after wrapping, on rank {this_rank(unit.groups.shard)}, and no step "
+        f"would read the new tensor: {way}"
     )
 
 
@@ -281,5 +282,5 @@ def _write(unit: Any, index: int, value: torch.Tensor) -> None:
     raise RuntimeError(
         "Cannot writeback when the parameter shape changes\n"
         f"Expects {view.shape} but got {value.shape}: parameter {unit.infos[covers[0]].name!r} of "
-        f"unit {unit.name!r} on rank {unit.groups.shard.rank}"
+        f"unit {unit.name!r} on rank {this_rank(unit.groups.shard)}"
     )

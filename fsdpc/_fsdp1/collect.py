@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine.lowbit import check_memory, scales
 from fsdpc._engine.modules import collect, join, walk
 from fsdpc._engine.unit import ParamInfo
@@ -253,8 +254,8 @@ def _unsynced_buffers(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _broadcast(comm: Any, name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.is_meta:
         raise RuntimeError(
-            f"sync_module_states: {name!r} is on the meta device on rank {comm.rank}; ignored "
-            "modules are not materialised: call to_empty() on them before wrapping"
+            f"sync_module_states: {name!r} is on the meta device on rank {this_rank(comm)}; "
+            "ignored modules are not materialised: call to_empty() on them before wrapping"
         )
     if tensor.numel() == 0:
         return

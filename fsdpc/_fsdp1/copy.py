@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.lowbit import holds_codes
 from fsdpc._engine.unit import ParamInfo
@@ -116,7 +117,7 @@ def _check_free(member: Any) -> None:
     else:
         return
     raise RuntimeError(
-        f"module {member._name!r} cannot be copied {where} on rank {member.rank}: call "
+        f"module {member._name!r} cannot be copied {where} on rank {this_rank()}: call "
         "copy.deepcopy between steps, on every rank"
     )
 

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from fsdpc import _C
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine.device import CPU
 from fsdpc._fsdp1.collect import Ignored, own_params, owned_modules, unit_modules
 
 
-def asked_device(device_id: Any, rank: int) -> torch.device | None:
+def asked_device(device_id: Any) -> torch.device | None:
     """The device of the constructor's ``device_id``, with an index for a GPU. Local.
 
     A GPU without an index is torch's current one (``UserWarning``, as in torch). ``TypeError``: not
@@ -38,9 +39,10 @@ def asked_device(device_id: Any, rank: int) -> torch.device | None:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         current = torch.cuda.current_device()
         warnings.warn(
-            f"FSDP got the argument `device_id` {device_id} on rank {rank}, which does not have an "
-            f"explicit index. FSDP will use the current device {current}. If this is incorrect, "
-            "please explicitly call `torch.cuda.set_device()` before FSDP initialization or pass "
+            f"FSDP got the argument `device_id` {device_id} on rank {this_rank()}, which does not "
+            f"have an explicit index. FSDP will use the current device {current}. If this is "
+            "incorrect, please explicitly call `torch.cuda.set_device()` before FSDP "
+            "initialization or pass "
             "in the explicit device index as the `device_id` argument.",
             stacklevel=3,
         )
@@ -48,7 +50,7 @@ def asked_device(device_id: Any, rank: int) -> torch.device | None:
     reason = why_not(device)
     if reason is not None:
         raise RuntimeError(
-            f"device_id={device_id!r} on rank {rank}: {reason}. Pass device_id=None or "
+            f"device_id={device_id!r} on rank {this_rank()}: {reason}. Pass device_id=None or "
             'torch.device("cpu") to train on the CPU'
         )
     return device
@@ -85,7 +87,7 @@ def default_device() -> torch.device:
 
 
 def move_module(
-    root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str, rank: int
+    root: nn.Module, ignored: Ignored, asked: torch.device | None, unit_name: str
 ) -> torch.device:
     """Move the unit's own parameters and buffers to ``asked``; returns the compute device. Local.
 
@@ -104,10 +106,10 @@ def move_module(
         return asked or CPU
     if asked is not None and device != asked:
         raise ValueError(
-            f"Inconsistent compute device and `device_id` on rank {rank}: {device} vs {asked} "
-            f"(unit {unit_name!r}); move the module, or pass its device as device_id"
+            f"Inconsistent compute device and `device_id` on rank {this_rank()}: {device} vs "
+            f"{asked} (unit {unit_name!r}); move the module, or pass its device as device_id"
         )
-    _check_usable(device, unit_name, rank)
+    _check_usable(device, unit_name)
     if asked is None and device == CPU and torch.cuda.is_available():
         _warn_of_cpu()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
@@ -150,12 +152,12 @@ def _on_the_cpu(root: nn.Module, ignored: Ignored) -> Iterator[torch.Tensor]:
                 yield buffer
 
 
-def _check_usable(device: torch.device, unit_name: str, rank: int) -> None:
+def _check_usable(device: torch.device, unit_name: str) -> None:
     reason = why_not(device)
     if reason is not None:
         raise RuntimeError(
-            f"unit {unit_name!r} has parameters on {device} on rank {rank}, but {reason}; to train "
-            "on the CPU, move the module there"
+            f"unit {unit_name!r} has parameters on {device} on rank {this_rank()}, but {reason}; "
+            "to train on the CPU, move the module there"
         )
 
 

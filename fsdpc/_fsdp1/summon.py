@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine.device import CPU
 from fsdpc._engine.inputs import preparation
 from fsdpc._engine.lowbit import check_same_state
@@ -74,7 +75,7 @@ def check_idle(member: Any) -> None:
     if unit is not None and unit.state in ("forward", "backward"):
         raise AssertionError(
             "Cannot manually unshard parameters during forward/backward: "
-            f"unit {unit.name!r} is in {unit.state} on rank {member.rank}"
+            f"unit {unit.name!r} is in {unit.state} on rank {this_rank(unit.groups.shard)}"
         )
     if member._summoned:
         name = "root" if unit is None else unit.name

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from fsdpc import _C
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import around, computes
 from fsdpc._engine.outputs import copy_within
@@ -226,7 +227,7 @@ class ExtendedUnit(RowUnit):
                 gathered.check(tensors)
                 sent.append(tensors)
         except Exception as error:  # other ranks must hear of it before they wait
-            error.add_note(f"(gather of unit {self.name!r} on rank {self.groups.shard.rank})")
+            error.add_note(f"(gather of unit {self.name!r} on rank {this_rank(self.groups.shard)})")
             return sent, error
         return sent, None
 
@@ -237,9 +238,10 @@ class ExtendedUnit(RowUnit):
             self._forward_versions = now
         elif now != self._forward_versions:
             raise _C.StateError(
-                f"parameters of unit {self.name!r} were changed on rank {self.groups.shard.rank} "
-                "between their forward and this backward, which would compute with old and new "
-                "weights: change weights after backward, or before forward"
+                f"parameters of unit {self.name!r} were changed on rank "
+                f"{this_rank(self.groups.shard)} between their forward and this backward, which "
+                "would compute with old and new weights: change weights after backward, or before "
+                "forward"
             )
 
     def _agree(self, sent: list[list[Tensor]], error: Exception | None) -> None:

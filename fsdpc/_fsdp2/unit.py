@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine import lowbit as _lowbit
 from fsdpc._engine import writeback as _writeback
 from fsdpc._engine.interop import around, over
@@ -243,7 +244,7 @@ def check_materialized(unit: RowUnit, names: list[str]) -> None:
             f"following were still on meta device: {names}\n"
             "For example, call module.to_empty(device) to materialize to device and call "
             "module.reset_parameters() on each module to initialize values. (unit "
-            f"{unit.name!r}, rank {unit.groups.shard.rank})"
+            f"{unit.name!r}, rank {this_rank(unit.groups.shard)})"
         )
 
 

@@ -16,7 +16,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fsdpc._comm.channel import this_rank
 from fsdpc._engine.tree import TREES
 from fsdpc._engine.unit import UNITS
 from fsdpc._engine.writeback import owner_of
@@ -86,8 +88,7 @@ def report(
 def _head(phase: str, name: str, tree: Any) -> str:
     who = ""
     if tree is not None and tree.units:
-        comm = tree.units[0].groups.shard
-        who = f" on rank {comm.rank} of {comm.world}"
+        who = f" on rank {this_rank(tree.units[0].groups.shard)} of {dist.get_world_size()}"
     return f"{HEAD}{who} in {phase}{f' of unit {name}' if name else ''}"
 
 

@@ -348,6 +348,30 @@ def test_errors_say_what_the_ranks_of_a_group_are_called(body):
     assert "ranks 2-3 are called 0-1 here" in text and "rank 1" in text, outcomes[2]
 
 
+def body_of_own_errors(rank, world):
+    """What a rank of a group says of itself: written in C, and in Python."""
+    pg = dist.new_group([1, 2])
+    if rank == 0:
+        return None
+    model = fsdpc.FullyShardedDataParallel(
+        torch.nn.Linear(64, 64), process_group=pg, use_orig_params=True
+    )
+    model.module.register_forward_hook(lambda module, *_: module.weight.data.mul_(2))
+    with pytest.raises(RuntimeError) as in_c, torch.no_grad():
+        model(torch.ones(1, 64))
+    with pytest.raises(RuntimeError) as in_python:
+        model.module.weight = torch.nn.Parameter(torch.ones(3))
+        model(torch.ones(1, 64))
+    return str(in_c.value), str(in_python.value)
+
+
+def test_a_rank_of_a_group_says_which_rank_of_the_program_it_is():
+    for rank, (in_c, in_python) in enumerate(run_ranks(body_of_own_errors, 3)[1:], 1):
+        assert in_c.startswith("ranks 1-2 are called 0-1 here: "), in_c
+        assert f"on rank {rank - 1}, where" in in_c, in_c
+        assert f"on rank {rank} ({rank - 1} of its group)" in in_python, in_python
+
+
 def test_numbers_are_said_once():
     comm = _C.Comm.self_()
     comm.set_numbers("rank 5 is called 0 here")

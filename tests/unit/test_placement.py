@@ -44,53 +44,53 @@ def on(device: str) -> nn.Module:
 
 
 def placed(module: nn.Module, asked: torch.device | None = None) -> torch.device:
-    return move_module(module, Ignored(), asked, "layer", 3)
+    return move_module(module, Ignored(), asked, "layer")
 
 
 # --- what device_id names ------------------------------------------------------------------------
 
 
 def test_the_cpu_is_named_in_several_ways():
-    assert asked_device(None, 0) is None
+    assert asked_device(None) is None
     for named in (torch.device("cpu"), torch.device("cpu", 0), "cpu"):
-        assert asked_device(named, 0) == CPU
+        assert asked_device(named) == CPU
 
 
 @pytest.mark.parametrize("named", [True, 2.5, [0]])
 def test_what_names_no_device(named: object):
     with pytest.raises(TypeError, match="device_id must be"):
-        asked_device(named, 0)
+        asked_device(named)
 
 
 @pytest.mark.parametrize("named", [1, "cuda:1", torch.device("cuda", 1)])
 def test_a_gpu_by_its_number(two_gpus: None, named: object):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert asked_device(named, 0) == torch.device("cuda", 1)
+        assert asked_device(named) == torch.device("cuda", 1)
 
 
 def test_a_gpu_without_a_number_is_the_current_one(two_gpus: None):
     with pytest.warns(UserWarning, match="does not have an explicit index.*current device 1"):
-        assert asked_device(torch.device("cuda"), 0) == torch.device("cuda", 1)
+        assert asked_device(torch.device("cuda")) == torch.device("cuda", 1)
 
 
 def test_a_number_that_no_gpu_has(two_gpus: None):
     with pytest.raises(
-        RuntimeError, match=r"device_id=2 on rank 5: torch finds 2 CUDA devices.*CPU"
+        RuntimeError, match=r"device_id=2 on rank 0: torch finds 2 CUDA devices.*CPU"
     ):
-        asked_device(2, 5)
+        asked_device(2)
 
 
 def test_the_error_names_what_is_missing(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(RuntimeError, match="built without CUDA"):
-        asked_device(0, 0)
+        asked_device(0)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="torch finds no CUDA device"):
-        asked_device(torch.device("cuda"), 0)
+        asked_device(torch.device("cuda"))
     with pytest.raises(RuntimeError, match="not on meta"):
-        asked_device(torch.device("meta"), 0)
+        asked_device(torch.device("meta"))
 
 
 def test_the_error_names_what_the_core_lacks(two_gpus: None, monkeypatch: pytest.MonkeyPatch):
@@ -98,10 +98,10 @@ def test_the_error_names_what_the_core_lacks(two_gpus: None, monkeypatch: pytest
         raise NotImplementedError("this extension was built without CUDA kernels")
 
     monkeypatch.setattr(_C, "cuda_device", without_kernels)
-    with pytest.raises(RuntimeError, match="device_id=0 on rank 1: this extension was built"):
-        asked_device(0, 1)
+    with pytest.raises(RuntimeError, match="device_id=0 on rank 0: this extension was built"):
+        asked_device(0)
     assert default_device() == CPU
-    with pytest.raises(RuntimeError, match=r"parameters on cuda:1 on rank 3, but this extension"):
+    with pytest.raises(RuntimeError, match=r"parameters on cuda:1 on rank 0, but this extension"):
         placed(on("cuda:1"))
 
 
@@ -121,7 +121,7 @@ def test_a_module_on_another_gpu_than_torchs_current_one(two_gpus: None):
 
 
 def test_a_module_on_another_gpu_than_asked(two_gpus: None):
-    with pytest.raises(ValueError, match=r"`device_id` on rank 3: cuda:0 vs cuda:1.*'layer'"):
+    with pytest.raises(ValueError, match=r"`device_id` on rank 0: cuda:0 vs cuda:1.*'layer'"):
         placed(on("cuda:0"), torch.device("cuda", 1))
     with pytest.raises(ValueError, match="cuda:0 vs cpu"):
         placed(on("cuda:0"), CPU)

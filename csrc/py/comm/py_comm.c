@@ -181,6 +181,8 @@ static PyMethodDef comm_methods[] = {
       "Ranks whose gradients of a unit travel to this rank over a wire; for kind 'c10d'.") \
     X(receivers, PyLong_FromLong(fsdpc_comm_receivers(self->comm)), \
       "Ranks to which this rank sends gradients of a unit over a wire; for kind 'c10d'.") \
+    X(numbers, PyUnicode_FromString(fsdpc_comm_numbers(self->comm)), \
+      "What set_numbers() was given, or empty: the ranks' numbers are those of the program.") \
     X(ranks_per_host, PyLong_FromLong(fsdpc_comm_ranks_per_host(self->comm)), \
       "Ranks of each host that share memory in a group of several hosts; 0: not equally many.") \
     X(names_absentees, PyBool_FromLong(CAPS(self)->names_absentees), \

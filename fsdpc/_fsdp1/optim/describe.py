@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fsdpc._comm.channel import numbers_in
 from fsdpc._comm.objects import exchange
 from fsdpc._comm.plain import Outline
 from fsdpc._fsdp1.optim.book import ShardedParam, UnitEntry
@@ -62,6 +63,7 @@ def plan_states(entry: UnitEntry, states: list[State | str | None]) -> list[Plan
                         f"Rank {rank} has different values for {name} than rank {first}, and its "
                         f"shape {tuple(values[first].shape)} is not the shard's: the optimizer "
                         f"state {name!r} of {sharded.text} cannot be assembled from shards"
+                        f"{numbers_in(entry.comm)}"
                     )
             plan.same[name] = values[first]
     _check_complete(entry, described[0], plans)
@@ -105,14 +107,14 @@ def _plan(sharded: ShardedParam, outlines: list[Any]) -> Plan | None:
                 f"\nRank {rank} is missing states for the parameters: {sharded.names} "
                 f"(unit {sharded.of.unit.name!r})"
             )
-        raise RuntimeError(text)
+        raise RuntimeError(text + numbers_in(sharded.of.comm))
     first = outlines[ranks[0]]
     for rank in ranks:
         if outlines[rank].keys() != first.keys():
             raise RuntimeError(
                 f"the optimizer state of {sharded.text} has {sorted(first)} on rank {ranks[0]} but "
                 f"{sorted(outlines[rank])} on rank {rank}: step the same optimizer on every rank "
-                "before saving its state"
+                f"before saving its state{numbers_in(sharded.of.comm)}"
             )
     return Plan(ranks)
 
