@@ -62,6 +62,7 @@ from fsdpc.wrap import transformer_auto_wrap_policy  # noqa: E402
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 LION = {"betas": (0.9, 0.99), "weight_decay": 0.5}
 LAST = 20  # training steps whose mean is a figure
+POINTS = 400  # most that a result keeps of a curve: each is the mean of as many steps
 Make = Callable[[Any, int], torch.optim.Optimizer]
 
 
@@ -228,6 +229,12 @@ def plain_model(options: argparse.Namespace) -> nn.Module:
     return Llama(config) if options.llama else GPT(config)
 
 
+def points_of(losses: list[float]) -> list[float]:
+    """What is kept of a curve."""
+    each = -(-len(losses) // POINTS)
+    return [statistics.mean(losses[i : i + each]) for i in range(0, len(losses), each)]
+
+
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """One optimizer's curve and figures."""
     data, held = read_corpus()
@@ -241,7 +248,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     batches = [draw_batch(held, options.batch, options.seq, rng, place) for _ in range(16)]
     return {
         "parameters": sum(p.numel() for p in plain_model(options).parameters()),
-        "bits_per_byte": losses,
+        "bits_per_byte": points_of(losses),
         "last": statistics.mean(losses[-LAST:]),
         "validation": validate(model, batches) * BITS,
         "seconds": time.perf_counter() - start,
@@ -298,18 +305,21 @@ def run(world: int, options: argparse.Namespace, names: list[str]) -> dict[str, 
     return results
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
+def draw(results: dict[str, Any], steps: int, path: Path) -> None:
     """The curves as an SVG: running means of the training loss over the steps."""
     pyplot = common.pyplot()
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for number, (name, found) in enumerate(results.items()):
         smooth, mean = [], found["bits_per_byte"][0]
+        each = -(-steps // len(found["bits_per_byte"]))
+        share = min(1.0, 0.05 * each)
         for value in found["bits_per_byte"]:
-            mean = 0.95 * mean + 0.05 * value
+            mean = (1 - share) * mean + share * value
             smooth.append(mean)
         style = "-" if number < 10 else "--"  # as many colors as there are
         places = range(0, len(smooth), 1 + len(smooth) // 200)  # as many as a picture shows
-        axes.plot(places, [smooth[i] for i in places], style, label=name, linewidth=1)
+        drawn = [smooth[i] for i in places]
+        axes.plot([i * each for i in places], drawn, style, label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="bits per byte, running mean", ylim=(None, 5))
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
@@ -384,7 +394,7 @@ def main() -> None:
             common.write_json(file, {**head, "cases": results})
     show(results, PLAIN if options.codes else "AdamW")
     if options.picture:
-        draw(results, Path(options.picture))
+        draw(results, options.steps, Path(options.picture))
 
 
 if __name__ == "__main__":
