@@ -12,9 +12,9 @@ file has of the other cases, if the model, the batches, Python and torch are the
 --device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
 
 With --codes the cases are those of QuantizedPolicy instead: AdamW, and weights and gradients in
-codes, to results/codes_curves.json. "0.1 % off" is the plain run from disturbed weights, which says
+codes, to results/curves_codes.json. "0.1 % off" is the plain run from disturbed weights, which says
 how far two runs without codes end from each other. --llama takes transformers' Llama of the same
-sizes, to results/codes_curves_llama.json:
+sizes, to results/curves_codes_llama.json:
 
 python benchmarks/bench_curves.py --codes --steps 2000 --batch 1 --seq 64 --json --llama
 
@@ -383,10 +383,11 @@ def main() -> None:
                 print(f"{world} ranks, {name}: {text[:16]}")
         raise SystemExit(0 if equal else "the runs differ")
     run_here = common.describe_run(kept=options.json)
-    head = {"ranks": options.world}
+    head = {"model": "Llama" if options.llama else "GPT"} if options.codes else {}
+    head |= {"ranks": options.world}
     head |= {k: getattr(options, k) for k in ("steps", "layers", "width", "seq", "batch", "device")}
-    cases, file = (CODES, "codes_curves.json") if options.codes else (OPTIMIZERS, "curves.json")
-    file = "codes_curves_llama.json" if options.llama else file
+    cases, file = (CODES, "curves_codes.json") if options.codes else (OPTIMIZERS, "curves.json")
+    file = "curves_codes_llama.json" if options.llama else file
     results = earlier(file, head, run_here) if options.only and options.json else {}
     for name in [name for name in cases if re.search(options.only, name)]:
         results[name] = {"run": run_here, **run(options.world, options, [name])[name]}

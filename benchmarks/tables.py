@@ -302,7 +302,8 @@ def curve_tables(result: dict) -> str:
     ]
     head = ["bits per byte", "last 20 steps", "validation", f"against {first}"]
     sizes = ", ".join(f"{k} {result[k]}" for k in ("ranks", "steps", "layers", "width", "batch"))
-    title = f"### Training curves of {'optimizers' if first == 'AdamW' else 'codes'}: {sizes}"
+    of = "optimizers" if first == "AdamW" else f"codes, {result['model']}"
+    title = f"### Training curves of {of}: {sizes}"
     runs = list(dict.fromkeys(run_line(case["run"]) for case in cases.values()))
     return "\n\n".join([title, "  \n".join(runs), markdown(head, rows)])
 
@@ -397,7 +398,6 @@ TABLES: dict[str, Callable[[dict], str]] = {
     "hosts": hosts_tables,
     "checkpoint": checkpoint_tables,
     "curves": curve_tables,
-    "codes_curves": curve_tables,
     "checkouts": checkouts_tables,
     "step": step_tables,
     "comm": comm_tables,
