@@ -6,7 +6,7 @@ python benchmarks/bench_curves.py --worlds 1 2 3 --steps 20 --layers 2 --width 6
 
 The first writes results/curves.json and, with --picture, the curves as an SVG. Every optimizer
 trains the same model from the same weights on the same batches; the figures are bits per byte of
-the last training steps (mean of 20) and of validation.
+the last training steps (mean of 20, and of a fifth of them) and of validation.
 Lion, SGD, SOAP and Adafactor have learning rates of their own. --only with --json keeps what the
 file has of the other cases, if the model, the batches, Python and torch are the same. With
 --device cuda all ranks share GPU 0 (NCCL 2.30 or newer).
@@ -62,6 +62,7 @@ from fsdpc.wrap import transformer_auto_wrap_policy  # noqa: E402
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 LION = {"betas": (0.9, 0.99), "weight_decay": 0.5}
 LAST = 20  # training steps whose mean is a figure
+VALIDATED = 64, 32  # batches, and sequences of each
 POINTS = 400  # most that a result keeps of a curve: each is the mean of as many steps
 Make = Callable[[Any, int], torch.optim.Optimizer]
 
@@ -245,12 +246,14 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         name, options, lambda: draw_batch(data, options.batch, options.seq, rng, place)
     )
     rng = torch.Generator().manual_seed(1)
-    batches = [draw_batch(held, options.batch, options.seq, rng, place) for _ in range(16)]
+    count, rows = VALIDATED
+    batches = [draw_batch(held, rows, options.seq, rng, place) for _ in range(count)]
     return {
         "parameters": sum(p.numel() for p in plain_model(options).parameters()),
         "bits_per_byte": points_of(losses),
         "last": statistics.mean(losses[-LAST:]),
         "validation": validate(model, batches) * BITS,
+        "validation_bytes": count * rows * options.seq,
         "seconds": time.perf_counter() - start,
     }
 

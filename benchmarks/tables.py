@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -290,17 +291,20 @@ def curve_tables(result: dict) -> str:
     """Where the curves of bench_curves.py end."""
     cases = result["cases"]
     first = "AdamW" if "AdamW" in cases else "float32"
-    base = cases[first]["validation"]
+    base = cases[first]
+
+    def cells(case: dict, key: str) -> list[str]:
+        return [f"{case[key]:.4f}", f"{100 * (case[key] / base[key] - 1):+.2f} %"]
+
+    for case in cases.values():
+        points = case["bits_per_byte"]
+        case["fifth"] = statistics.mean(points[-(len(points) // 5) :])
     rows = [
-        [
-            name,
-            f"{case['last']:.4f}",
-            f"{case['validation']:.4f}",
-            f"{100 * (case['validation'] / base - 1):+.2f} %",
-        ]
+        [name, f"{case['last']:.4f}", *cells(case, "fifth"), *cells(case, "validation")]
         for name, case in cases.items()
     ]
-    head = ["bits per byte", "last 20 steps", "validation", f"against {first}"]
+    beside = f"against {first}"
+    head = ["bits per byte", "last 20 steps", "last fifth", beside, "validation", beside]
     sizes = ", ".join(f"{k} {result[k]}" for k in ("ranks", "steps", "layers", "width", "batch"))
     of = "optimizers" if first == "AdamW" else f"codes, {result['model']}"
     title = f"### Training curves of {of}: {sizes}"
