@@ -39,7 +39,8 @@ whose save of 20,000 parameters takes minutes.
 
 `--every`: steps of bench_step.py's workload that each end with a save in the background beside the
 same steps without, in turns; a save waits for the one before. "frozen": all but the last block asks
-for no gradient, so that a save links the rest.
+for no gradient, so that a save links the rest. "dcp": FSDP2's steps with dcp.async_save, and alone;
+"peak": of one save, until it is on the disk.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import common
 from bench_step import SAMPLE_SECONDS, end_rank, pss_mb, run_ranks, start_rank
@@ -164,10 +166,7 @@ class Bench:
         return found
 
     def dcp_state(self) -> dict:
-        from torch.distributed.checkpoint.state_dict import get_state_dict
-
-        model, optimizer = get_state_dict(self.peer.model, self.peer.optimizer)
-        return {"model": model, "optimizer": optimizer}
+        return dcp_state(self.peer.model, self.peer.optimizer)
 
     def dcp_save(self) -> None:
         import torch.distributed.checkpoint as dcp
@@ -266,6 +265,13 @@ def timed(call: Callable[[], object]) -> float:
     begin = time.perf_counter()
     call()
     return reduced(time.perf_counter() - begin, "MAX")
+
+
+def dcp_state(model: Any, optimizer: Any) -> dict:
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    states = get_state_dict(model, optimizer)
+    return dict(zip(("model", "optimizer"), states, strict=True))
 
 
 def settle(rank: int) -> None:
@@ -477,62 +483,95 @@ def many_job(
 def every_job(rank: int, world: int, folder: str, out: Connection, model: str, rounds: int) -> None:
     """One rank; rank 0 sends the seconds of steps, and of those that were saved."""
     start_rank(rank, world, folder)
-    found = {kind: every_step(rank, model, folder, kind, rounds) for kind in ("all", "frozen")}
+    found, peaks = {}, {}
+    for kind in ("all", "frozen"):
+        both = [EveryStep(name, rank, model, f"{folder}/{kind}") for name in ("fsdpc", "dcp")]
+        for each in both:
+            each.timed(True)
+            each.blocked.clear()
+        cases = {
+            (each.name, case): lambda each=each, case=case: each.timed(case == "saved")
+            for each in both
+            for case in ("step", "saved")
+        }
+        seconds = common.interleave(cases, rounds)
+        for each in both:
+            own = {case: seconds[each.name, case] for case in ("step", "saved")}
+            found[f"{kind}, {each.name}"] = own | {"blocked": list(each.blocked)}
+            peaks[f"{kind}, {each.name}"] = peak_of(lambda each=each: (each.save(), each.wait()))
     if rank == 0:
         ratios = {}
-        for kind, seconds in found.items():
-            pairs = zip(seconds["saved"], seconds["step"], strict=True)
+        for kind, own in found.items():
+            pairs = zip(own["saved"], own["step"], strict=True)
             ratios[kind] = common.spread([saved / step for saved, step in pairs])
         spreads = {k: {n: common.spread(s) for n, s in v.items()} for k, v in found.items()}
-        out.send({"every": spreads, "ratio": ratios})
+        out.send({"every": spreads, "ratio": ratios, "peak_mb": peaks})
     end_rank()
 
 
-def every_step(
-    rank: int, model: str, folder: str, kind: str, rounds: int
-) -> dict[str, list[float]]:
-    """Seconds of a step by rounds, alone and with its save, and for which a save blocks."""
-    from engines import WORKLOADS, build, random_batch
+class EveryStep:
+    """Steps of an engine, alone and each with a save in the background. ``blocked``: seconds for
+    which a save blocks.
+    """
 
-    from fsdpc import checkpoint
+    def __init__(self, name: str, rank: int, model: str, folder: str) -> None:
+        from engines import WORKLOADS, build, random_batch
+        from torch.distributed import new_group
 
-    work = WORKLOADS[model]
-    training, batch = build("fsdpc", work), random_batch(work, rank)
-    if kind == "frozen":
-        for name, param in training.model.named_parameters():
-            param.requires_grad_(f".{work.config.layers - 1}." in name)
-    blocked: list[float] = []
+        work = WORKLOADS[model]
+        self.name, self.rank, self.folder = name, rank, f"{folder}-{name}"
+        self.training = build("fsdpc" if name == "fsdpc" else "fsdp2", work)
+        self.batch = random_batch(work, rank)
+        self.blocked: list[float] = []
+        self.future: Any = None
+        self.group = new_group()  # in FSDP2's the save would take its steps' messages
+        if folder.endswith("frozen"):
+            for key, param in self.training.model.named_parameters():
+                param.requires_grad_(f".{work.config.layers - 1}." in key)
 
-    def steps(saves: bool) -> None:
-        for _ in range(STEPS):
-            training.step(batch)
-            if saves:
-                begin = time.perf_counter()
-                checkpoint.save(
-                    f"{folder}/{kind}", training.model, training.optimizer, overwrite=True,
-                    async_=True,
-                )  # fmt: skip
-                blocked.append(time.perf_counter() - begin)
+    def wait(self) -> None:
+        if self.future is not None:
+            (self.future.wait if self.name == "fsdpc" else self.future.result)()
+        self.future = None
 
-    def timed_steps(saves: bool) -> float:
-        settle(rank)
-        took = timed(lambda: steps(saves)) / STEPS
-        checkpoint.background.finish_running()
+    def save(self) -> None:
+        model, optimizer = self.training.model, self.training.optimizer
+        begin = time.perf_counter()
+        if self.name == "fsdpc":
+            from fsdpc import checkpoint
+
+            self.future = checkpoint.save(
+                self.folder, model, optimizer, overwrite=True, async_=True
+            )
+        else:
+            import torch.distributed.checkpoint as dcp
+
+            self.wait()
+            self.future = dcp.async_save(
+                dcp_state(model, optimizer), checkpoint_id=self.folder, process_group=self.group
+            )
+        self.blocked.append(time.perf_counter() - begin)
+
+    def timed(self, saves: bool) -> float:
+        def steps() -> None:
+            for _ in range(STEPS):
+                self.training.step(self.batch)
+                if saves:
+                    self.save()
+
+        settle(self.rank)
+        took = timed(steps) / STEPS
+        self.wait()
         return took
-
-    timed_steps(True)
-    blocked.clear()
-    cases = {"step": lambda: timed_steps(False), "saved": lambda: timed_steps(True)}
-    return common.interleave(cases, rounds) | {"blocked": blocked}
 
 
 def print_every(result: dict) -> None:
     rows = [
         [kind, *(f"{steps[name]['median']:.3f}" for name in ("step", "saved", "blocked")),
-         f"{result['ratio'][kind]['median']:.3f}"]
+         f"{result['ratio'][kind]['median']:.3f}", f"{result['peak_mb'][kind]:.0f}"]
         for kind, steps in result["every"].items()
     ]  # fmt: skip
-    heads = ["parameters that train", "step, s", "with its save, s", "blocked, s", "ratio"]
+    heads = ["parameters that train", "step, s", "with its save, s", "blocked, s", "ratio", "MB"]
     common.print_table(heads, rows)
 
 

@@ -199,10 +199,16 @@ def every_table(result: dict) -> str:
     """The table of bench_checkpoint.py for a save at every step."""
     names = ("step", "saved", "blocked")
     rows = [
-        [kind, *(figure(steps[name], 3) for name in names), figure(result["ratio"][kind], 3)]
+        [
+            kind,
+            *(figure(steps[name], 3) for name in names),
+            figure(result["ratio"][kind], 3),
+            f"{result['peak_mb'][kind]:.0f}",
+        ]
         for kind, steps in result["every"].items()
     ]
     heads = ["parameters that train", "step, s", "with its save, s", "of it the call, s", "ratio"]
+    heads.append("peak of one save, MB")
     text = f"2 ranks, one thread per rank. {run_line(result)}"
     title = f"### A save at every step: {result['model']}"
     return "\n\n".join([title, text, markdown(heads, rows)])
