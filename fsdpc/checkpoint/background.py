@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import os
 import sys
 import threading
 from collections.abc import Callable
@@ -92,10 +93,10 @@ def finish_running() -> None:
     """Wait for the save in the background, if there is one; its error is raised here once.
     Local.
     """
-    while _running:
-        handle = _running[0]
+    for handle in list(_running):
         handle._done.wait()
-        _running.remove(handle)
+        with contextlib.suppress(ValueError):  # another thread has waited for it, too
+            _running.remove(handle)
         if not handle._raised:
             handle._raise()
 
@@ -129,6 +130,7 @@ def start(
             ]
     except BaseException:
         landing.join()  # what is copied for nothing may be freed
+        landing.give_back()
         raise
     landing.await_write()
     handle = SaveHandle(plan.target if target is None else target, landing)
@@ -148,6 +150,7 @@ def start(
         except BaseException as error:  # noqa: BLE001  it is raised at the next call
             handle._error = error
         finally:
+            landing.give_back()
             handle._done.set()
 
     # Not a daemon: the interpreter waits for it at exit.
@@ -155,6 +158,21 @@ def start(
     _running.append(handle)
     thread.start()
     return handle
+
+
+def _forget_in_child() -> None:
+    """A forked child (a worker of a loader) has no thread that writes, and would wait for ever."""
+    for handle in [handle for handle in _running if not handle.done]:
+        handle._done = threading.Event()
+        handle._error = CheckpointError(
+            f"checkpoint {handle.target} is written by process {os.getppid()}, which has forked "
+            "this one meanwhile: wait there"
+        )
+        handle._done.set()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _wait_at_exit() -> None:

@@ -118,8 +118,10 @@ class Checkpointer:
         Returns ``None`` at steps that ``every`` does not divide (unless ``force``) and for saves
         that are complete. ``CheckpointError`` as ``fsdpc.checkpoint.save``, also that of the save
         before, if it has failed in the background; "naming checkpoint ... the latest": it is
-        complete, and only the file ``latest`` could not be written.
+        complete, and only the file ``latest`` could not be written. ``ValueError``, ``TypeError``:
+        ``step`` is negative or no whole number.
         """
+        step = _steps.number_of(step)
         if not force and self.every is not None and step % self.every:
             return None
         ranks = ranks_of(self._group)

@@ -25,6 +25,7 @@ ELEMENT_BYTES = 16  # the widest dtype: ranges are cut at multiples of it
 _PAGE = 4096
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100_000_000
+_METADATA = "__metadata__"  # what a header has beside tensors
 _text = json.encoder.encode_basestring
 
 
@@ -112,7 +113,8 @@ def lay_out(
     aliases: dict[str, str] | None = None,
 ) -> Layout:
     """Lay entries out in files of at most ``file_bytes`` (a larger tensor has a file of its own),
-    named ``name-00001-of-0000N.safetensors``. ``TypeError``: a dtype without a name.
+    named ``name-00001-of-0000N.safetensors``. ``TypeError``: a dtype without a name;
+    ``ValueError``: a name that safetensors keeps for itself.
     """
     tensors = tuple(
         (e.name, file_dtype(e, cast), tuple(e.shape), e.frozen, e.coding) for e in entries
@@ -132,6 +134,8 @@ def _laid_out(
     used, kind = 0, False
     for index, (tensor, dtype, shape, frozen, coding) in enumerate(tensors):
         name_of(dtype, tensor)
+        if tensor == _METADATA:
+            raise ValueError(f"a tensor named {_METADATA!r} has no place in safetensors: rename it")
         nbytes = math.prod(shape) * dtype.itemsize
         if groups[-1] and (used + nbytes > file_bytes or frozen != kind):
             groups.append([])
@@ -154,7 +158,7 @@ def _file(name: str, places: list[Place], aliases: dict[str, str]) -> File:
     kept = {place.name for place in places}
     dropped = {alias: first for alias, first in sorted(aliases.items()) if first in kept}
     form = {"format": "pt", **dropped}
-    members = [f'"__metadata__":{json.dumps(form, separators=(",", ":"), ensure_ascii=False)}']
+    members = [f'"{_METADATA}":{json.dumps(form, separators=(",", ":"), ensure_ascii=False)}']
     for place, key in zip(places, keys := list(map(_text, [p.name for p in places])), strict=True):
         shape = ",".join(map(str, place.shape))
         members.append(

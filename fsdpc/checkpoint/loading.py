@@ -332,6 +332,11 @@ def _renamed(found: Found, own_name: Callable[[str], str]) -> dict[str, tuple[St
 
 
 def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
+    if entry.home is not None and _shares_elements(entry.home):
+        return (
+            f"{entry.name} of shape {entry.shape} is expanded, and its elements share memory, so "
+            "that nothing can be loaded into it: register a clone(), or persistent=False"
+        )
     ours, theirs = entry.coding, place.coding
     if ours is not None and place.dtype.is_floating_point:
         return f"{entry.name} has values in the checkpoint, {ours.codec} here: {_QUANTISE}"
@@ -347,6 +352,12 @@ def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
     if cast and can_cast(entry.dtype) and can_cast(place.dtype) and not entry.exact:
         return None
     return f"{entry.name} has {place.dtype} in the checkpoint, {entry.dtype} here"
+
+
+def _shares_elements(tensor: torch.Tensor) -> bool:
+    """As ``copy_`` sees it, which would refuse after other tensors have been overwritten."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return any(size > 1 and stride == 0 for size, stride in pairs)
 
 
 def difference(missing: Sequence[str], unexpected: Sequence[str]) -> str:

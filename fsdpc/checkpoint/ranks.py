@@ -89,10 +89,15 @@ class Ranks:
 def ranks_of(group: dist.ProcessGroup | None, *, beside: bool = False) -> Ranks:
     """The ranks of a process group (``None``: all). Collective over it on first use. One rank
     without an initialised process group. ``beside``: with a communicator that no save in the
-    background uses.
+    background uses. ``ValueError``: this rank is not in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Ranks(_C.Comm.self_())
+    if isinstance(group, int):  # what new_group() returns on other ranks
+        raise ValueError(
+            "group: this rank is not one of the group's, and only these save and load together: "
+            "call on them alone"
+        )
     parent = group if group is not None else dist.group.WORLD
     assert parent is not None
     made = _beside if beside else _made

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import json
+import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -114,6 +115,8 @@ def make_plan(
             raise TypeError(
                 f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
             )
+        if step is not None and not isinstance(step, float):
+            step = operator.index(step)  # NumPy's and tensors have no form in JSON
         optimizer = check_objects(optimizer, scheduler, "state_dict")
         everyone, whole = (ranks.rank, ranks.world), only is None and form is None and not values
         read = Reading(model, everyone, dtype, file_bytes, whole=whole)

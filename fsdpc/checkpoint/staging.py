@@ -51,6 +51,33 @@ def in_host_memory(entry: Entry) -> bool:
     return entry.on_host or ordinal_of(entry.memory) is None
 
 
+class Spare:
+    """Memory that is kept from one snapshot to the next. A save may begin while another one has it,
+    in a signal handler or a thread: that one gets memory of its own.
+    """
+
+    def __init__(self) -> None:
+        self._kept: list[Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        return sum(map(len, self._kept))
+
+    def take(self, total: int, make: Callable[[int], Tensor]) -> Tensor:
+        """At least ``total`` bytes, for the caller alone until ``give``. Errors of ``make``."""
+        try:
+            memory = self._kept.pop()
+        except IndexError:
+            memory = _NONE
+        if len(memory) < total:
+            memory = _NONE  # freed first: both would not fit where memory is short
+            memory = make(total)
+        return memory
+
+    def give(self, memory: Tensor) -> None:
+        self._kept[:] = [memory]
+
+
 @dataclass
 class _Slot:
     memory: Tensor
@@ -63,12 +90,12 @@ class Staging:
     def __init__(self, ordinal: int) -> None:
         self.lane = Lane(ordinal)
         self.slots: list[_Slot] = []
-        self.snapshot = self.ordinary = _NONE
+        self.snapshot, self.ordinary = Spare(), Spare()
 
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned memory that are kept."""
-        return len(self.snapshot) + sum(len(slot.memory) for slot in self.slots)
+        return self.snapshot.nbytes + sum(len(slot.memory) for slot in self.slots)
 
     def begin(self, most: int) -> None:
         """For copies of at most ``most`` bytes in all, behind the current stream's work so far.
@@ -125,24 +152,16 @@ class Staging:
         self.lane.join(self.lane.mark())
 
     def pinned_snapshot(self, total: int) -> Tensor | None:
-        """Memory that is kept; None: ``total`` bytes are more than may be pinned."""
+        """From ``snapshot``; None: ``total`` bytes are more than may be pinned."""
         bound = os.environ.get(_PINNED)
         if bound is not None and total > int(float(bound) * (1 << 20)):
             return None
-        if total > len(self.snapshot):
-            self.snapshot = _NONE  # the old one goes first
-            try:
-                self.snapshot = pinned(self.lane.ordinal, -(-total // _GRAIN) * _GRAIN)
-            except MemoryError:
-                return None
-        return self.snapshot
-
-    def ordinary_snapshot(self, total: int) -> Tensor:
-        """The same where memory cannot be pinned."""
-        if total > len(self.ordinary):
-            self.ordinary = _NONE
-            self.ordinary = torch.empty(total, dtype=torch.uint8, device="cpu")
-        return self.ordinary
+        try:
+            return self.snapshot.take(
+                total, lambda least: pinned(self.lane.ordinal, -(-least // _GRAIN) * _GRAIN)
+            )
+        except MemoryError:
+            return None
 
 
 @cache
@@ -251,6 +270,18 @@ class Landing:
     versions: list[int] = field(default_factory=list)
     joined: bool = False
     torn: bool = False
+    taken: list[tuple[Spare, Tensor]] = field(default_factory=list)
+
+    def take(self, spare: Spare, memory: Tensor) -> Tensor:
+        """Have the memory given back to ``spare`` by ``give_back``."""
+        self.taken.append((spare, memory))
+        return memory
+
+    def give_back(self) -> None:
+        """Let the next save have the snapshot's memory. Local."""
+        while self.taken:
+            spare, memory = self.taken.pop()
+            spare.give(memory)
 
     def await_write(self) -> None:
         """The current stream waits before the next optimizer step; the host does not."""
@@ -300,7 +331,7 @@ def snapshot(
         nbytes, rooms = _rooms(rows[mine])
         moves = np.stack([rows[mine, MEMORY], np.cumsum(rooms) - rooms, nbytes], axis=1)
         if ordinal < 0:
-            memory = _host_snapshot(moves, int(rooms.sum()))
+            memory = _host_snapshot(moves, int(rooms.sum()), landing)
         else:
             memory = _gpu_snapshot(
                 staging_of(ordinal), moves, int(rooms.sum()), steady[mine], landing
@@ -314,20 +345,22 @@ def snapshot(
     return [Table(*parts) for parts in zip(*columns, strict=True)], copies
 
 
-_kept = [_NONE]  # the memory of the last snapshot of host memory
+_on_host = Spare()
 
 
-def _host_snapshot(moves: np.ndarray, total: int) -> Tensor:
+def _ordinary(total: int) -> Tensor:
+    return torch.empty(total, dtype=torch.uint8, device="cpu")
+
+
+def _host_snapshot(moves: np.ndarray, total: int, landing: Landing) -> Tensor:
     """``moves``: address, offset in the snapshot, which becomes the address there, bytes."""
-    if total > len(_kept[0]):
-        _kept[0] = _NONE  # freed first: both would not fit where memory is short
-        _kept[0] = torch.empty(total, dtype=torch.uint8, device="cpu")
-    moves[:, 1] += _kept[0].data_ptr()
+    memory = landing.take(_on_host, _on_host.take(total, _ordinary))
+    moves[:, 1] += memory.data_ptr()
     small = moves[:, 2] < _FOR_THREADS
     _C.ckpt_copy(moves[small])
     for source, target, nbytes in moves[~small].tolist():
         bytes_at(target, nbytes).copy_(bytes_at(source, nbytes))
-    return _kept[0]
+    return memory
 
 
 def bytes_at(address: int, nbytes: int) -> Tensor:
@@ -340,7 +373,10 @@ def _gpu_snapshot(
 ) -> Tensor:
     """The same of a GPU's memory."""
     whole = staging.pinned_snapshot(total)
-    memory = staging.ordinary_snapshot(total) if whole is None else whole
+    if whole is None:
+        memory = landing.take(staging.ordinary, staging.ordinary.take(total, _ordinary))
+    else:
+        memory = landing.take(staging.snapshot, whole)
     moves[:, 1] += memory.data_ptr()
     if whole is None:
         staging.begin(total)

@@ -6,9 +6,11 @@ earlier step, neither the highest step nor the clock says what was saved last.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fsdpc.checkpoint import manifest as _manifest
 from fsdpc.checkpoint.storage import AnyPath
@@ -31,8 +33,21 @@ class Steps:
     damaged: list[int]
 
 
+def number_of(step: Any) -> int:
+    """The step as Python's number, also of NumPy's and of a tensor. ``ValueError``: negative, so
+    that no name of a folder would have it; ``TypeError``: no whole number.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        raise TypeError(f"step must be a whole number, not {step!r}") from None
+    if number < 0:
+        raise ValueError(f"step must be at least 0, not {number}")
+    return number
+
+
 def folder_of(directory: AnyPath, step: int) -> AnyPath:
-    return directory / f"step-{step:06d}"
+    return directory / f"step-{number_of(step):06d}"
 
 
 def read_steps(directory: AnyPath) -> Steps:

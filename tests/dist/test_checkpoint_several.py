@@ -206,3 +206,17 @@ def test_folders_of_steps(rank, world, tmp_path):
     found = keeper.resume(others, fresh, states={"loader": loader}, rng=True)
     assert (found.step, loader.position, keeper.steps()) == (2, rank, [2])
     assert equal(values(others, fresh), expected)
+
+
+@ranks(2)
+def test_a_group_of_some_ranks(rank, world, tmp_path):
+    """The other ranks got "cannot create weak reference to 'int' object"."""
+    group = dist.new_group([1])
+    model = nn.Linear(2, 2)
+    if rank == 1:
+        checkpoint.save(tmp_path / "a", model, group=group)
+        checkpoint.load(tmp_path / "a", model, group=group)
+        return
+    for call in (checkpoint.save, checkpoint.load):
+        with pytest.raises(ValueError, match="this rank is not one of the group's"):
+            call(tmp_path / "a", model, group=group)

@@ -10,6 +10,7 @@ import errno
 import gc
 import itertools
 import json
+import multiprocessing
 import os
 import pickle
 import platform
@@ -2444,3 +2445,131 @@ def test_a_step_that_is_removed_while_others_look(tmp_path: Path, monkeypatch: A
     (tmp_path / "step-000003" / "model.safetensors").touch()  # what is left of a step is damaged
     with pytest.raises(checkpoint.CheckpointError, match=r"steps \[3\] is damaged or missing"):
         run.latest()
+
+
+class Full(nn.Module):
+    """``n`` values ``fill``."""
+
+    def __init__(self, n: int, fill: float) -> None:
+        super().__init__()
+        self.register_buffer("w", torch.full((n,), fill))
+
+
+class Interrupting:
+    """Gets a signal while its state is read."""
+
+    def state_dict(self) -> dict[str, Any]:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        pass
+
+
+def test_a_save_that_begins_inside_of_another(tmp_path: Path, monkeypatch: Any):
+    """Both had one memory for their copies: the first checkpoint had the second one's values, with
+    checksums that fit.
+    """
+    write, may_write = background.write_plan, threading.Event()
+
+    def late(*arguments: Any, **more: Any) -> None:
+        may_write.wait(60)
+        write(*arguments, **more)
+
+    monkeypatch.setattr(background, "write_plan", late)
+    models = {"inner": Full(1000, 1.0), "outer": Full(1000, 2.0)}
+    handles = []
+
+    def save(*_: Any) -> None:
+        handles.append(checkpoint.save(tmp_path / "inner", models["inner"], async_=True))
+
+    before = signal.signal(signal.SIGUSR1, save)
+    try:
+        states = {"s": Interrupting()}
+        path = tmp_path / "outer"
+        handles.append(checkpoint.save(path, models["outer"], async_=True, states=states))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        may_write.set()
+    for handle in handles:
+        handle.wait()
+    for name, model in models.items():
+        found = Full(1000, 0.0)
+        checkpoint.load(tmp_path / name, found)
+        assert torch.equal(found.w, model.w), name
+
+
+def wait_in_child(handle: Any, into: Any) -> None:
+    try:
+        handle.wait()
+    except checkpoint.CheckpointError as error:
+        into.send(str(error))
+    checkpoint.load(Path(into.recv()), Full(3, 0.0))
+
+
+def test_a_process_forked_during_a_save_in_the_background(tmp_path: Path, monkeypatch: Any):
+    """A worker of a loader waited at its end, for ever, for a thread that it does not have."""
+    checkpoint.save(tmp_path / "before", Full(3, 1.0))
+    write, may_write = background.write_plan, threading.Event()
+
+    def late(*arguments: Any, **more: Any) -> None:
+        may_write.wait(120)
+        write(*arguments, **more)
+
+    monkeypatch.setattr(background, "write_plan", late)
+    handle = checkpoint.save(tmp_path / "a", Full(3, 2.0), async_=True)
+    fork = multiprocessing.get_context("fork")
+    ours, its = fork.Pipe()
+    child = fork.Process(target=wait_in_child, args=(handle, its))
+    child.start()
+    try:
+        assert ours.poll(60) and f"process {os.getpid()}" in ours.recv()
+        ours.send(str(tmp_path / "before"))
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
+        may_write.set()
+    handle.wait()
+    checkpoint.load(tmp_path / "a", Full(3, 0.0))
+
+
+@pytest.mark.parametrize("make", [np.int64, torch.tensor, int])
+def test_steps_of_other_types(tmp_path: Path, make: Any):
+    keeper = checkpoint.Checkpointer(tmp_path)
+    keeper.save(make(5), Full(3, 1.0))
+    assert keeper.steps() == [5] and keeper.resume(Full(3, 0.0)).step == 5
+    checkpoint.save(tmp_path / "a", Full(3, 1.0), step=make(7))
+    assert checkpoint.load(tmp_path / "a", Full(3, 0.0)).step == 7
+
+
+@pytest.mark.parametrize("step, text", [(-1, "at least 0, not -1"), (1.5, "whole number, not 1.5")])
+def test_steps_that_no_folder_has(tmp_path: Path, step: Any, text: str):
+    """``resume`` did not see the folder of a negative step."""
+    with pytest.raises((ValueError, TypeError), match=text):
+        checkpoint.Checkpointer(tmp_path).save(step, Full(3, 1.0))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_name_that_headers_have_for_themselves(tmp_path: Path):
+    """It was saved, and no reader took the file."""
+    model = nn.Module()
+    model.register_buffer("__metadata__", torch.ones(3))
+    with pytest.raises(
+        checkpoint.CheckpointError, match="'__metadata__' has no place in safetensors"
+    ):
+        checkpoint.save(tmp_path / "a", model)
+    assert not (tmp_path / "a").exists()
+
+
+def test_an_expanded_buffer_is_refused_before_anything_is_loaded(tmp_path: Path):
+    model = Full(3, 1.0)
+    model.register_buffer("mask", torch.ones(1).expand(4))
+    checkpoint.save(tmp_path / "a", model)
+    model.w.zero_()
+    with pytest.raises(checkpoint.CheckpointError, match=r"mask of shape \(4,\) is expanded"):
+        checkpoint.load(tmp_path / "a", model)
+    assert not model.w.any()
+    model.mask = model.mask.clone()
+    checkpoint.load(tmp_path / "a", model)
+    assert model.w.all()
