@@ -161,12 +161,19 @@ class Linear(_Coded, nn.Linear):
     ``weight``: uint8, (out_features, bytes of a row's codes and scales). As before, an input of
     (..., in_features) gives (..., out_features), in the dtype of the input or of autocast.
     ``RuntimeError``, on loading: values that are sharded, in 8 bits or of another shape than the
-    layer's. ``TypeError``: ``reset_parameters``, as codes have no initialisation.
+    layer's. ``TypeError``: an input that is not floating-point, as of a module that casts to the
+    weight's dtype; ``reset_parameters``, as codes have no initialisation.
     """
 
     plain, width = nn.Linear, "in_features"
 
     def forward(self, input: Tensor) -> Tensor:
+        if not input.is_floating_point():  # autocast would make numbers of what the cast left
+            raise TypeError(
+                f"the input of {self} is {input.dtype}, but must be floating-point. A module that "
+                "casts its input to this weight's dtype (wo of T5) gets that of codes: name the "
+                'layer in skip, such as lowbit.quantize(model, skip=("lm_head", "wo"))'
+            )
         x, bias, kind = input, self.bias, input.device.type
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
@@ -253,7 +260,19 @@ def quantize(
         return kinds[type(module)], encode_rows(module.weight, codec)
 
     _change(chosen.values(), change)
+    _leave_fast_path(model)
     return model
+
+
+def _leave_fast_path(model: nn.Module) -> None:
+    """Torch's encoders hand the weights of their layers to a fused kernel when they evaluate."""
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            if any(isinstance(child, Linear) for child in module.children()):
+                module.activation_relu_or_gelu = 0
+        elif isinstance(module, nn.TransformerEncoder):
+            if any(isinstance(child, Linear) for child in module.layers.modules()):
+                module.use_nested_tensor = False
 
 
 def dequantize(model: M, dtype: torch.dtype | None = None) -> M:

@@ -61,9 +61,10 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     ``error_feedback`` keeps what ``reduce_codec`` loses of a gradient at the rank that sends it, in
     float32, and adds it to the unit's next one before that is coded: a sum over steps is then off
     by what is kept, not by what all steps lost. What is kept belongs to the process: no state dict
-    or checkpoint has it, loading one drops it, and so do freezing and unfreezing; a resumed run
-    begins with nothing kept. Blocks that are not finite leave it as it is. Not for float16, whose
-    loss scale changes between steps.
+    or checkpoint has it, loading one drops it, and so does unfreezing a parameter that was frozen
+    when its unit was made; one that is frozen later keeps its part until it is trained again. A
+    resumed run begins with nothing kept. Blocks that are not finite leave it as it is. Not for
+    float16, whose loss scale changes between steps.
 
     A block with a value that is not finite becomes NaN. Other parameters (norms, biases, adapters
     of low rank) travel as without. Shards, optimizer states and checkpoints are as without. Units

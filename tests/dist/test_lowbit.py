@@ -527,3 +527,41 @@ def test_own_layers_compute_with_decoded_weights(width, dtype, monkeypatch):
     again = lowbit.quantize(copy.deepcopy(plainly), embeddings=True)
     again.load_state_dict(plainly.state_dict())  # values, quantised on the way
     assert torch.equal(again[0].weight, lowbit.encode_rows(plainly[0].weight, "nf4"))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_input_that_was_cast_to_the_dtype_of_codes_is_refused(autocast):
+    """As T5 casts for ``wo``: its autocast made numbers of the bytes again."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.wi, self.wo = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.wo(self.wi(x).to(self.wo.weight.dtype))
+
+    x = torch.ones(2, 64)
+    with torch.autocast("cpu", LOW, enabled=autocast):
+        with pytest.raises(TypeError, match=r"the input of Linear\(in_f.* is torch.uint8"):
+            lowbit.quantize(Block())(x)
+        kept = lowbit.quantize(Block(), skip=("wo",))
+        assert torch.equal(kept(x), lowbit.dequantize(copy.deepcopy(kept))(x))
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_encoders_of_torch_evaluate_by_their_layers(mask):
+    """Their fused kernel would take codes for values, and needs padding out of the way."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+    model = lowbit.quantize(nn.TransformerEncoder(layer, 2)).eval()
+    assert type(model.layers[1].linear2) is lowbit.Linear
+    plainly = nn.TransformerEncoder(layer, 2).eval()
+    plainly.load_state_dict(lowbit.values(model, model.state_dict()))
+    x = torch.randn(3, 5, 64)
+    padding = torch.arange(5) >= torch.tensor([[5], [3], [4]]) if mask else None
+    with torch.no_grad():
+        found = model(x, src_key_padding_mask=padding)
+        expected = plainly(x, src_key_padding_mask=padding)
+    real = ~padding if mask else slice(None)
+    torch.testing.assert_close(found[real], expected[real])

@@ -285,6 +285,37 @@ def test_error_feedback_sends_what_rounding_lost(rank, world, tmp_path):
     assert lost == [True, True, True, False]
 
 
+@ranks(2, env=on_hosts.counted_as("ab"))
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_error_feedback_and_freezing(rank, world, frozen_first):
+    """A parameter that is frozen for a while finds what it kept; thawing one that never sent
+    anything drops what others kept, and it is sent with feedback from then on.
+    """
+    policy = QuantizedPolicy(codec=None, reduce_codec="int4", error_feedback=True)
+
+    def grads(steps):
+        model = Parts()
+        model.first.weight.requires_grad_(not frozen_first)
+        model = shard(policy, model)
+        for step, trained in steps:
+            model.zero_grad()
+            model.first.weight.requires_grad_(trained)
+            backward(model, rank, step)
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    def equal(a, b):
+        return [torch.equal(p, q) for p, q in zip(a, b, strict=True)]
+
+    found = grads([(0, not frozen_first), (1, False), (2, True)])
+    fresh = grads([(2, True)])
+    if frozen_first:
+        assert all(equal(found, fresh))
+        assert not equal(grads([(0, True), (2, True)]), fresh)[0]
+    else:
+        assert equal(found, grads([(0, True), (2, True)]))[0]
+        assert not equal(found, fresh)[0]
+
+
 def test_error_feedback_needs_codes_and_one_scale():
     with pytest.raises(ValueError, match="error_feedback keeps what a reduce_codec loses"):
         QuantizedPolicy(error_feedback=True)
