@@ -112,8 +112,8 @@ fsdpc_comm *fsdpc_comm_for_reductions(fsdpc_comm *comm);
  * "ranks 2-3 are called 0-1 here". The text is copied; the twin gets a copy, too. FSDPC_E_NOMEM; FSDPC_E_STATE where
  * the communicator has a text already. Local. */
 int fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text);
+const char *fsdpc_comm_numbers(const fsdpc_comm *comm); /* that text; empty: none was set */
 /* Puts that text before this thread's error, if the error names a rank and lacks the text. Returns `status`. */
-const char *fsdpc_comm_numbers(const fsdpc_comm *comm); /* empty: none were set */
 int fsdpc_comm_say_numbers(const fsdpc_comm *comm, int status);
 /* The shared segment of an "shm" communicator, NULL for other kinds. */
 fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
