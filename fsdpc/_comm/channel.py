@@ -46,11 +46,16 @@ def numbers_of(pg: dist.ProcessGroup) -> str:
     return "" if ranks == here else f"ranks {spans(ranks)} are called {spans(here)} here"
 
 
+def program_rank() -> int:
+    """This rank's number in the program; 0 without process groups."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def this_rank(comm: _C.Comm | None = None) -> str:
     """What messages call this rank: its number in the program, and that in the communicator's group
     if the group has numbers of its own. Local.
     """
-    number = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    number = program_rank()
     return (
         f"{number} ({comm.rank} of its group)" if comm is not None and comm.numbers else f"{number}"
     )

@@ -18,15 +18,16 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdpc import _C
+from fsdpc._comm.channel import program_rank
 from fsdpc._companions.state_layout import BUFFERS, PAGE, Chunk, chunk_bytes_of
 from fsdpc.optim._chunks import Store as Chunked
 from fsdpc.optim._chunks import Wishes
 from fsdpc.optim._device import refuse_disk
 
+WIPE_ON_FORK = 18  # of madvise(2); Python 3.14 has no name for this advice
 ROOM = 1 << 22  # bytes by which the file grows for mapped states of less than an eighth of that
 
 
@@ -87,11 +88,13 @@ class Store(Chunked):
         super().__init__(name, options.chunk_bytes)
         self.options = options
         self.masters = options.masters
-        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.rank = program_rank()
         self.buffers: list[mmap.mmap] = []
         for _ in range(BUFFERS):
             made = mmap.mmap(-1, options.chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            made.madvise(mmap.MADV_DONTFORK)  # a fork would copy pages under a transfer
+            # A fork would copy pages under a transfer. MADV_DONTFORK leaves a hole in the child,
+            # where freeing the buffer would unmap what came to lie there since.
+            made.madvise(WIPE_ON_FORK)
             self.buffers.append(made)
         folder = os.fspath(options.folder)
         self.disk = _C.disk_open(folder, self.rank, self.buffers, options.io, options.direct)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import copy
 import errno
+import gc
+import mmap
 import os
 import random
 import resource
@@ -334,6 +336,24 @@ def test_a_fork_cannot_use_the_file(tmp_path: Path):
         except _C.StateError as error:
             os._exit(0 if "belongs to the process" in str(error) else 2)
         os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(params, optimizer, range(1, 2))
+
+
+@pytest.mark.parametrize("io", ["io_uring", "threads"])
+def test_a_fork_that_frees_the_optimizer_keeps_its_own_memory(io: str, tmp_path: Path):
+    """A child that found a hole where the buffers lie mapped other memory there, and lost it."""
+    params = params_of(torch.float32)
+    optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL, io=io))
+    train(params, optimizer, range(1))
+    child = os.fork()
+    if child == 0:
+        later = [mmap.mmap(-1, SMALL // 3) for _ in range(100)]
+        del params, optimizer
+        gc.collect()
+        for memory in later:
+            memory[:] = bytes(SMALL // 3)
+        os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     train(params, optimizer, range(1, 2))
 
