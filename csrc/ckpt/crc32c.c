@@ -9,7 +9,6 @@
 #include "ckpt/crc32c.h"
 
 #include <pthread.h>
-#include <stdbool.h>
 #include <string.h>
 
 #if defined(__x86_64__)
@@ -145,26 +144,6 @@ by_instruction(uint32_t crc, const unsigned char *data, size_t bytes, uint64_t *
     return crc;
 }
 
-static bool
-has_instruction(void)
-{
-    return __builtin_cpu_supports("sse4.2");
-}
-
-#else
-
-static uint32_t
-by_instruction(uint32_t crc, const unsigned char *data, size_t bytes, uint64_t *sum)
-{
-    return (void)data, (void)bytes, (void)sum, crc;
-}
-
-static bool
-has_instruction(void)
-{
-    return false;
-}
-
 #endif
 
 uint32_t
@@ -172,9 +151,11 @@ fsdpc_crc32c_and_sum(uint32_t crc, const void *data, size_t bytes, uint64_t *sum
 {
     pthread_once(&tables_once, make_tables);
     *sum = 0;
-    if (has_instruction()) {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("sse4.2")) {
         return ~by_instruction(~crc, data, bytes, sum);
     }
+#endif
     for (size_t i = 0; i + 8 <= bytes; i += 8) {
         *sum += word_at((const unsigned char *)data + i);
     }
