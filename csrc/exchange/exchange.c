@@ -510,14 +510,14 @@ fsdpc_exchange_kind(const fsdpc_exchange *x)
 }
 
 int
-fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param)
+fsdpc_exchange_announce(fsdpc_exchange *x, uint64_t tag, const fsdpc_unit *unit, int param)
 {
     FSDPC_TRY(check_attached(x));
     if (!x->ops->announce || x->world == 1) {
         return FSDPC_OK;
     }
     const int id = unit ? fsdpc_unit_use(unit)->id : -1;
-    return fsdpc_comm_say_numbers(x->comm, x->ops->announce(x, id, param));
+    return fsdpc_comm_say_numbers(x->comm, x->ops->announce(x, tag, id, param));
 }
 
 int

@@ -131,10 +131,10 @@ int fsdpc_exchange_unit_count(const fsdpc_exchange *exchange);
 fsdpc_unit *fsdpc_exchange_unit(const fsdpc_exchange *exchange, int id);
 const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
 
-/* Between passes: this rank is about to allocate a gradient for a parameter that was frozen, which is
- * collective (unit NULL: a unit of another exchange). If another rank begins a pass instead, both fail
- * with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect the mismatch. */
-int fsdpc_exchange_announce(fsdpc_exchange *x, const fsdpc_unit *unit, int param);
+/* This rank is about to allocate a gradient for a parameter that was frozen, which is collective (unit NULL: a unit of
+ * another exchange). Ranks in passes before `tag` go on, as where this rank trained. If another rank begins the next
+ * pass with gradients, both fail with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect the mismatch. */
+int fsdpc_exchange_announce(fsdpc_exchange *x, uint64_t tag, const fsdpc_unit *unit, int param);
 
 /* Drops what coding lost of gradients and would be added to the next ones. Between passes. */
 int fsdpc_exchange_forget(fsdpc_exchange *x);

@@ -101,13 +101,14 @@ fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who,
 {
     const bool known = unit >= 0 && unit < x->unit_count && param >= 0 &&
                        param < fsdpc_unit_layout(x->units[unit])->param_count;
-    return fsdpc_error(FSDPC_E_MISMATCH,
-                       "requires_grad or the order of modules differs across ranks: rank %d has "
-                       "unfrozen parameter %s of unit %s and rank %d has not: set requires_grad to "
-                       "the same value on every rank, also where a forward takes another way",
-                       who,
-                       known ? fsdpc_unit_layout(x->units[unit])->params[param].name : "(unknown)",
-                       known ? fsdpc_unit_name(x->units[unit]) : "(unknown)", other);
+    return fsdpc_error(
+        FSDPC_E_MISMATCH,
+        "requires_grad or the order of modules differs across ranks: rank %d has "
+        "unfrozen parameter %s of unit %s and rank %d has not: set requires_grad to "
+        "the same value on every rank, also where a forward takes another way. Ranks of "
+        "several hosts must also run equally many batches before",
+        who, known ? fsdpc_unit_layout(x->units[unit])->params[param].name : "(unknown)",
+        known ? fsdpc_unit_name(x->units[unit]) : "(unknown)", other);
 }
 
 /* --- error feedback ------------------------------------------------------------------------------- */

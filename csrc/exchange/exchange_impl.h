@@ -28,8 +28,8 @@ struct fsdpc_exchange_i {
     int (*end)(fsdpc_exchange *x);
     /* (optional) default: nothing. See fsdpc_exchange_settle. */
     int (*settle)(fsdpc_exchange *x, fsdpc_unit *unit);
-    int (*announce)(fsdpc_exchange *x, int unit, int param); /* (optional) */
-    int (*before_hook)(fsdpc_exchange *x, const char *what); /* (optional) */
+    int (*announce)(fsdpc_exchange *x, uint64_t tag, int unit, int param); /* (optional) */
+    int (*before_hook)(fsdpc_exchange *x, const char *what);               /* (optional) */
     int (*forget)(fsdpc_exchange *x); /* (optional) default: nothing is kept */
     int (*share)(fsdpc_exchange *x, void *buffer, size_t piece_bytes,
                  const char *what); /* (optional) FSDPC_E_UNAVAILABLE */

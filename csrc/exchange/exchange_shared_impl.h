@@ -12,7 +12,7 @@ struct fsdpc_rank_ctl {
     _Atomic uint64_t first; /* synchronised backwards in which all first posts of units are made */
     _Atomic uint64_t ended; /* synchronised backwards whose gradients are all posted */
     _Atomic uint64_t left;  /* tag of its last forward without a backward */
-    /* 1 + tag of the last pass before this rank unfreezes parameters, or 0; and one of the parameters:
+    /* Tag of the training pass before which this rank unfreezes parameters, or 0; and one of the parameters:
      * unit << 32 | parameter, UINT64_MAX if unknown. */
     _Atomic uint64_t thaws, thawed;
     /* Tags of passes: [Note: changed weights] in exchange_shared_changes.c. */
@@ -105,7 +105,7 @@ extern int64_t fsdpc_shared_patience_ns;
 void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *wait);
 /* The deadline has passed: names the ranks that do not wait themselves as late. */
 int fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what);
-int fsdpc_shared_announce(fsdpc_exchange *x, int unit, int param);
+int fsdpc_shared_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param);
 
 /* --- exchange_shared_changes.c --------------------------------------------------------------- */
 

@@ -76,11 +76,12 @@ fsdpc_shared_wait_read(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
 }
 
 int
-fsdpc_shared_announce(fsdpc_exchange *x, int unit, int param)
+fsdpc_shared_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param)
 {
     struct fsdpc_rank_ctl *own = &x->shared->ranks[x->rank];
     atomic_store(&own->thawed, unit < 0 ? UINT64_MAX : (uint64_t)unit << 32 | (uint32_t)param);
-    atomic_store(&own->thaws, x->tag + 1);
+    atomic_store(&own->thaws, ((tag >> FSDPC_PASS_BITS) + 1) << FSDPC_PASS_BITS);
+    atomic_store(&own->ready, tag);
     fsdpc_shared_notify(x);
     return FSDPC_OK;
 }

@@ -137,7 +137,7 @@ int fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, 
 /* For a rank that knows that another one does something else: instead of its next flight it exchanges with all ranks what
  * each is about to do (`next`, `what`). Returns FSDPC_E_MISMATCH. */
 int fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what);
-int fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param);
+int fsdpc_wire_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param);
 int fsdpc_wire_before_hook(fsdpc_exchange *x, const char *what);
 /* Waits until this rank's part of the unit's gather has landed, and those of gathers that began before. A no-op if none is in flight, or if `id` is -1. */
 int fsdpc_wire_land_gather(fsdpc_exchange *x, int id);

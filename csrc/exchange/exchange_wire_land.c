@@ -122,8 +122,9 @@ fsdpc_wire_tell(fsdpc_exchange *x, int32_t next, const char *what)
 }
 
 int
-fsdpc_wire_announce(fsdpc_exchange *x, int unit, int param)
+fsdpc_wire_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param)
 {
+    (void)tag;
     return compare_turns(x, fsdpc_wire_thaw_turn(unit, param), false, "unfreezing");
 }
 

@@ -244,6 +244,14 @@ next_pass(uint64_t pass, bool grad)
     return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;
 }
 
+/* The number of a pass after all those without gradients that ranks may run before the next one with gradients. */
+static uint64_t
+last_pass(uint64_t pass)
+{
+    const uint64_t middle = pass / pass_step * pass_step + pass_step / 2;
+    return pass < middle ? middle : pass + 1;
+}
+
 void
 fsdpc_tree_meet(fsdpc_tree *tree)
 {
@@ -264,17 +272,23 @@ fsdpc_tree_touch(fsdpc_tree *tree)
     tree->touched = true;
 }
 
-int
-fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad)
+static void
+begin_pass(fsdpc_tree *tree, uint64_t pass, bool grad)
 {
-    FSDPC_TRY(drop_all(tree));
-    tree->forwards++;
-    tree->pass = next_pass(tree->pass, grad);
+    tree->pass = pass;
     for (int i = 0; i < tree->exchange_count; i++) {
         fsdpc_exchange_compare(tree->exchanges[i], current_tag(tree), grad, tree->touched);
     }
     tree->without_grad = !grad;
     tree->touched = false;
+}
+
+int
+fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad)
+{
+    FSDPC_TRY(drop_all(tree));
+    tree->forwards++;
+    begin_pass(tree, next_pass(tree->pass, grad), grad);
     fsdpc_tree_set_phase(tree, FSDPC_PHASE_FORWARD);
     fsdpc_trace_add(tree->trace, FSDPC_TRACE_STEP, tree->phase, (uint32_t)tree->backwards, -1,
                     tree->forwards);
@@ -554,10 +568,12 @@ fsdpc_tree_kind(const fsdpc_tree *tree)
 int
 fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
 {
+    begin_pass(tree, last_pass(tree->pass), false);
     for (int i = 0; i < tree->exchange_count; i++) {
         fsdpc_exchange *x = tree->exchanges[i];
         bool here = tree->nodes[unit].exchange == x;
-        FSDPC_TRY(fsdpc_exchange_announce(x, here ? tree->nodes[unit].unit : NULL, param));
+        FSDPC_TRY(fsdpc_exchange_announce(x, current_tag(tree),
+                                          here ? tree->nodes[unit].unit : NULL, param));
     }
     return FSDPC_OK;
 }

@@ -6,6 +6,7 @@ optimizer steps.
 from __future__ import annotations
 
 import copy
+import time
 from contextlib import nullcontext
 
 import pytest
@@ -544,6 +545,22 @@ def test_unfreezing_on_one_rank_only_over_torchs_collectives(
     rank, world, use_orig_params, unfreezes
 ):
     one_sided(rank, world, use_orig_params, unfreezes)
+
+
+@ranks(2, 3)
+@both_ways
+@pytest.mark.parametrize("batches", [0, 1])
+def test_unfreezing_while_another_rank_still_evaluates(rank, world, use_orig_params, batches):
+    """The last rank has more batches, and the others have unfrozen before it runs them."""
+    pair = blocks_frozen(rank, use_orig_params)
+    pair.step()
+    with torch.no_grad():
+        for _ in range(batches):
+            pair.model(pair.batch())
+        for _ in range(3 if rank == world - 1 else 0):
+            time.sleep(0.3)
+            pair.model(pair.batch())
+    pair.follow("+blocks.1", "")
 
 
 class Adapter(nn.Module):

@@ -39,7 +39,9 @@ class Fault:
     old: str  # occurs once in the file
     new: str
     mended: bool = False  # this was how the engine was
-    ways: str = ""  # how the ranks are connected: "--wire", "--replicas"
+    ways: str = (
+        ""  # how the ranks are connected, or what they do: "--wire", "--replicas", "--thaws"
+    )
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
@@ -1217,6 +1219,56 @@ FAULTS = [
         "        if (atomic_load(word) != begun.words[0]) {",
         "        if (false && atomic_load(word) != begun.words[0]) {",
         ways="--replicas",
+    ),
+    Fault(
+        "unfreezing: who still evaluates is taken for one that trains",
+        PAUSE,
+        "    atomic_store(&own->thaws, ((tag >> FSDPC_PASS_BITS) + 1) << FSDPC_PASS_BITS);",
+        "    atomic_store(&own->thaws, x->tag + 1);",
+        ways="--thaws",
+    ),
+    Fault(
+        "unfreezing: who evaluates waits for weights of who does not",
+        PAUSE,
+        "    atomic_store(&own->ready, tag);\n    fsdpc_shared_notify(x);\n    return FSDPC_OK;",
+        "    fsdpc_shared_notify(x);\n    return FSDPC_OK;",
+        ways="--thaws",
+    ),
+    Fault(
+        "unfreezing: waits do not look for it",
+        PAUSE,
+        "    FSDPC_TRY(check_thaws(x));",
+        "    FSDPC_TRY(false ? check_thaws(x) : FSDPC_OK);",
+        ways="--thaws",
+    ),
+    Fault(
+        "unfreezing: no samples are published",
+        TREE,
+        "    begin_pass(tree, last_pass(tree->pass), false);",
+        "    begin_pass(tree, last_pass(tree->pass), true);",
+        ways="--thaws",
+    ),
+    Fault(
+        "unfreezing: the training pass may read the weights",
+        TREE,
+        "    begin_pass(tree, last_pass(tree->pass), false);",
+        "    begin_pass(tree, next_pass(tree->pass, true), false);",
+        ways="--thaws",
+    ),
+    Fault(
+        "unfreezing: ranks of a wire do not compare it",
+        "exchange/exchange_wire_marks.c",
+        "        return thaw_mismatch(x, own, rank, other);",
+        "        return true ? FSDPC_OK : thaw_mismatch(x, own, rank, other);",
+        ways="--thaws",
+    ),
+    Fault(
+        "a unit's marks of used parameters begin set after unfreezing",
+        "unit/unit_thaw.c",
+        "    put_buffers(unit, &(struct buffers){0});\n",
+        "    put_buffers(unit, &(struct buffers){0});\n"
+        "    memset(unit->grads.used, 1, (size_t)unit->layout->param_count);\n",
+        ways="--thaws",
     ),
 ]
 

@@ -41,7 +41,7 @@ static struct options {
     const char *library;
     uint64_t first, count;
     int ranks, units, steps, fault;
-    bool trace, quiet, until_found, shrink, wire, replicas;
+    bool trace, quiet, until_found, shrink, wire, replicas, thaws;
     const char *mended; /* a file of seeds that are run first */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
@@ -230,6 +230,18 @@ draw_wire(sim_case *c)
     }
 }
 
+/* A rank that strays forgets to unfreeze. */
+static void
+draw_thaws(sim_case *c)
+{
+    c->thaws = true;
+    c->steps += c->steps == 1;
+    c->rootless = c->rootless && c->fault != SIM_STRAYS;
+    c->uneven = c->uneven && c->fault != SIM_STRAYS;
+    /* Where all units are frozen, no mark of a wire shows that ranks run other numbers of batches. */
+    c->meets = c->meets && c->fault != SIM_STRAYS && !(c->wire && c->fault == SIM_CHANGES);
+}
+
 static sim_case
 draw_case(uint64_t seed)
 {
@@ -286,10 +298,15 @@ draw_case(uint64_t seed)
     c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
     c.swaps = c.evaluates && sim_random(&state) % 4 < often;
-    if (options.wire) {
+    /* Of eight cases that unfreeze, two on a wire and one with replicas, where the options do not say. */
+    const uint64_t way = options.thaws ? sim_mix(seed * 37 + 5) % 8 : 8;
+    if (options.wire || (way < 2 && !options.replicas)) {
         draw_wire(&c);
-    } else if (options.replicas) {
+    } else if (options.replicas || way == 2) {
         draw_replicas(&c);
+    }
+    if (options.thaws) {
+        draw_thaws(&c);
     }
     c.vanishes = c.fault == SIM_STOPS && (c.hosts || c.replicas) && sim_mix(seed * 23 + 7) % 2;
     return c;
@@ -302,27 +319,29 @@ static const char *const fault_names[SIM_FAULTS] = {"none",   "dies",   "stops",
 static void
 print_case(const sim_case *c)
 {
-    printf("  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s%s%s; %d gather "
-           "slots, "
-           "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
-           c->world, c->units, c->steps, c->rounds,
-           c->hosts      ? ", hosts"
-           : c->wire     ? ", a wire"
-           : c->near     ? ", replicas in one memory"
-           : c->replicas ? ", replicas"
-                         : "",
-           c->trusts ? ", trusted order" : "", c->own_order ? ", own order" : "",
-           c->skips ? ", units skipped" : "", c->nested ? ", nested" : "",
-           c->rootless ? ", no root" : "", c->late ? ", late gradients" : "",
-           c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
-           c->idle ? ", idle batches" : "", c->swaps ? ", weights put back" : "",
-           c->meets ? ", meetings" : "", c->parts ? ", no last meeting" : "",
-           c->poison ? ", poison" : "", c->wide ? ", wide" : "", c->gather_slots, c->reduce_slots,
-           c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
-           c->spurious ? ", spurious wakes" : "", c->lingers ? ", late sleepers" : "",
-           c->computes ? ", slow modules" : "", c->holds ? ", held up" : "",
-           c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
-           c->weak ? ", late stores" : "", c->in_step ? ", in step" : "", fault_names[c->fault]);
+    printf(
+        "  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s%s%s%s; %d gather "
+        "slots, "
+        "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
+        c->world, c->units, c->steps, c->rounds,
+        c->hosts      ? ", hosts"
+        : c->wire     ? ", a wire"
+        : c->near     ? ", replicas in one memory"
+        : c->replicas ? ", replicas"
+                      : "",
+        c->thaws ? ", unfreezing" : "", c->trusts ? ", trusted order" : "",
+        c->own_order ? ", own order" : "", c->skips ? ", units skipped" : "",
+        c->nested ? ", nested" : "", c->rootless ? ", no root" : "",
+        c->late ? ", late gradients" : "",
+        c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
+        c->idle ? ", idle batches" : "", c->swaps ? ", weights put back" : "",
+        c->meets ? ", meetings" : "", c->parts ? ", no last meeting" : "",
+        c->poison ? ", poison" : "", c->wide ? ", wide" : "", c->gather_slots, c->reduce_slots,
+        c->priorities ? "priorities" : "random", c->naps ? ", naps" : "",
+        c->spurious ? ", spurious wakes" : "", c->lingers ? ", late sleepers" : "",
+        c->computes ? ", slow modules" : "", c->holds ? ", held up" : "",
+        c->without_waitv ? ", no futex_waitv" : "", c->without_pidfd ? ", no pidfd" : "",
+        c->weak ? ", late stores" : "", c->in_step ? ", in step" : "", fault_names[c->fault]);
     if (c->fault) {
         printf(" (rank %d%s at %llu%s, deadline %g s)", c->victim,
                c->vanishes ? " and its host" : "", (unsigned long long)c->at,
@@ -440,8 +459,13 @@ may_be_late(const sim_case *c, const sim_run *run)
 static bool
 says_that_ranks_differ(const sim_case *c, const char *text)
 {
-    return strstr(text, "run different units") || strstr(text, "run equally many batches") ||
-           (c->meets && strstr(text, " waited "));
+    if (c->thaws && (strstr(text, "requires_grad or the order of modules differs") ||
+                     (!c->wire && strstr(text, "has changed its parameters")))) {
+        return true;
+    }
+    return !(c->thaws && c->fault == SIM_STRAYS) &&
+           (strstr(text, "run different units") || strstr(text, "run equally many batches") ||
+            (c->meets && strstr(text, " waited ")));
 }
 
 static void
@@ -483,8 +507,8 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
         if (!strstr(out->text, "has changed its parameters")) {
             sim_violation("rank %d raises without a cause: %s", rank, out->text);
         }
-    } else if (c->wire && apart && !says_that_ranks_differ(c, out->text)) {
-        sim_violation("rank %d does not say that ranks run different units: %s", rank, out->text);
+    } else if ((c->wire || c->thaws) && apart && !says_that_ranks_differ(c, out->text)) {
+        sim_violation("rank %d does not say that the ranks differ: %s", rank, out->text);
     } else if (says_that_one_left(c, run, out->text)) {
         sim_violation("rank %d says that a rank left which gave up: %s", rank, out->text);
     } else if (misses_what_was_done(c, run, rank)) {
@@ -623,7 +647,8 @@ run_seed(uint64_t seed)
     if (violation[0] && !options.quiet) {
         printf("VIOLATION %s\n", violation);
         print_case(&c);
-        printf("  again: simcluster %s%s --first %llu --count 1 --trace", options.library,
+        printf("  again: simcluster %s%s%s --first %llu --count 1 --trace", options.library,
+               options.thaws ? " --thaws" : "",
                options.wire       ? " --wire"
                : options.replicas ? " --replicas"
                                   : "",
@@ -761,7 +786,7 @@ static int
 usage(void)
 {
     printf("simcluster LIBRARY [--first SEED] [--count N] [--ranks N] [--units N] [--steps N]\n"
-           "  [--fault 0..%d] [--mended FILE] [--wire] [--replicas] [--trace] [--quiet]\n"
+           "  [--fault 0..%d] [--mended FILE] [--wire] [--replicas] [--thaws] [--trace] [--quiet]\n"
            "  [--until-found] [--shrink]\n"
            "Runs N seeds; ends with 1 if an invariant was violated. --until-found ends at the "
            "first one\n"
@@ -785,9 +810,11 @@ read_options(int count, char **words)
         options.shrink |= strcmp(word, "--shrink") == 0;
         options.wire |= strcmp(word, "--wire") == 0;
         options.replicas |= strcmp(word, "--replicas") == 0;
+        options.thaws |= strcmp(word, "--thaws") == 0;
         if (strcmp(word, "--trace") == 0 || strcmp(word, "--quiet") == 0 ||
             strcmp(word, "--until-found") == 0 || strcmp(word, "--shrink") == 0 ||
-            strcmp(word, "--wire") == 0 || strcmp(word, "--replicas") == 0) {
+            strcmp(word, "--wire") == 0 || strcmp(word, "--replicas") == 0 ||
+            strcmp(word, "--thaws") == 0) {
             continue;
         }
         if (i + 1 == count) {

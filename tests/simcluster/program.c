@@ -30,7 +30,9 @@ typedef struct group {
 typedef struct model {
     const sim_case *c;
     int rank, version, step, event;
-    group shard, replicas;        /* the second has one member where the first has all ranks */
+    group shard, replicas; /* the second has one member where the first has all ranks */
+    bool frozen[SIM_UNITS];
+    int held[SIM_UNITS];          /* the version of each unit's weights */
     bool swapped;                 /* its weights, to be put back */
     int done;                     /* passes, backwards and meetings */
     bool gone;                    /* this rank has left before the end */
@@ -130,7 +132,7 @@ leaves_out(const sim_case *c, int rank, int unit, int step, int round)
 {
     const uint64_t draw = c->at / 2;
     const int there = c->at % 2 ? EVALUATION : (int)(draw % (uint64_t)c->rounds);
-    return c->wire && c->fault == SIM_STRAYS && rank == c->victim && round == there &&
+    return c->wire && c->fault == SIM_STRAYS && !c->thaws && rank == c->victim && round == there &&
            unit == 1 + (int)(draw / 4 % (uint64_t)(c->units - 1)) &&
            step == (int)(draw / 16 % (uint64_t)c->steps);
 }
@@ -144,10 +146,18 @@ runs(const sim_case *c, int rank, int unit, int step, int round)
                          : !c->skips || sim_drawn(c, 2 + rank, unit, step, round) % 4 != 0);
 }
 
+/* The step before which a unit is unfrozen: none but the first, or the end. */
+static int
+thaw_step(const sim_case *c, int unit)
+{
+    const uint64_t draw = sim_drawn(c, 400, unit, 0, 0);
+    return !c->thaws || draw % 4 == 0 ? 0 : 1 + (int)(draw / 4 % (uint64_t)c->steps);
+}
+
 static bool
 gets(const sim_case *c, int rank, int unit, int param, int step, int round)
 {
-    return runs(c, rank, unit, step, round) &&
+    return runs(c, rank, unit, step, round) && step >= thaw_step(c, unit) &&
            sim_drawn(c, 100 + rank, unit * PARAMS + param, step, round) % 4 != 0;
 }
 
@@ -292,12 +302,12 @@ check_values(const model *m, int u)
     const fsdpc_segment *seg = &m->units[u]->layout->segments[0];
     const float *full = (const float *)fsdpc_unit_full(m->units[u]);
     for (int64_t i = 0; i < seg->piece_numel * m->shard.world; i++) {
-        if (full[i] != value_of(u, i, m->version)) {
+        if (full[i] != value_of(u, i, m->held[u])) {
             sim_violation(
                 "values: rank %d reads %g in element %lld of unit %d at step %d, version %d "
                 "has %g",
-                m->rank, (double)full[i], (long long)i, u, m->step, m->version,
-                (double)value_of(u, i, m->version));
+                m->rank, (double)full[i], (long long)i, u, m->step, m->held[u],
+                (double)value_of(u, i, m->held[u]));
             return;
         }
     }
@@ -357,7 +367,7 @@ compute(const model *m)
     sim_compute();
 }
 
-/* The rank has elements of each unit. */
+/* The rank has elements of each unit that it trains. */
 static bool
 holds_all(const model *m)
 {
@@ -367,7 +377,7 @@ holds_all(const model *m)
         for (int p = 0; p < PARAMS; p++) {
             any = any || fsdpc_layout_span(m->units[u]->layout, p, m->shard.rank).length > 0;
         }
-        all = all && any;
+        all = all && (any || m->frozen[u]);
     }
     return all;
 }
@@ -376,9 +386,14 @@ holds_all(const model *m)
 static void
 set_version(model *m, int version)
 {
+    const bool begins = !m->tree;
     m->version = version;
     for (int u = 0; u < m->c->units; u++) {
         fsdpc_unit *unit = m->units[u];
+        if (m->frozen[u] && !begins) {
+            continue;
+        }
+        m->held[u] = version;
         const fsdpc_segment *seg = &unit->layout->segments[0];
         float *piece = unit->master;
         sim_point("weights");
@@ -399,6 +414,7 @@ static int
 make_unit(model *m, int u)
 {
     char name[16];
+    m->frozen[u] = thaw_step(m->c, u) > 0;
     snprintf(name, sizeof name, "u%d", u);
     const fsdpc_unit_options options = {.name = name,
                                         .shard = m->comm,
@@ -412,7 +428,7 @@ make_unit(model *m, int u)
                                       .storage = FSDPC_F32,
                                       .compute = FSDPC_F32,
                                       .reduce = FSDPC_F32,
-                                      .trainable = true};
+                                      .trainable = !m->frozen[u]};
     }
     return fsdpc_unit_new(&options, specs, PARAMS, &m->units[u]);
 }
@@ -620,18 +636,10 @@ agree(fsdpc_comm *comm)
 }
 
 static int
-open_model(model *m, sim_outcome *out)
+make_tree(model *m)
 {
     const sim_case *c = m->c;
-    int depths[SIM_UNITS] = {0, 1, 1, 1, 1};
-    FSDPC_TRY(join(m));
-    out->joined = true;
-    FSDPC_TRY(agree(m->comm));
-    FSDPC_TRY(m->replicate ? agree(m->replicate) : FSDPC_OK);
-    for (int u = 0; u < c->units; u++) {
-        FSDPC_TRY(make_unit(m, u));
-    }
-    set_version(m, 0);
+    const int depths[SIM_UNITS] = {0, 1, 1, 1, 1};
     const fsdpc_tree_options options = {.backward_prefetch =
                                             (enum fsdpc_prefetch)c->backward_prefetch,
                                         .forward_prefetch = c->forward_prefetch,
@@ -640,6 +648,21 @@ open_model(model *m, sim_outcome *out)
                                         .trust_order = c->trusts,
                                         .poison = c->poison};
     return fsdpc_tree_new(m->units, depths, c->units, &options, &m->tree);
+}
+
+static int
+open_model(model *m, sim_outcome *out)
+{
+    const sim_case *c = m->c;
+    FSDPC_TRY(join(m));
+    out->joined = true;
+    FSDPC_TRY(agree(m->comm));
+    FSDPC_TRY(m->replicate ? agree(m->replicate) : FSDPC_OK);
+    for (int u = 0; u < c->units; u++) {
+        FSDPC_TRY(make_unit(m, u));
+    }
+    set_version(m, 0);
+    return make_tree(m);
 }
 
 static int
@@ -775,6 +798,9 @@ static int
 finish(model *m, int u, int round, bool sync)
 {
     grads own;
+    if (m->frozen[u]) {
+        return fsdpc_tree_drop_hold(m->tree, u);
+    }
     FSDPC_TRY(fsdpc_tree_backward_done(m->tree, u, sync));
     if (sync) {
         return send_due(m, round, false);
@@ -797,7 +823,7 @@ backward_child(model *m, int i, int round, bool sync)
         check_values(m, u);
         FSDPC_TRY(finish(m, u, round, sync));
     }
-    if (here && sync && is_late(m->c, u)) {
+    if (here && sync && is_late(m->c, u) && !m->frozen[u]) {
         FSDPC_TRY(enter_child(m, u, fsdpc_tree_backward_enter));
         return finish(m, u, LATE_ROUND, sync);
     }
@@ -982,7 +1008,7 @@ event(model *m)
         sim_note_fault();
         return fsdpc_error(FSDPC_E_STATE, "the program of rank %d raises", m->rank);
     }
-    if (now && c->fault == SIM_STRAYS && !c->wire) {
+    if (now && c->fault == SIM_STRAYS && !c->wire && !c->thaws) {
         sim_note_fault();
         return stray(m);
     }
@@ -1045,11 +1071,52 @@ evaluate(model *m)
     return FSDPC_OK;
 }
 
+/* The first frozen unit that is to be trained from this step on, or -1. */
+static int
+next_thawed(const model *m)
+{
+    for (int u = 0; u < m->c->units; u++) {
+        if (m->frozen[u] && m->step >= thaw_step(m->c, u)) {
+            return u;
+        }
+    }
+    return -1;
+}
+
+/* As fsdpc/_engine/root.py does when the flags of parameters have changed before a pass. */
+static int
+thaw(model *m)
+{
+    char units[64] = "";
+    const uint8_t segment = 1;
+    const int first = next_thawed(m);
+    if (first < 0 || m->gone) {
+        return FSDPC_OK;
+    }
+    if (m->c->fault == SIM_STRAYS && m->rank == m->c->victim) {
+        sim_note_fault();
+        return FSDPC_OK;
+    }
+    FSDPC_TRY(fsdpc_tree_announce(m->tree, first, 0));
+    snprintf(units, sizeof units, "unit %d at step %d", first, m->step);
+    FSDPC_TRY(fsdpc_comm_agree(m->comm, units, "unfreezing"));
+    FSDPC_TRY(m->replicate ? fsdpc_comm_agree(m->replicate, units, "unfreezing") : FSDPC_OK);
+    FSDPC_TRY(fsdpc_tree_detach(m->tree));
+    fsdpc_tree_free(m->tree);
+    m->tree = NULL;
+    for (int u; (u = next_thawed(m)) >= 0;) {
+        FSDPC_TRY(fsdpc_unit_thaw(m->units[u], &segment));
+        m->frozen[u] = false;
+    }
+    return make_tree(m);
+}
+
 static int
 step(model *m)
 {
     const sim_case *c = m->c;
     FSDPC_TRY(event(m));
+    FSDPC_TRY(thaw(m));
     for (int round = 0; round < c->rounds && !m->gone; round++) {
         FSDPC_TRY(forward(m, true, round));
         FSDPC_TRY(backward(m, round, round == c->rounds - 1));
@@ -1071,6 +1138,7 @@ train(model *m)
 {
     const sim_case *c = m->c;
     for (m->step = 0; m->step < c->steps && !m->gone; m->step++) {
+        FSDPC_TRY(sim_drawn(c, 401, m->step, 0, 0) % 2 ? thaw(m) : FSDPC_OK);
         FSDPC_TRY(evaluate(m));
         FSDPC_TRY(m->gone ? FSDPC_OK : step(m));
     }

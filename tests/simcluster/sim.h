@@ -59,6 +59,7 @@ typedef struct sim_case {
     bool meets;    /* in a barrier after each evaluation */
     bool swaps;    /* every second change puts the weights back */
     bool parts;    /* each rank ends by itself after the last backward */
+    bool thaws;    /* units are frozen until some step */
     bool computes; /* for some time, in modules and after passes */
     bool in_step;  /* all ranks run the same units in the same order, and nothing keeps one */
     int backward_prefetch, gather_slots, reduce_slots;
