@@ -237,6 +237,16 @@ append_state(const fsdpc_shm *shm, int rank, char *text, size_t bytes)
     }
 }
 
+static bool
+contains(const int *numbers, int count, int number)
+{
+    bool found = false;
+    for (int i = 0; i < count; i++) {
+        found = found || numbers[i] == number;
+    }
+    return found;
+}
+
 int
 fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                         int missing_count)
@@ -255,7 +265,10 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
      * before it gave up. */
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     if (fsdpc_shm_verdict(shm, true, causes, &count, more, sizeof more)) {
-        return late_error(shm, what, causes, count, more);
+        /* No rank waits for itself: `more` says that this rank is the cause. */
+        return contains(causes, count, fsdpc_shm_number(shm, shm->rank))
+                   ? late_error(shm, what, numbers, missing ? missing_count : 0, more)
+                   : late_error(shm, what, causes, count, more);
     }
     return late_error(shm, what, missing ? numbers : NULL, missing_count, states);
 }

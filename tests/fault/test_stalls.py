@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import signal
 from datetime import timedelta
 
@@ -135,3 +136,22 @@ def test_no_warnings_without_a_stall():
     outcomes = run_ranks(silent, 3, faults=True, env={"FSDPC_STALL": "30"})
     assert all(outcome.returned for outcome in outcomes), outcomes
     assert all("no progress" not in outcome.log for outcome in outcomes)
+
+
+def meets_others(rank, world):
+    """The last rank calls a collective while the others train."""
+    model = wrap_blocks("fsdpc", toy(), Block, use_orig_params=True)
+    loss_of(model, tokens(rank, 0)).backward()
+    if rank == VICTIM:
+        model.state_dict()
+    loss_of(model, tokens(rank, 0)).backward()
+
+
+def test_a_rank_that_is_the_cause_itself_says_for_whom_it_waits():
+    env = {"FSDPC_TIMEOUT": "4"}
+    outcomes = run_ranks(meets_others, 3, faults=True, env=env)
+    for outcome in outcomes:
+        assert f"{MARK}rank {VICTIM} (" in outcome.error, outcome.error
+    errors = "".join(outcome.error for outcome in outcomes)
+    waits = re.findall(rf"rank {VICTIM} waited 4 s in .* for (ranks?.*) \(FSDPC_TIMEOUT", errors)
+    assert all(who in ("ranks 0 and 1", "rank 0", "rank 1") for who in waits), waits
