@@ -97,7 +97,7 @@ build: $(STAMPS)/extension
 test: build simlibs $(STAMPS)/clients
 	$(call say,C tests and tests on the simulated GPU beside Python tests)
 	@$(MAKE) -j$(JOBS) programs
-	@$(MAKE) TEST_JOBS=1 both C="ctest-run simgpu-run cluster-run SEEDS=6000 ARGS=" PYTHON_TESTS=pytest
+	@$(MAKE) TEST_JOBS=1 both C="ctest-run simgpu-run cluster-run SEEDS=5500 ARGS=" PYTHON_TESTS=pytest
 	$(call say,C tests and Python tests passed)
 
 # Both must pass; Ctrl-C ends both.
@@ -291,6 +291,7 @@ cluster-run: $(CLUSTER)/simcluster $(CLUSTER)/core.so
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --wire --count $$(($(SEEDS) / 3)) $(ARGS)
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --replicas --count $$(($(SEEDS) / 6)) $(ARGS)
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --thaws --count $$(($(SEEDS) / 6)) $(ARGS)
+	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --twins --count $$(($(SEEDS) / 6)) $(ARGS)
 
 # `make simcluster SEEDS=1000000`; ARGS="--ranks 16 --first 7".
 SEEDS := 10000

@@ -39,9 +39,7 @@ class Fault:
     old: str  # occurs once in the file
     new: str
     mended: bool = False  # this was how the engine was
-    ways: str = (
-        ""  # how the ranks are connected, or what they do: "--wire", "--replicas", "--thaws"
-    )
+    ways: str = ""  # how the ranks are connected, or what they do: "--wire", "--replicas", "--thaws", "--twins"
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
@@ -1263,7 +1261,14 @@ FAULTS = [
         ways="--thaws",
     ),
     Fault(
-        "a unit's marks of used parameters begin set after unfreezing",
+        "ranks of a wire do not see that they run different models",
+        "exchange/exchange_wire_marks.c",
+        "    if (mine.model != theirs.model) {",
+        "    if (false && mine.model != theirs.model) {",
+        ways="--twins --wire",
+    ),
+    Fault(
+        "unfreezing: the marks of used parameters begin set",
         "unit/unit_thaw.c",
         "    put_buffers(unit, &(struct buffers){0});\n",
         "    put_buffers(unit, &(struct buffers){0});\n"

@@ -41,7 +41,7 @@ static struct options {
     const char *library;
     uint64_t first, count;
     int ranks, units, steps, fault;
-    bool trace, quiet, until_found, shrink, wire, replicas, thaws;
+    bool trace, quiet, until_found, shrink, wire, replicas, thaws, twins;
     const char *mended; /* a file of seeds that are run first */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
@@ -298,13 +298,14 @@ draw_case(uint64_t seed)
     c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
     c.swaps = c.evaluates && sim_random(&state) % 4 < often;
-    /* Of eight cases that unfreeze, two on a wire and one with replicas, where the options do not say. */
-    const uint64_t way = options.thaws ? sim_mix(seed * 37 + 5) % 8 : 8;
+    /* Of eight cases that unfreeze or have two models, two on a wire and one with replicas, where the options do not say. */
+    const uint64_t way = options.thaws || options.twins ? sim_mix(seed * 37 + 5) % 8 : 8;
     if (options.wire || (way < 2 && !options.replicas)) {
         draw_wire(&c);
     } else if (options.replicas || way == 2) {
         draw_replicas(&c);
     }
+    c.twins = options.twins;
     if (options.thaws) {
         draw_thaws(&c);
     }
@@ -320,7 +321,7 @@ static void
 print_case(const sim_case *c)
 {
     printf(
-        "  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s%s%s%s; %d gather "
+        "  %d ranks, %d units, %d steps of %d backwards%s%s%s%s%s%s%s%s%s%s%s%s%s%s%s%s; %d gather "
         "slots, "
         "%d reduce slots; %s%s%s%s%s%s%s%s%s%s; fault: %s",
         c->world, c->units, c->steps, c->rounds,
@@ -329,10 +330,10 @@ print_case(const sim_case *c)
         : c->near     ? ", replicas in one memory"
         : c->replicas ? ", replicas"
                       : "",
-        c->thaws ? ", unfreezing" : "", c->trusts ? ", trusted order" : "",
-        c->own_order ? ", own order" : "", c->skips ? ", units skipped" : "",
-        c->nested ? ", nested" : "", c->rootless ? ", no root" : "",
-        c->late ? ", late gradients" : "",
+        c->thaws ? ", unfreezing" : "", c->twins ? ", two models" : "",
+        c->trusts ? ", trusted order" : "", c->own_order ? ", own order" : "",
+        c->skips ? ", units skipped" : "", c->nested ? ", nested" : "",
+        c->rootless ? ", no root" : "", c->late ? ", late gradients" : "",
         c->evaluates ? c->uneven ? ", uneven evaluation" : ", evaluation" : "",
         c->idle ? ", idle batches" : "", c->swaps ? ", weights put back" : "",
         c->meets ? ", meetings" : "", c->parts ? ", no last meeting" : "",
@@ -465,7 +466,7 @@ says_that_ranks_differ(const sim_case *c, const char *text)
     }
     return !(c->thaws && c->fault == SIM_STRAYS) &&
            (strstr(text, "run different units") || strstr(text, "run equally many batches") ||
-            (c->meets && strstr(text, " waited ")));
+            strstr(text, "runs another model") || (c->meets && strstr(text, " waited ")));
 }
 
 static void
@@ -647,8 +648,8 @@ run_seed(uint64_t seed)
     if (violation[0] && !options.quiet) {
         printf("VIOLATION %s\n", violation);
         print_case(&c);
-        printf("  again: simcluster %s%s%s --first %llu --count 1 --trace", options.library,
-               options.thaws ? " --thaws" : "",
+        printf("  again: simcluster %s%s%s%s --first %llu --count 1 --trace", options.library,
+               options.thaws ? " --thaws" : "", options.twins ? " --twins" : "",
                options.wire       ? " --wire"
                : options.replicas ? " --replicas"
                                   : "",
@@ -786,7 +787,8 @@ static int
 usage(void)
 {
     printf("simcluster LIBRARY [--first SEED] [--count N] [--ranks N] [--units N] [--steps N]\n"
-           "  [--fault 0..%d] [--mended FILE] [--wire] [--replicas] [--thaws] [--trace] [--quiet]\n"
+           "  [--fault 0..%d] [--mended FILE] [--wire] [--replicas] [--thaws] [--twins] [--trace] "
+           "[--quiet]\n"
            "  [--until-found] [--shrink]\n"
            "Runs N seeds; ends with 1 if an invariant was violated. --until-found ends at the "
            "first one\n"
@@ -811,10 +813,11 @@ read_options(int count, char **words)
         options.wire |= strcmp(word, "--wire") == 0;
         options.replicas |= strcmp(word, "--replicas") == 0;
         options.thaws |= strcmp(word, "--thaws") == 0;
+        options.twins |= strcmp(word, "--twins") == 0;
         if (strcmp(word, "--trace") == 0 || strcmp(word, "--quiet") == 0 ||
             strcmp(word, "--until-found") == 0 || strcmp(word, "--shrink") == 0 ||
             strcmp(word, "--wire") == 0 || strcmp(word, "--replicas") == 0 ||
-            strcmp(word, "--thaws") == 0) {
+            strcmp(word, "--thaws") == 0 || strcmp(word, "--twins") == 0) {
             continue;
         }
         if (i + 1 == count) {

@@ -29,6 +29,8 @@ typedef struct group {
 
 typedef struct model {
     const sim_case *c;
+    int net;            /* 1: the second model of the group, which the first one has as its: */
+    struct model *twin; /* or NULL */
     int rank, version, step, event;
     group shard, replicas; /* the second has one member where the first has all ranks */
     bool frozen[SIM_UNITS];
@@ -104,6 +106,13 @@ numel_of(const sim_case *c, int unit, int param)
     return 1 + (draw & INT64_MAX) % (param == 0 ? 64 : 9);
 }
 
+/* Units of the two models have other values. */
+static int
+key_of(const model *m, int unit)
+{
+    return unit + m->net * SIM_UNITS;
+}
+
 static float
 value_of(int unit, int64_t i, int version)
 {
@@ -168,7 +177,7 @@ sent(const model *m, int rank, int unit, int param, int64_t i)
     float sum = 0;
     for (int round = 0; round < m->c->rounds; round++) {
         if (gets(m->c, rank, unit, param, m->step, round)) {
-            sum += grad_of(rank, unit, param, i, m->step, round);
+            sum += grad_of(rank, key_of(m, unit), param, i, m->step, round);
         }
     }
     return sum;
@@ -247,7 +256,7 @@ late_of(const model *m, int rank, const void *what)
 {
     const struct element *e = what;
     return gets_late(m->c, rank, e->unit, e->param, m->step)
-               ? grad_of(rank, e->unit, e->param, e->i, m->step, LATE_ROUND)
+               ? grad_of(rank, key_of(m, e->unit), e->param, e->i, m->step, LATE_ROUND)
                : 0;
 }
 
@@ -302,12 +311,12 @@ check_values(const model *m, int u)
     const fsdpc_segment *seg = &m->units[u]->layout->segments[0];
     const float *full = (const float *)fsdpc_unit_full(m->units[u]);
     for (int64_t i = 0; i < seg->piece_numel * m->shard.world; i++) {
-        if (full[i] != value_of(u, i, m->held[u])) {
+        if (full[i] != value_of(key_of(m, u), i, m->held[u])) {
             sim_violation(
                 "values: rank %d reads %g in element %lld of unit %d at step %d, version %d "
                 "has %g",
                 m->rank, (double)full[i], (long long)i, u, m->step, m->held[u],
-                (double)value_of(u, i, m->held[u]));
+                (double)value_of(key_of(m, u), i, m->held[u]));
             return;
         }
     }
@@ -398,7 +407,7 @@ set_version(model *m, int version)
         float *piece = unit->master;
         sim_point("weights");
         for (int64_t i = 0; i < seg->piece_numel; i++) {
-            piece[i] = value_of(u, seg->piece_numel * m->shard.rank + i, version);
+            piece[i] = value_of(key_of(m, u), seg->piece_numel * m->shard.rank + i, version);
         }
         unit->grads.add = false;
         memset(unit->grads.used, 0, PARAMS);
@@ -415,7 +424,7 @@ make_unit(model *m, int u)
 {
     char name[16];
     m->frozen[u] = thaw_step(m->c, u) > 0;
-    snprintf(name, sizeof name, "u%d", u);
+    snprintf(name, sizeof name, "%c%d", m->net ? 'v' : 'u', u);
     const fsdpc_unit_options options = {.name = name,
                                         .shard = m->comm,
                                         .replicate = m->replicate,
@@ -650,19 +659,44 @@ make_tree(model *m)
     return fsdpc_tree_new(m->units, depths, c->units, &options, &m->tree);
 }
 
+/* Units that are made after other agreements are those of another model. */
 static int
-open_model(model *m, sim_outcome *out)
+agree_all(const model *m)
 {
-    const sim_case *c = m->c;
-    FSDPC_TRY(join(m));
-    out->joined = true;
     FSDPC_TRY(agree(m->comm));
-    FSDPC_TRY(m->replicate ? agree(m->replicate) : FSDPC_OK);
-    for (int u = 0; u < c->units; u++) {
+    return m->replicate ? agree(m->replicate) : FSDPC_OK;
+}
+
+static int
+make_units(model *m)
+{
+    for (int u = 0; u < m->c->units; u++) {
         FSDPC_TRY(make_unit(m, u));
     }
     set_version(m, 0);
     return make_tree(m);
+}
+
+static int
+open_model(model *m, sim_outcome *out)
+{
+    FSDPC_TRY(join(m));
+    out->joined = true;
+    FSDPC_TRY(agree_all(m));
+    return make_units(m);
+}
+
+static int
+open_twin(model *m)
+{
+    if (!m->twin) {
+        return FSDPC_OK;
+    }
+    *m->twin =
+        (model){.c = m->c, .net = 1, .rank = m->rank, .comm = m->comm, .replicate = m->replicate};
+    draw_groups(m->twin);
+    FSDPC_TRY(agree_all(m));
+    return make_units(m->twin);
 }
 
 static int
@@ -740,6 +774,10 @@ forward(model *m, bool grad, int round)
     const bool rooted = runs(m->c, m->rank, ROOT, m->step, round);
     FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, grad));
     FSDPC_TRY(rooted ? fsdpc_tree_forward_enter(m->tree, ROOT) : FSDPC_OK);
+    /* In all batches of an evaluation or in none: else a rank may have run none since its last backward. */
+    if (m->twin && sim_drawn(m->c, 403, 0, m->step, round / BATCHES) % 4 == 0) {
+        FSDPC_TRY(forward(m->twin, false, round % EVALUATION + EVALUATION)); /* a teacher */
+    }
     for (int i = 0; i < m->c->units - 1; i += m->c->nested ? 2 : 1) {
         FSDPC_TRY(forward_child(m, i, grad, round));
     }
@@ -775,7 +813,7 @@ fill_grads(const model *m, int u, int round, grads *out)
                 (fsdpc_tensor){out->values[p], FSDPC_F32, 1, &out->shape[p], &one, true};
         }
         for (int64_t i = 0; i < out->shape[p]; i++) {
-            out->values[p][i] = grad_of(m->rank, u, p, i, m->step, round);
+            out->values[p][i] = grad_of(m->rank, key_of(m, u), p, i, m->step, round);
         }
     }
 }
@@ -1003,7 +1041,8 @@ static int
 event(model *m)
 {
     const sim_case *c = m->c;
-    const bool now = m->rank == c->victim && m->event++ == (int)(c->at % (uint64_t)event_count(c));
+    const bool now =
+        m->rank == c->victim && !m->net && m->event++ == (int)(c->at % (uint64_t)event_count(c));
     if (now && c->fault == SIM_RAISES) {
         sim_note_fault();
         return fsdpc_error(FSDPC_E_STATE, "the program of rank %d raises", m->rank);
@@ -1025,7 +1064,7 @@ static bool
 changes_early(const model *m, int k)
 {
     const sim_case *c = m->c;
-    return c->fault == SIM_CHANGES && k == (int)(c->at % 2) &&
+    return c->fault == SIM_CHANGES && !m->net && k == (int)(c->at % 2) &&
            m->step == (int)(c->at / 2) % c->steps;
 }
 
@@ -1126,7 +1165,7 @@ step(model *m)
         FSDPC_TRY(event(m));
     }
     if (!m->gone) {
-        FSDPC_TRY(c->parts && m->step == c->steps - 1 ? FSDPC_OK : meet(m));
+        FSDPC_TRY(m->net || (c->parts && m->step == c->steps - 1) ? FSDPC_OK : meet(m));
         set_version(m, m->version + 1);
         m->swapped = false;
     }
@@ -1134,25 +1173,53 @@ step(model *m)
 }
 
 static int
+turn(model *m)
+{
+    FSDPC_TRY(sim_drawn(m->c, 401, m->step, 0, 0) % 2 ? thaw(m) : FSDPC_OK);
+    FSDPC_TRY(evaluate(m));
+    return m->gone ? FSDPC_OK : step(m);
+}
+
+static int
+turn_of_twin(model *m)
+{
+    if (!m->twin) {
+        return FSDPC_OK;
+    }
+    m->twin->step = m->step;
+    return turn(m->twin);
+}
+
+static int
 train(model *m)
 {
     const sim_case *c = m->c;
     for (m->step = 0; m->step < c->steps && !m->gone; m->step++) {
-        FSDPC_TRY(sim_drawn(c, 401, m->step, 0, 0) % 2 ? thaw(m) : FSDPC_OK);
-        FSDPC_TRY(evaluate(m));
-        FSDPC_TRY(m->gone ? FSDPC_OK : step(m));
+        const bool before = sim_drawn(c, 402, m->step, 0, 0) % 2;
+        FSDPC_TRY(before ? turn_of_twin(m) : FSDPC_OK);
+        FSDPC_TRY(turn(m));
+        FSDPC_TRY(before || m->gone ? FSDPC_OK : turn_of_twin(m));
     }
     FSDPC_TRY(m->gone ? FSDPC_OK : event(m));
     return m->gone || c->parts ? FSDPC_OK : barrier(m, "close");
 }
 
 static void
-close_model(model *m)
+free_units(model *m)
 {
     fsdpc_tree_free(m->tree);
-    for (int u = 0; u < m->c->units; u++) {
+    for (int u = 0; u < SIM_UNITS; u++) {
         fsdpc_unit_free(m->units[u]);
     }
+}
+
+static void
+close_model(model *m)
+{
+    if (m->twin) {
+        free_units(m->twin);
+    }
+    free_units(m);
     fsdpc_comm_free(m->replicate);
     fsdpc_comm_free(m->comm);
 }
@@ -1166,20 +1233,21 @@ sim_boot(void)
 void
 sim_rank_main(int rank, const sim_case *c, sim_outcome *out)
 {
-    model m = {.c = c, .rank = rank};
+    model twin = {0}, m = {.c = c, .rank = rank, .twin = c->twins ? &twin : NULL};
     draw_groups(&m);
     const int64_t live = fsdpc_mem_live();
     const bool starved = c->fault == SIM_NO_MEMORY && rank == c->victim;
     fsdpc_error_clear();
     fsdpc_mem_fail_after(starved ? (int64_t)c->at : 0);
     int status = open_model(&m, out);
+    status = status == FSDPC_OK ? open_twin(&m) : status;
     status = status == FSDPC_OK ? train(&m) : status;
     if (starved && fsdpc_mem_failed()) {
         sim_note_fault();
     }
     fsdpc_mem_fail_after(0);
     out->status = status;
-    out->done = m.done;
+    out->done = m.done + twin.done;
     sim_note_close();
     if (status != FSDPC_OK) {
         snprintf(out->text, sizeof out->text, "%s", fsdpc_error_text());

@@ -60,6 +60,7 @@ typedef struct sim_case {
     bool swaps;    /* every second change puts the weights back */
     bool parts;    /* each rank ends by itself after the last backward */
     bool thaws;    /* units are frozen until some step */
+    bool twins;    /* two models of one group take turns, and one runs inside of the other */
     bool computes; /* for some time, in modules and after passes */
     bool in_step;  /* all ranks run the same units in the same order, and nothing keeps one */
     int backward_prefetch, gather_slots, reduce_slots;
