@@ -39,7 +39,7 @@ class Fault:
     old: str  # occurs once in the file
     new: str
     mended: bool = False  # this was how the engine was
-    ways: str = ""  # how the ranks are connected, or what they do: "--wire", "--replicas", "--thaws", "--twins"
+    ways: str = ""  # "--wire", "--replicas", "--thaws", "--twins"
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
