@@ -299,14 +299,19 @@ def curve_tables(result: dict) -> str:
     first = "AdamW" if "AdamW" in cases else "float32"
     base = cases[first]
 
-    def cells(case: dict, key: str) -> list[str]:
-        return [f"{case[key]:.4f}", f"{100 * (case[key] / base[key] - 1):+.2f} %"]
+    def cells(case: dict, key: str, like: bool = True) -> list[str]:
+        share = f"{100 * (case[key] / base[key] - 1):+.2f} %" if like else "other bytes"
+        return [f"{case[key]:.4f}", share]
+
+    def validation(case: dict) -> list[str]:
+        bytes_ = [each.get("validation_bytes") for each in (case, base)]
+        return cells(case, "validation", bytes_[0] == bytes_[1])
 
     for case in cases.values():
         points = case["bits_per_byte"]
         case["fifth"] = statistics.mean(points[-(len(points) // 5) :])
     rows = [
-        [name, f"{case['last']:.4f}", *cells(case, "fifth"), *cells(case, "validation")]
+        [name, f"{case['last']:.4f}", *cells(case, "fifth"), *validation(case)]
         for name, case in cases.items()
     ]
     beside = f"against {first}"
