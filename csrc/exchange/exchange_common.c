@@ -106,7 +106,7 @@ fsdpc_exchange_thaw_error(const fsdpc_exchange *x, int unit, int param, int who,
         "requires_grad or the order of modules differs across ranks: rank %d has "
         "unfrozen parameter %s of unit %s and rank %d has not: set requires_grad to "
         "the same value on every rank, also where a forward takes another way. Ranks of "
-        "several hosts must also run equally many batches before",
+        "several hosts must also run equally many batches before they unfreeze",
         who, known ? fsdpc_unit_layout(x->units[unit])->params[param].name : "(unknown)",
         known ? fsdpc_unit_name(x->units[unit]) : "(unknown)", other);
 }

@@ -244,7 +244,8 @@ next_pass(uint64_t pass, bool grad)
     return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;
 }
 
-/* The number of a pass after all those without gradients that ranks may run before the next one with gradients. */
+/* For a rank that evaluates no more and does not train yet: above the numbers of the passes without gradients that other
+ * ranks may still run, below that of the next pass with gradients. */
 static uint64_t
 last_pass(uint64_t pass)
 {
@@ -568,6 +569,7 @@ fsdpc_tree_kind(const fsdpc_tree *tree)
 int
 fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
 {
+    /* As a pass without gradients, so that ranks which still evaluate find samples of this rank's weights. */
     begin_pass(tree, last_pass(tree->pass), false);
     for (int i = 0; i < tree->exchange_count; i++) {
         fsdpc_exchange *x = tree->exchanges[i];

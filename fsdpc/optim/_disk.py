@@ -92,8 +92,8 @@ class Store(Chunked):
         self.buffers: list[mmap.mmap] = []
         for _ in range(BUFFERS):
             made = mmap.mmap(-1, options.chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # A fork would copy pages under a transfer. MADV_DONTFORK leaves a hole in the child,
-            # where freeing the buffer would unmap what came to lie there since.
+            # Without advice, fork() copies pages that a transfer writes. MADV_DONTFORK leaves a
+            # hole in the child: memory mapped there later would be unmapped with the buffer.
             made.madvise(WIPE_ON_FORK)
             self.buffers.append(made)
         folder = os.fspath(options.folder)

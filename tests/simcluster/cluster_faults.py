@@ -537,7 +537,7 @@ FAULTS = [
         "weights of a rank that did not wait at the end of this forward unchecked",
         CHANGES,
         "if (atomic_load(&other->early) >= x->tag &&",
-        "if (false &&",  # mended, but numbers of weights tell the same now: no seed is known
+        "if (false &&",  # mended; no seed is known for the sources as they are
     ),
     Fault(
         "weights of a rank that did not wait at the end of a later forward unchecked",

@@ -798,6 +798,25 @@ usage(void)
 }
 
 static bool
+read_flag(const char *word)
+{
+    static const struct {
+        const char *word;
+        bool *set;
+    } flags[] = {{"--trace", &options.trace},       {"--quiet", &options.quiet},
+                 {"--shrink", &options.shrink},     {"--until-found", &options.until_found},
+                 {"--wire", &options.wire},         {"--thaws", &options.thaws},
+                 {"--replicas", &options.replicas}, {"--twins", &options.twins}};
+    for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
+        if (strcmp(word, flags[i].word) == 0) {
+            *flags[i].set = true;
+            return true;
+        }
+    }
+    return false;
+}
+
+static bool
 read_options(int count, char **words)
 {
     for (int i = 1; i < count; i++) {
@@ -806,18 +825,7 @@ read_options(int count, char **words)
             options.library = word;
             continue;
         }
-        options.trace |= strcmp(word, "--trace") == 0;
-        options.quiet |= strcmp(word, "--quiet") == 0;
-        options.until_found |= strcmp(word, "--until-found") == 0;
-        options.shrink |= strcmp(word, "--shrink") == 0;
-        options.wire |= strcmp(word, "--wire") == 0;
-        options.replicas |= strcmp(word, "--replicas") == 0;
-        options.thaws |= strcmp(word, "--thaws") == 0;
-        options.twins |= strcmp(word, "--twins") == 0;
-        if (strcmp(word, "--trace") == 0 || strcmp(word, "--quiet") == 0 ||
-            strcmp(word, "--until-found") == 0 || strcmp(word, "--shrink") == 0 ||
-            strcmp(word, "--wire") == 0 || strcmp(word, "--replicas") == 0 ||
-            strcmp(word, "--thaws") == 0 || strcmp(word, "--twins") == 0) {
+        if (read_flag(word)) {
             continue;
         }
         if (i + 1 == count) {
