@@ -206,7 +206,7 @@ begin(fsdpc_comm *comm, const fsdpc_load *load, const fsdpc_mark *mark, const ui
     }
 fail:
     if (status != FSDPC_OK) {
-        fsdpc_flight_free(*out);
+        comm->lost = !fsdpc_flight_free(*out) || comm->lost;
         *out = NULL;
     }
     return status;
@@ -346,6 +346,12 @@ uint64_t
 fsdpc_flight_number(const fsdpc_flight *flight)
 {
     return flight->number;
+}
+
+bool
+fsdpc_comm_has_lost(const fsdpc_comm *comm)
+{
+    return comm && comm->lost;
 }
 
 bool

@@ -72,6 +72,7 @@ struct fsdpc_comm {
     uint32_t keys;     /* the latest key of a flight: equal on all ranks */
     uint64_t flights;  /* begun: equal on all ranks */
     double timeout_s;  /* 0: the default */
+    bool lost;         /* fsdpc_comm_has_lost */
     _Atomic bool busy; /* a collective is in progress */
     _Atomic int state; /* the texts below are readable when it is BROKEN */
     int failed_status;

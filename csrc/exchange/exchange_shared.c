@@ -39,6 +39,7 @@ leave(fsdpc_exchange *x)
 {
     int status = FSDPC_OK;
     struct fsdpc_shared_wait wait;
+    FSDPC_TRY(fsdpc_shared_check_end(x));
     atomic_store(&x->shared->ranks[x->rank].left, x->tag);
     fsdpc_shared_notify(x);
     fsdpc_shared_wait_begin(x, &wait, "end of forward", NULL);
@@ -67,6 +68,7 @@ plan_ctl(fsdpc_exchange *x, int slot_count, size_t *slots_at, size_t *posts_at, 
     struct fsdpc_shared *s = x->shared;
     size_t at = 64 + sizeof(struct fsdpc_rank_ctl) * (size_t)x->world;
     *slots_at = at;
+    s->slot_count = slot_count;
     s->slot_stride = fsdpc_shared_slot_stride(x->world);
     at += s->slot_stride * (size_t)slot_count;
     *posts_at = at;

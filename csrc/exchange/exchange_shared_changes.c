@@ -82,16 +82,18 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
 
 /* --- checking -------------------------------------------------------------------------------- */
 
+/* unit NULL: at the end of a forward. */
 static int
 refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
 {
     int status = fsdpc_error(
         FSDPC_E_MISMATCH,
-        "gather of unit %s: rank %d has changed its parameters, and rank %d, in a forward or a "
+        "%s%s: rank %d has changed its parameters, and rank %d, in a forward or a "
         "wait elsewhere, has not: rank %d would read values from before and from after the change. "
         "Run as many batches on every rank before parameters change (averages swapped in or out, "
         "an optimizer step), or gather a full state dict on all ranks before the change",
-        fsdpc_unit_name(unit), changed, unchanged, x->rank);
+        unit ? "gather of unit " : "end of forward", unit ? fsdpc_unit_name(unit) : "", changed,
+        unchanged, x->rank);
     fsdpc_shm_abort(x->shm, fsdpc_error_text());
     return status;
 }
@@ -174,6 +176,15 @@ waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
     return differs;
 }
 
+/* The rank has ended this forward, or a later one, while this rank waited elsewhere, and waits for nobody who reads its
+ * weights: one sample tells of a change that has just begun. */
+static bool
+is_changed_behind(const fsdpc_exchange *x, int r)
+{
+    return atomic_load(&x->shared->ranks[r].early) >= x->tag &&
+           compare_rank(x, x->shared->samples, r, false) != FSDPC_SAME;
+}
+
 /* The rank's values belong to other weights than this rank's in this pass; *who: the rank whose weights have
  * changed. */
 static bool
@@ -190,8 +201,7 @@ differs(fsdpc_exchange *x, int r, int *who)
     if (!x->shared->checks) {
         return false;
     }
-    if (atomic_load(&other->early) >= x->tag &&
-        compare_rank(x, x->shared->samples, r, false) == FSDPC_MOST) {
+    if (is_changed_behind(x, r)) {
         return true;
     }
     if (atomic_load(&other->changed) >> FSDPC_TAG_BITS >= x->tag >> FSDPC_TAG_BITS &&
@@ -221,9 +231,22 @@ check_left(fsdpc_exchange *x, const fsdpc_unit *unit, int left)
 }
 
 int
+fsdpc_shared_check_end(fsdpc_exchange *x)
+{
+    const bool reads = x->shared->checks && x->shared->read_at == x->tag;
+    for (int r = 0; reads && r < x->world; r++) {
+        if (r != x->rank && is_changed_behind(x, r)) {
+            return refuse(x, NULL, r, x->rank);
+        }
+    }
+    return FSDPC_OK;
+}
+
+int
 fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
     int who;
+    x->shared->read_at = x->tag;
     for (int r = 0; r < x->world; r++) {
         const bool behind = atomic_load(&x->shared->ranks[r].ready) < x->tag;
         if (behind && fsdpc_shm_left(x->shm, r)) {

@@ -88,6 +88,16 @@ unlock_slot(struct fsdpc_slot_ctl *slot)
     atomic_store(&slot->lock, 0);
 }
 
+bool
+fsdpc_shared_has_lock(const fsdpc_exchange *x, int rank)
+{
+    bool any = false;
+    for (int i = 0; i < x->shared->slot_count; i++) {
+        any = any || atomic_load(&slot_ctl(x, i)->lock) == (uint32_t)rank + 1;
+    }
+    return any;
+}
+
 /* --- chunks ---------------------------------------------------------------------------------- */
 
 /* A chunk is a range of bytes of a rank's shard, which may hold a part of a segment or many segments. */

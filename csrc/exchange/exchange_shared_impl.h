@@ -49,6 +49,7 @@ struct fsdpc_shared {
     struct fsdpc_rank_ctl *ranks;
     char *slots;
     size_t slot_stride;
+    int slot_count;
     char *posts; /* [unit][rank] */
     size_t *post_offset, *post_stride;
     _Atomic uint32_t *acks; /* [rank][reduce slot] */
@@ -57,6 +58,7 @@ struct fsdpc_shared {
     _Atomic uint64_t *seen;
     uint64_t *seen_at; /* per rank */
     uint64_t earlier;  /* this rank's `changed` before the last one */
+    uint64_t read_at;  /* the last pass in which this rank has gathered */
     fsdpc_numbers numbers;
     bool checks;      /* this pass is without gradients: exchange_shared_changes.c */
     bool compared;    /* samples were taken before this pass */
@@ -103,7 +105,8 @@ void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
 extern int64_t fsdpc_shared_patience_ns;
 /* A wait for a slot, not yet ended, was successful: the patience grows. */
 void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *wait);
-/* The deadline has passed: names the ranks that do not wait themselves as late. */
+/* The deadline has passed: names the ranks as late that do not wait themselves, or have the lock of a gather slot; all
+ * others where there is none. */
 int fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what);
 int fsdpc_shared_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param);
 
@@ -118,11 +121,15 @@ int fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit);
 /* The same for a slot with values of this pass, claimed by a rank that had last touched its weights then. */
 int fsdpc_shared_check_join(fsdpc_exchange *x, const fsdpc_unit *unit, int claimer,
                             uint64_t touched);
+/* Before a forward without gradients ends: FSDPC_E_MISMATCH, what this rank has read may be half of a change. */
+int fsdpc_shared_check_end(fsdpc_exchange *x);
 
 /* --- exchange_shared_gather.c ---------------------------------------------------------------- */
 
 int fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait);
 int fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit);
+/* The rank has the lock of a slot, which it gives back after a few stores. */
+bool fsdpc_shared_has_lock(const fsdpc_exchange *x, int rank);
 /* Bytes from one slot's record to the next. */
 size_t fsdpc_shared_slot_stride(int world);
 /* Marks the slot as empty. */

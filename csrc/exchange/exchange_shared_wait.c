@@ -55,13 +55,23 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     fsdpc_shm_stand_begin(x->shm);
 }
 
+/* A rank whose deadline passes at the same time stands no more, but has slept just now. Who stops with the lock of a
+ * slot still stands. */
+static bool
+seems_to_wait(const fsdpc_exchange *x, int rank)
+{
+    const int64_t lately_ns = fsdpc_shm_now_ns() - 2 * slice_ns;
+    return !fsdpc_shared_has_lock(x, rank) &&
+           (fsdpc_shm_stands(x->shm, rank) || fsdpc_shm_slept_since(x->shm, rank, lately_ns));
+}
+
 int
 fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what)
 {
     int late[FSDPC_SHM_MAX_RANKS], count = 0;
     for (int pass = 0; pass < 2 && count == 0; pass++) {
         for (int r = 0; r < x->world; r++) {
-            if (r != x->rank && (pass == 1 || !fsdpc_shm_stands(x->shm, r))) {
+            if (r != x->rank && (pass == 1 || !seems_to_wait(x, r))) {
                 late[count++] = r;
             }
         }

@@ -90,7 +90,7 @@ give_up_flights(fsdpc_exchange *x)
     for (int i = 0; wire->reduces && i < wire->reduce_count; i++) {
         wire->lost = !fsdpc_flight_free(wire->reduces[i].flight) || wire->lost;
     }
-    return !wire->lost;
+    return !wire->lost && !fsdpc_comm_has_lost(x->comm);
 }
 
 static void

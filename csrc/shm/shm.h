@@ -149,6 +149,8 @@ int fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_w
                     int64_t until_ns, const fsdpc_wait *what);
 /* True while `rank` is in such a wait, of any group. */
 bool fsdpc_shm_stands(const fsdpc_shm *shm, int rank);
+/* True if `rank` has begun a sleep in this group since then. */
+bool fsdpc_shm_slept_since(const fsdpc_shm *shm, int rank, int64_t since_ns);
 /* Processor time that the process of `rank` has used, or -1. */
 int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
 

@@ -211,6 +211,13 @@ fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_
                                           : fsdpc_shm_sleep_word(shm, word, old, deadline_ns, what);
 }
 
+bool
+fsdpc_shm_slept_since(const fsdpc_shm *shm, int rank, int64_t since_ns)
+{
+    return atomic_load_explicit(&shm->control->slots[rank].note_ns, memory_order_acquire) >=
+           since_ns;
+}
+
 /* --- texts ---------------------------------------------------------------------------------- */
 
 /* "; rank 2 (pid 81) waits in gather of unit 3 since 12.0 s" */

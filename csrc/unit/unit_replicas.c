@@ -218,7 +218,8 @@ void
 fsdpc_unit_free_partial(fsdpc_unit *unit)
 {
     unit->swap.lost = !fsdpc_flight_free(unit->swap.flight) || unit->swap.lost;
-    if (!unit->swap.lost) { /* else other replicas may still send into the memory */
+    /* Other replicas may still send into the memory of lost flights. */
+    if (!unit->swap.lost && !fsdpc_comm_has_lost(unit->replicate)) {
         fsdpc_device_free(unit->device, unit->partial, unit->footprint.partial_bytes);
     }
 }

@@ -41,7 +41,7 @@ static struct options {
     const char *library;
     uint64_t first, count;
     int ranks, units, steps, fault;
-    bool trace, quiet, until_found, shrink, wire, replicas, thaws, twins;
+    bool trace, quiet, silent, until_found, shrink, wire, replicas, thaws, twins;
     const char *mended; /* a file of seeds that are run first */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
@@ -485,10 +485,11 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
      * stop is; a text may name it by its place in the group. */
     const bool alone = (c->hosts || c->replicas) && !run->out[c->victim].joined;
     const bool told = (c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED) && !alone;
-    const int64_t late_ns = leaves ? out->idle_ns : out->end_ns - run->fault_ns;
     /* From one group to another an error travels with the ranks that end. Who waits for a rank of its host looks every
-     * 0.1 s whether ranks run different units. */
-    const bool slow = leaves || c->replicas || (apart && c->hosts);
+     * 0.1 s whether ranks run different units: after a fault the ranks may work for some time before that wait. */
+    const bool looks = apart && c->hosts;
+    const bool slow = leaves || c->replicas || looks;
+    const int64_t late_ns = leaves || looks ? out->idle_ns : out->end_ns - run->fault_ns;
     const int slack_ms = slow ? LEFT_SLACK_MS : SLACK_MS;
     const int64_t slack_ns = (int64_t)(most_s * 1e9) + slack_ms * INT64_C(1000000);
     if (may_be_late(c, run)) {
@@ -547,8 +548,7 @@ lost_joined(const sim_case *c, const sim_run *run)
 /* Who stops in a wait, or is in another one, looks like who waits: where deadlines pass at the same time, a rank may
  * name another one that waits as well, but not all ranks do: except where ranks that have run fewer batches wait in a
  * barrier, or one waits to post late gradients, which looks like the cause. Then a text must say that who is named
- * waits as well. So does who stops with the lock of a slot while it waits for the slot: at the end of a forward others
- * may call the rank late that tries to take the lock, before that one knows. */
+ * waits as well. */
 static void
 judge_stop(const sim_case *c, const sim_run *run)
 {
@@ -560,7 +560,8 @@ judge_stop(const sim_case *c, const sim_run *run)
          strstr(run->struck_at, "shm_state.c") || strstr(run->struck_at, "exchange_shared.c"));
     const bool locks =
         c->fault == SIM_STOPS && run->struck && strstr(run->struck_at, "exchange_shared_gather.c");
-    const bool apart = c->fault == SIM_STOPS && ((in_wait && c->late) || (c->uneven && c->meets));
+    const bool apart =
+        c->fault == SIM_STOPS && (((in_wait || locks) && c->late) || (c->uneven && c->meets));
     if (may_be_late(c, run)) {
         return;
     }
@@ -571,8 +572,6 @@ judge_stop(const sim_case *c, const sim_run *run)
             knows += names_lost(c, out->text) || may_be_any(run, out->text) ||
                      (apart && (strstr(out->text, ") waits in ") ||
                                 strstr(out->text, ") was last seen in "))) ||
-                     (locks && strstr(out->text, " in end of forward for ") &&
-                      strstr(out->text, ") was last seen in ")) ||
                      (c->fault == SIM_STRAYS && (strstr(out->text, "different collectives") ||
                                                  strstr(out->text, "has changed its parameters")));
         }
@@ -645,7 +644,9 @@ run_seed(uint64_t seed)
     total.points += run.points;
     total.switches += run.switches;
     total.struck += run.struck;
-    if (violation[0] && !options.quiet) {
+    if (violation[0] && options.quiet && !options.silent) {
+        printf("VIOLATION in seed %llu: %s\n", (unsigned long long)seed, violation);
+    } else if (violation[0] && !options.silent) {
         printf("VIOLATION %s\n", violation);
         print_case(&c);
         printf("  again: simcluster %s%s%s%s --first %llu --count 1 --trace", options.library,
@@ -695,7 +696,7 @@ shrink(uint64_t seed)
     const int least[] = {2, 2, 1}, most[] = {c.world, c.units, c.steps};
     bool found = false;
     memcpy(kind, violation, sizeof kind);
-    options.quiet = true;
+    options.silent = true;
     for (int i = 0; i < 3; i++) {
         *limits[i] = most[i];
     }

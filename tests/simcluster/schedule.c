@@ -778,7 +778,8 @@ most_points(const sim_case *c)
 {
     const uint64_t world = (uint64_t)c->world;
     const uint64_t slices = c->without_waitv ? 2 : 1; /* sleeps are half as long */
-    return 60000000 * slices + (world > 16 ? 100000 : 5000) * world * world +
+    const uint64_t models = c->twins ? 2 : 1;
+    return 60000000 * slices * models + (world > 16 ? 100000 : 5000) * world * world +
            (uint64_t)(s.run->napped_ns / POINT_NS);
 }
 

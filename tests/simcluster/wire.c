@@ -250,6 +250,29 @@ sim_wire_reason(int rank)
     return w.reasons[rank];
 }
 
+/* Messages of one tag come in the order of posting: with one, those behind it are lost. */
+static void
+lose(sim_transfer *send)
+{
+    const uint32_t tag = send->tag;
+    for (sim_transfer *each = send, *next; each; each = next) {
+        next = each->next;
+        if (each->tag == tag && !each->over) {
+            free_transfer(each);
+        }
+    }
+}
+
+static sim_transfer *
+first_lost(int from, int to)
+{
+    sim_transfer *each = w.first[1][from][to];
+    while (each && (each->copy || each->over || each->leaves_ns <= sim_now_ns())) {
+        each = each->next;
+    }
+    return each;
+}
+
 void
 sim_wire_close(int rank)
 {
@@ -258,13 +281,11 @@ sim_wire_close(int rank)
         while (w.first[0][other][rank]) { /* nobody takes these */
             free_transfer(w.first[0][other][rank]);
         }
-        for (sim_transfer *each = w.first[1][rank][other], *next; each; each = next) {
-            next = each->next;
-            if (!each->copy && each->leaves_ns <= sim_now_ns()) {
-                leave(each);
-            } else if (!each->copy) {
-                free_transfer(each);
-            }
+        for (sim_transfer *lost; (lost = first_lost(rank, other)) != NULL;) {
+            lose(lost);
+        }
+        for (sim_transfer *each = w.first[1][rank][other]; each; each = each->next) {
+            leave(each);
         }
     }
     sim_wake_polls();
