@@ -56,13 +56,13 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
 }
 
 /* A rank whose deadline passes at the same time stands no more, but has slept just now. Who stops with the lock of a
- * slot still stands. */
+ * slot still stands, but has not. */
 static bool
 seems_to_wait(const fsdpc_exchange *x, int rank)
 {
     const int64_t lately_ns = fsdpc_shm_now_ns() - 2 * slice_ns;
-    return !fsdpc_shared_has_lock(x, rank) &&
-           (fsdpc_shm_stands(x->shm, rank) || fsdpc_shm_slept_since(x->shm, rank, lately_ns));
+    return fsdpc_shm_slept_since(x->shm, rank, lately_ns) ||
+           (fsdpc_shm_stands(x->shm, rank) && !fsdpc_shared_has_lock(x, rank));
 }
 
 int

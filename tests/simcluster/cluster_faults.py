@@ -343,6 +343,13 @@ FAULTS = [
         "const int late = x->rank;",
         mended=True,
     ),
+    Fault(
+        "a rank that has the lock of a slot looks like one that waits",
+        PAUSE,
+        "(fsdpc_shm_stands(x->shm, rank) && !fsdpc_shared_has_lock(x, rank));",
+        "fsdpc_shm_stands(x->shm, rank);",
+        mended=True,
+    ),
     # Passes.
     Fault(
         "pass begun for the next one, too",
@@ -536,14 +543,22 @@ FAULTS = [
     Fault(
         "weights of a rank that did not wait at the end of this forward unchecked",
         CHANGES,
-        "if (atomic_load(&other->early) >= x->tag &&",
-        "if (false &&",  # mended; no seed is known for the sources as they are
+        "    if (is_changed_behind(x, r)) {",
+        "    if (false && is_changed_behind(x, r)) {",
+        mended=True,
+    ),
+    Fault(
+        "a change that has just begun behind a rank that is late",
+        CHANGES,
+        "compare_rank(x, x->shared->samples, r, false) != FSDPC_SAME;",
+        "compare_rank(x, x->shared->samples, r, false) == FSDPC_MOST;",
+        mended=True,
     ),
     Fault(
         "weights of a rank that did not wait at the end of a later forward unchecked",
         CHANGES,
-        "if (atomic_load(&other->early) >= x->tag &&",
-        "if (atomic_load(&other->early) == x->tag &&",
+        "return atomic_load(&x->shared->ranks[r].early) >= x->tag &&",
+        "return atomic_load(&x->shared->ranks[r].early) == x->tag &&",
         mended=True,
     ),
     Fault(
@@ -1218,6 +1233,14 @@ FAULTS = [
         ways="--replicas",
     ),
     Fault(
+        "memory of a flight that has failed while it began is freed",
+        FLIGHT,
+        "        comm->lost = !fsdpc_flight_free(*out) || comm->lost;",
+        "        fsdpc_flight_free(*out);",
+        mended=True,
+        ways="--replicas",
+    ),
+    Fault(
         "unfreezing: who still evaluates is taken for one that trains",
         PAUSE,
         "    atomic_store(&own->thaws, ((tag >> FSDPC_PASS_BITS) + 1) << FSDPC_PASS_BITS);",
@@ -1284,9 +1307,10 @@ def stale() -> list[str]:
 
 
 def mended() -> dict[str, str]:
-    """The seed of each fault of the list."""
-    rows = [line.split(" ", 1) for line in MENDED.read_text().splitlines() if line[0] != "#"]
-    return {name: seed for seed, name in rows}
+    """The seed of each fault of the list, with its way before it."""
+    rows = [line.split(" ", 2) for line in MENDED.read_text().splitlines() if line[0] != "#"]
+    rows = [row if row[1][:2] == "--" else [row[0], "", " ".join(row[1:])] for row in rows]
+    return {name: f"{seed} {way}".strip() for seed, way, name in rows}
 
 
 def run(command: list[str], most_s: float = 300) -> subprocess.CompletedProcess[str]:
@@ -1421,7 +1445,8 @@ def write(results: Results, count: int) -> None:
     """The seeds into the decision, and those of faults that were mended into their list."""
     of = {fault: results.before(fault) for fault in FAULTS}
     # Of what was not found in this build, perhaps as it was not tried, the seed before stays.
-    kept = mended() | {f.name: str(of[f].found) for f in FAULTS if f.mended and of[f].found}
+    new = {f.name: f"{of[f].found} {f.ways}".strip() for f in FAULTS if f.mended and of[f].found}
+    kept = mended() | new
     rows = [f"{kept[f.name]} {f.name}\n" for f in FAULTS if f.name in kept]
     MENDED.write_text(MENDED_HEAD + "".join(rows))
     seeds = [outcome.found for outcome in of.values() if outcome.found]
@@ -1439,7 +1464,8 @@ def write(results: Results, count: int) -> None:
 def replay(build: Path, fault: Fault, seed: str) -> bool:
     """Whether the seed still finds what was mended."""
     command = [str(build / "simcluster"), str(plant(fault, build)), "--until-found", "--quiet"]
-    found = run([*command, "--first", seed, "--count", "1"]).returncode != 1
+    first, *way = seed.split()
+    found = run([*command, *way, "--first", first, "--count", "1"]).returncode != 1
     print(f"{seed:>6}  {fault.name:60}  {'found' if found else 'NOT FOUND'}", flush=True)
     return found
 

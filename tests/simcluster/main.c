@@ -449,6 +449,9 @@ misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
            run->out[rank].done < run->out[c->victim].done;
 }
 
+/* The longest wait for a slot before private memory, and shorter ones for that of other units: exchange_shared_wait.c. */
+static const double PATIENCE_S = 2.5;
+
 /* With its naps, and that of a pause, a rank may have been away for longer than the deadline. */
 static bool
 may_be_late(const sim_case *c, const sim_run *run)
@@ -477,7 +480,8 @@ judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *
      * others, for private memory, have ended. */
     const bool apart = c->fault == SIM_STRAYS || (c->fault == SIM_CHANGES && c->wire);
     const bool waits = c->fault == SIM_STOPS || (apart && (!c->wire || c->meets));
-    const double most_s = joined && !waits ? 0 : 1.5 * c->timeout_s;
+    const double before_s = 0.5 * c->timeout_s > PATIENCE_S ? 0.5 * c->timeout_s : PATIENCE_S;
+    const double most_s = joined && !waits ? 0 : c->timeout_s + before_s;
     /* A rank that leaves disturbs nobody who does not need it: only sleeps count. One that is about to sleep does not
      * see that another one leaves before a slice of the sleep has passed. */
     const bool leaves = c->fault == SIM_LEAVES;
@@ -765,25 +769,6 @@ seconds(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Lines begin with a seed, but for those that begin with #. */
-static uint64_t
-run_mended(void)
-{
-    FILE *list = options.mended ? fopen(options.mended, "r") : NULL;
-    uint64_t wrong = 0;
-    char line[256];
-    if (options.mended && !list) {
-        fail(options.mended);
-    }
-    while (list && fgets(line, sizeof line, list)) {
-        wrong += line[0] != '#' && !run_seed(strtoull(line, NULL, 10));
-    }
-    if (list) {
-        fclose(list);
-    }
-    return wrong;
-}
-
 static int
 usage(void)
 {
@@ -815,6 +800,39 @@ read_flag(const char *word)
         }
     }
     return false;
+}
+
+/* A seed, and perhaps a flag. */
+static bool
+run_line(char *line)
+{
+    const struct options before = options;
+    char *rest, *flag;
+    const uint64_t seed = strtoull(line, &rest, 10);
+    flag = strtok(rest, " ");
+    (void)(flag && read_flag(flag));
+    const bool right = run_seed(seed);
+    options = before;
+    return right;
+}
+
+/* Lines that begin with # say something else. */
+static uint64_t
+run_mended(void)
+{
+    FILE *list = options.mended ? fopen(options.mended, "r") : NULL;
+    uint64_t wrong = 0;
+    char line[256];
+    if (options.mended && !list) {
+        fail(options.mended);
+    }
+    while (list && fgets(line, sizeof line, list)) {
+        wrong += line[0] != '#' && !run_line(line);
+    }
+    if (list) {
+        fclose(list);
+    }
+    return wrong;
 }
 
 static bool
