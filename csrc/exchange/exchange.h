@@ -132,7 +132,7 @@ fsdpc_unit *fsdpc_exchange_unit(const fsdpc_exchange *exchange, int id);
 const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
 
 /* This rank is about to allocate a gradient for a parameter that was frozen, which is collective (unit NULL: a unit of
- * another exchange). Ranks in passes before `tag` go on, as if this rank had begun to train. If another rank begins the next
+ * another exchange). Ranks that are still in passes before `tag` do not wait for this rank. If another rank begins the next
  * pass with gradients, both fail with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect the mismatch. */
 int fsdpc_exchange_announce(fsdpc_exchange *x, uint64_t tag, const fsdpc_unit *unit, int param);
 

@@ -28,12 +28,6 @@ enum { CHUNK_BYTES = 1 << 20, LOCK_SPINS = 200 };
 
 /* --- the slot's record ----------------------------------------------------------------------- */
 
-static struct fsdpc_slot_ctl *
-slot_ctl(const fsdpc_exchange *x, int slot)
-{
-    return (struct fsdpc_slot_ctl *)(x->shared->slots + x->shared->slot_stride * (size_t)slot);
-}
-
 static _Atomic uint32_t *
 slot_next(struct fsdpc_slot_ctl *slot)
 {
@@ -55,7 +49,7 @@ fsdpc_shared_slot_stride(int world)
 void
 fsdpc_shared_slot_clear(fsdpc_exchange *x, int slot)
 {
-    slot_ctl(x, slot)->unit = -1;
+    fsdpc_shared_slot(x, slot)->unit = -1;
 }
 
 /* Critical sections are a few stores long; the checks here detect a rank that dies or stops in one. */
@@ -86,16 +80,6 @@ static void
 unlock_slot(struct fsdpc_slot_ctl *slot)
 {
     atomic_store(&slot->lock, 0);
-}
-
-bool
-fsdpc_shared_has_lock(const fsdpc_exchange *x, int rank)
-{
-    bool any = false;
-    for (int i = 0; i < x->shared->slot_count; i++) {
-        any = any || atomic_load(&slot_ctl(x, i)->lock) == (uint32_t)rank + 1;
-    }
-    return any;
 }
 
 /* --- chunks ---------------------------------------------------------------------------------- */
@@ -370,7 +354,7 @@ done:
 int
 fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait)
 {
-    struct fsdpc_slot_ctl *slot = slot_ctl(x, fsdpc_unit_use(unit)->slot);
+    struct fsdpc_slot_ctl *slot = fsdpc_shared_slot(x, fsdpc_unit_use(unit)->slot);
     fsdpc_wait what = {.op = "gather", .unit = fsdpc_unit_name(unit)};
     FSDPC_TRY(fsdpc_shm_check(x->shm, &what));
     if (!fsdpc_unit_use(unit)->begun) {
@@ -404,7 +388,7 @@ fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit)
     if (x->poison) {
         FSDPC_TRY(fsdpc_exchange_veil(x, unit));
     }
-    struct fsdpc_slot_ctl *slot = slot_ctl(x, fsdpc_unit_use(unit)->slot);
+    struct fsdpc_slot_ctl *slot = fsdpc_shared_slot(x, fsdpc_unit_use(unit)->slot);
     fsdpc_wait what = {.op = "release", .unit = fsdpc_unit_name(unit)};
     FSDPC_TRY(lock_slot(x, slot, &what));
     slot_held(x, slot)[x->rank] = 0;

@@ -73,6 +73,12 @@ struct fsdpc_shared {
     int64_t patience_ns; /* how long a wait for a slot lasts before private memory is used */
 };
 
+static inline struct fsdpc_slot_ctl *
+fsdpc_shared_slot(const fsdpc_exchange *x, int slot)
+{
+    return (struct fsdpc_slot_ctl *)(x->shared->slots + x->shared->slot_stride * (size_t)slot);
+}
+
 /* --- exchange_shared_wait.c ------------------------------------------------------------------ */
 
 /* Wakes all ranks that wait for a change. */
@@ -128,8 +134,6 @@ int fsdpc_shared_check_end(fsdpc_exchange *x);
 
 int fsdpc_shared_gather(fsdpc_exchange *x, fsdpc_unit *unit, bool may_wait);
 int fsdpc_shared_release(fsdpc_exchange *x, fsdpc_unit *unit);
-/* The rank has the lock of a slot, which it gives back after a few stores. */
-bool fsdpc_shared_has_lock(const fsdpc_exchange *x, int rank);
 /* Bytes from one slot's record to the next. */
 size_t fsdpc_shared_slot_stride(int world);
 /* Marks the slot as empty. */

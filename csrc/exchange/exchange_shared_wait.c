@@ -55,6 +55,17 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     fsdpc_shm_stand_begin(x->shm);
 }
 
+/* Of a gather slot, which a rank gives back after a few stores. */
+static bool
+has_lock(const fsdpc_exchange *x, int rank)
+{
+    bool any = false;
+    for (int i = 0; i < x->shared->slot_count; i++) {
+        any = any || atomic_load(&fsdpc_shared_slot(x, i)->lock) == (uint32_t)rank + 1;
+    }
+    return any;
+}
+
 /* A rank whose deadline passes at the same time stands no more, but has slept just now. Who stops with the lock of a
  * slot still stands, but has not. */
 static bool
@@ -62,7 +73,7 @@ seems_to_wait(const fsdpc_exchange *x, int rank)
 {
     const int64_t lately_ns = fsdpc_shm_now_ns() - 2 * slice_ns;
     return fsdpc_shm_slept_since(x->shm, rank, lately_ns) ||
-           (fsdpc_shm_stands(x->shm, rank) && !fsdpc_shared_has_lock(x, rank));
+           (fsdpc_shm_stands(x->shm, rank) && !has_lock(x, rank));
 }
 
 int

@@ -346,7 +346,7 @@ FAULTS = [
     Fault(
         "a rank that has the lock of a slot looks like one that waits",
         PAUSE,
-        "(fsdpc_shm_stands(x->shm, rank) && !fsdpc_shared_has_lock(x, rank));",
+        "(fsdpc_shm_stands(x->shm, rank) && !has_lock(x, rank));",
         "fsdpc_shm_stands(x->shm, rank);",
         mended=True,
     ),
