@@ -569,7 +569,8 @@ fsdpc_tree_kind(const fsdpc_tree *tree)
 int
 fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param)
 {
-    /* As a pass without gradients, so that ranks which still evaluate find samples of this rank's weights. */
+    /* The announcement counts as a pass without gradients: ranks that still evaluate find samples of this rank's
+     * weights. */
     begin_pass(tree, last_pass(tree->pass), false);
     for (int i = 0; i < tree->exchange_count; i++) {
         fsdpc_exchange *x = tree->exchanges[i];
