@@ -36,6 +36,7 @@ _HOME = {
     **dict.fromkeys(_FSDP2, "fsdpc._fsdp2.module"),
     "FSDP": "fsdpc.fsdp",
     "FullyShardedDataParallel": "fsdpc.fsdp",
+    "barrier": "fsdpc._engine.root",
     "install": "fsdpc._install",
     "mark_data_dependent": "fsdpc._engine.marks",
     "mark_replicated": "fsdpc._engine.marks",
@@ -100,6 +101,7 @@ __all__ = [
     "StateError",
     "UnshardHandle",
     "__version__",
+    "barrier",
     "fully_shard",
     "install",
     "mark_data_dependent",
@@ -124,7 +126,7 @@ if TYPE_CHECKING:
     )
     from fsdpc._comm.bootstrap import set_collectives
     from fsdpc._engine.marks import mark_data_dependent, mark_replicated
-    from fsdpc._engine.root import memory_stats
+    from fsdpc._engine.root import barrier, memory_stats
     from fsdpc._fsdp2.module import (
         FSDPModule,
         UnshardHandle,

@@ -66,13 +66,14 @@ has_lock(const fsdpc_exchange *x, int rank)
     return any;
 }
 
-/* A rank whose deadline passes at the same time stands no more, but has slept just now. Who stops with the lock of a
- * slot still stands, but has not. */
+/* A rank whose deadline passes at the same time stands no more, but has slept just now, in no collective that this rank
+ * has not called. Who stops with the lock of a slot still stands, but has not slept. */
 static bool
 seems_to_wait(const fsdpc_exchange *x, int rank)
 {
     const int64_t lately_ns = fsdpc_shm_now_ns() - 2 * slice_ns;
-    return fsdpc_shm_slept_since(x->shm, rank, lately_ns) ||
+    const bool elsewhere = fsdpc_shm_waits_for_this_rank(x->shm, rank);
+    return (!elsewhere && fsdpc_shm_slept_since(x->shm, rank, lately_ns)) ||
            (fsdpc_shm_stands(x->shm, rank) && !has_lock(x, rank));
 }
 

@@ -238,6 +238,32 @@ def forget_lost(model: nn.Module) -> None:
         tree.core.forget()
 
 
+def barrier(model: nn.Module) -> None:
+    """Wait for all ranks of ``model``, also where they have run different numbers of batches without
+    gradients, each at least one since its last optimizer step. Collective over the units' groups.
+
+    While a rank waits here, others of its host go on with the batches that they have more. After it
+    all may call collectives of other libraries (a sum of metrics), change their weights, save and
+    evaluate again. ``torch.distributed.barrier`` does not do that: fsdpc does not see it.
+
+    ``TypeError``: ``model`` is not an ``nn.Module``. ``StateError``: it is in forward or backward.
+    ``PeerError``, ``CommTimeout``: a rank has ended or does not come within ``FSDPC_TIMEOUT``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"barrier expects an nn.Module but got {type(model).__name__}")
+    units = [host._unit for host in hosts(model) if host._unit is not None]
+    trees = [tree for tree in dict.fromkeys(unit.tree for unit in units) if tree is not None]
+    for tree in trees:
+        if tree.training_state != "idle":
+            raise _C.StateError(
+                f"fsdpc.barrier was called in {tree.training_state}: call it between two steps"
+            )
+    for comm in {id(comm): comm for unit in units for comm in unit.groups.comms}.values():
+        comm.barrier("fsdpc.barrier")
+    for tree in trees:
+        tree.core.meet()
+
+
 def memory_stats(model: nn.Module) -> dict[str, int]:
     """Bytes allocated by the engine for ``model`` on this rank, by purpose. Local.
 

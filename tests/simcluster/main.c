@@ -41,7 +41,7 @@ static struct options {
     const char *library;
     uint64_t first, count;
     int ranks, units, steps, fault;
-    bool trace, quiet, silent, until_found, shrink, wire, replicas, thaws, twins;
+    bool trace, quiet, silent, until_found, shrink, wire, replicas, thaws, twins, joins;
     const char *mended; /* a file of seeds that are run first */
 } options = {.first = 1, .count = 1000, .fault = -1};
 
@@ -180,9 +180,11 @@ draw_fault(sim_case *c, uint64_t *state)
     /* Else a rank may know nothing of what has changed. */
     c->wide = c->wide || c->fault == SIM_CHANGES || c->fault == SIM_STRAYS;
     const uint64_t more = sim_random(state);
-    c->evaluates = c->evaluates || c->fault == SIM_CHANGES || (c->fault == SIM_STRAYS && more % 4);
+    c->evaluates = c->evaluates || options.joins || c->fault == SIM_CHANGES ||
+                   (c->fault == SIM_STRAYS && more % 4);
     c->meets = c->meets || (c->fault == SIM_STRAYS && more & 4);
-    c->uneven = c->uneven && c->fault != SIM_CHANGES;
+    c->meets = c->meets || options.joins;
+    c->uneven = (c->uneven || options.joins) && c->fault != SIM_CHANGES;
 }
 
 /* Two or three groups of as many ranks, or as many more as the limit of the command line wants. */
@@ -306,6 +308,7 @@ draw_case(uint64_t seed)
         draw_replicas(&c);
     }
     c.twins = options.twins;
+    c.joins = options.joins;
     if (options.thaws) {
         draw_thaws(&c);
     }
@@ -653,8 +656,9 @@ run_seed(uint64_t seed)
     } else if (violation[0] && !options.silent) {
         printf("VIOLATION %s\n", violation);
         print_case(&c);
-        printf("  again: simcluster %s%s%s%s --first %llu --count 1 --trace", options.library,
+        printf("  again: simcluster %s%s%s%s%s --first %llu --count 1 --trace", options.library,
                options.thaws ? " --thaws" : "", options.twins ? " --twins" : "",
+               options.joins ? " --joins" : "",
                options.wire       ? " --wire"
                : options.replicas ? " --replicas"
                                   : "",
@@ -773,9 +777,9 @@ static int
 usage(void)
 {
     printf("simcluster LIBRARY [--first SEED] [--count N] [--ranks N] [--units N] [--steps N]\n"
-           "  [--fault 0..%d] [--mended FILE] [--wire] [--replicas] [--thaws] [--twins] [--trace] "
-           "[--quiet]\n"
-           "  [--until-found] [--shrink]\n"
+           "  [--fault 0..%d] [--mended FILE] [--wire] [--replicas] [--thaws] [--twins] [--joins] "
+           "[--trace]\n"
+           "  [--quiet] [--until-found] [--shrink]\n"
            "Runs N seeds; ends with 1 if an invariant was violated. --until-found ends at the "
            "first one\n"
            "and prints \"found SEEDS\", or \"not found\".\n",
@@ -792,7 +796,8 @@ read_flag(const char *word)
     } flags[] = {{"--trace", &options.trace},       {"--quiet", &options.quiet},
                  {"--shrink", &options.shrink},     {"--until-found", &options.until_found},
                  {"--wire", &options.wire},         {"--thaws", &options.thaws},
-                 {"--replicas", &options.replicas}, {"--twins", &options.twins}};
+                 {"--replicas", &options.replicas}, {"--twins", &options.twins},
+                 {"--joins", &options.joins}};
     for (size_t i = 0; i < sizeof flags / sizeof *flags; i++) {
         if (strcmp(word, flags[i].word) == 0) {
             *flags[i].set = true;

@@ -1110,12 +1110,13 @@ batches(const model *m, int k)
     return 1 + more + (changes_early(m, k) && m->rank != m->c->victim ? 1 : 0);
 }
 
-/* Weights change afterwards only where all ranks run as many batches: else ranks with fewer would change what
- * others still read. */
+/* Weights change afterwards only where all ranks run as many batches, or wait for each other: else ranks with fewer would
+ * change what others still read. */
 static bool
 changes_after(const model *m, int k)
 {
-    return changes_early(m, k) || (!m->c->uneven && sim_drawn(m->c, 5, m->step, k, 1) % 4 != 0);
+    return changes_early(m, k) ||
+           ((!m->c->uneven || m->c->joins) && sim_drawn(m->c, 5, m->step, k, 1) % 4 != 0);
 }
 
 /* Batches without gradients. */
@@ -1131,6 +1132,9 @@ evaluate(model *m)
         }
         if (!m->gone && c->meets && !changes_early(m, k)) {
             FSDPC_TRY(barrier(m, AFTER_AN_EVALUATION));
+            if (c->joins) {
+                fsdpc_tree_meet(m->tree);
+            }
             m->done++;
         }
         if (!m->gone && changes_after(m, k)) {

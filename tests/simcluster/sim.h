@@ -57,6 +57,8 @@ typedef struct sim_case {
     bool late;     /* units get more gradients after they have been reduced */
     bool idle;     /* in some batches of evaluations ranks run nothing */
     bool meets;    /* in a barrier after each evaluation */
+    bool
+        joins; /* that barrier makes the numbers of their passes equal, so weights may change after it */
     bool swaps;    /* every second change puts the weights back */
     bool parts;    /* each rank ends by itself after the last backward */
     bool thaws;    /* units are frozen until some step */

@@ -181,6 +181,7 @@ def around_a_run(model: nn.Module, head: nn.Linear, optimizer: torch.optim.Optim
     assert_type(fsdpc.mark_replicated(head), nn.Linear)
     assert_type(fsdpc.mark_data_dependent(head), nn.Linear)
     assert_type(fsdpc.memory_stats(model), dict[str, int])
+    assert_type(fsdpc.barrier(model), None)
     report = fsdpc.memory_report(model, optimizer)
     assert_type(report.equal, bool)
     with fsdpc.profile_memory(model, tensors=False) as profile:

@@ -532,6 +532,16 @@ tree_before_hook(fsdpc_py_tree *self, PyObject *args)
     return tell(self, "before_hook", unit, 0, what);
 }
 
+static PyObject *
+tree_meet(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
+{
+    if (fsdpc_py_check_open(self) < 0) {
+        return NULL;
+    }
+    fsdpc_tree_meet(self->tree);
+    Py_RETURN_NONE;
+}
+
 /* A garbage collection may call this at any moment of a step: then the call is put off. */
 static PyObject *
 tree_close(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
@@ -578,6 +588,10 @@ static PyMethodDef methods[] = {
         "Before the collectives of a communication hook, `what`, of this unit or others of its "
         "communicator. MismatchError: another rank gathers, reduces or ends its backward instead. "
         "Collective where ranks send."),
+    FSDPC_PY_METHOD(meet, tree_meet, METH_NOARGS, "()",
+                    "Between passes: the ranks have met, however many forwards each has run; their "
+                    "next passes have "
+                    "equal numbers. Local."),
     FSDPC_PY_METHOD(
         close, tree_close, METH_NOARGS, "()",
         "Detaches the units and frees the slots, after the running hook if there is one. Local."),
