@@ -302,6 +302,7 @@ cluster-run: $(CLUSTER)/simcluster $(CLUSTER)/core.so
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --replicas --count $$(($(SEEDS) / 6)) $(ARGS)
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --thaws --count $$(($(SEEDS) / 6)) $(ARGS)
 	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --twins --count $$(($(SEEDS) / 6)) $(ARGS)
+	@$(CLUSTER)/simcluster $(CLUSTER)/core.so --joins --count $$(($(SEEDS) / 12)) $(ARGS)
 
 # `make simcluster SEEDS=1000000`; ARGS="--ranks 16 --first 7".
 SEEDS := 10000

@@ -91,7 +91,7 @@ refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
         "%s%s: rank %d has changed its parameters, and rank %d, in a forward or a "
         "wait elsewhere, has not: rank %d would read values from before and from after the change. "
         "Run as many batches on every rank before parameters change (averages swapped in or out, "
-        "an optimizer step), or gather a full state dict on all ranks before the change",
+        "an optimizer step), or call fsdpc.barrier(model) on all ranks before the change",
         unit ? "gather of unit " : "end of forward", unit ? fsdpc_unit_name(unit) : "", changed,
         unchanged, x->rank);
     fsdpc_shm_abort(x->shm, fsdpc_error_text());

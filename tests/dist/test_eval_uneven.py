@@ -7,12 +7,16 @@ before the others are done: docs/decisions/032-changed-weights.md lists the orde
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import ranks, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
 from toys import by_door, full_parameters, loss_of, tokens, toy, wrap
 
 import fsdpc
@@ -144,6 +148,53 @@ def test_ranks_that_meet_before_each_change(rank, world, door, data):
             full_parameters(model)
         evaluate(model, rank, 1 + (rank + step) % 2, plain)
         loss_of(model, tokens(rank, step)).backward()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
+def test_a_barrier_before_metrics_and_changes(rank, world, door):
+    """While some ranks wait in it, others go on; then torch's collectives and changes are right."""
+    model, other = sharded(door), halved()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = wide()
+    for step in range(3):
+        batches = 1 + (rank + step) % 3
+        evaluate(model, rank, batches, reference if step == 0 else None)
+        fsdpc.barrier(model)
+        count = torch.tensor(float(batches))
+        dist.all_reduce(count)
+        assert count == sum(1 + (r + step) % 3 for r in range(world))
+        with other_weights(model, data=step % 2 == 0):
+            evaluate(model, rank, 1 + (rank + step) % 2, other if step == 0 else None)
+            fsdpc.barrier(model)
+        evaluate(model, rank, 1 + (rank + 1) % 2, reference if step == 0 else None)
+        fsdpc.barrier(model)
+        loss_of(model, tokens(rank, step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with pytest.raises(TypeError, match="barrier expects an nn.Module but got int"):
+        fsdpc.barrier(1)
+    list(model.modules())[-1].register_forward_pre_hook(lambda *_: fsdpc.barrier(model))
+    with pytest.raises(fsdpc.StateError, match="called in forward: call it between two steps"):
+        model(tokens(rank, 0))
+
+
+@ranks(4)
+@pytest.mark.parametrize("uneven", [True, False])
+def test_a_barrier_of_replicas(rank, world, uneven):
+    """Not uneven: over a wire."""
+    env = {} if uneven else {"FSDPC_COLLECTIVES": "wire"}
+    with mock.patch.dict(os.environ, env):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = fsdpc.fully_shard(wide(), mesh=mesh)
+        plain, other = wide(), halved()
+        for step in range(3):
+            evaluate(model, rank, 1 + (rank + step) % 3 * uneven, plain)
+            fsdpc.barrier(model)
+            with other_weights(model):
+                evaluate(model, rank, 1 + rank * uneven, other)
+                fsdpc.barrier(model)
+            loss_of(model, tokens(rank, step)).backward()
 
 
 @ranks(2, 3)

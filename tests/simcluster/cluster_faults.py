@@ -39,7 +39,7 @@ class Fault:
     old: str  # occurs once in the file
     new: str
     mended: bool = False  # this was how the engine was
-    ways: str = ""  # "--wire", "--replicas", "--thaws", "--twins"
+    ways: str = ""  # "--wire", "--replicas", "--thaws", "--twins", "--joins"
 
 
 SYNC, WAIT, STATE = "shm/shm_sync.c", "shm/shm_wait.c", "shm/shm_state.c"
@@ -518,6 +518,13 @@ FAULTS = [
         TREE,
         "return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;",
         "(void)grad;\n    return pass + 1;",
+    ),
+    Fault(
+        "passes keep their numbers after ranks have met",
+        TREE,
+        "        tree->pass = next_pass(tree->pass, true);",
+        "        (void)next_pass;",
+        ways="--joins",
     ),
     Fault(
         "a tag without the count of backwards",

@@ -308,10 +308,10 @@ draw_case(uint64_t seed)
         draw_replicas(&c);
     }
     c.twins = options.twins;
-    c.joins = options.joins;
     if (options.thaws) {
         draw_thaws(&c);
     }
+    c.joins = options.joins && c.meets;
     c.vanishes = c.fault == SIM_STOPS && (c.hosts || c.replicas) && sim_mix(seed * 23 + 7) % 2;
     return c;
 }
