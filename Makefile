@@ -61,13 +61,12 @@ say = @printf '%s\n' "fsdpc: $(1)"
 
 $(STAMPS)/python:
 ifeq ($(USABLE),)
-	$(call say,creating .venv)
 	@base=; for p in $(CANDIDATE) $(DISTRIBUTION) python3.11 python3.12 \
 	    $(wildcard $(HOME)/.pyenv/versions/3.11*/bin/python) python3; do \
 	    if $$p -c '$(HAS_HEADERS)' 2>/dev/null; then \
 	        base=$$p; break; fi; done; \
 	  [ -n "$$base" ] || { echo "fsdpc: Python >= 3.11 with venv and Python.h is needed (make PYTHON=...)"; exit 1; }; \
-	  $$base -m venv .venv
+	  echo "fsdpc: creating .venv with $$base"; $$base -m venv .venv
 	$(call say,installing $(TORCH); its default build may bring CUDA libraries with it.)
 	$(call say,  for a smaller one: install a CPU build of torch >= 2.11 and make PYTHON=...)
 	@$(PIP) "$(TORCH)"
@@ -79,7 +78,7 @@ $(STAMPS)/tools: $(STAMPS)/python Makefile
 	@$(PIP) $(foreach tool,$(TOOLS),"$(tool)") && touch $@
 
 # Frameworks that tests/clients runs on fsdpc; without them those tests are skipped. torch stays.
-$(STAMPS)/clients: $(STAMPS)/tools | $(STAMPS)/installed
+$(STAMPS)/clients: $(STAMPS)/tools | $(STAMPS)/extension
 	$(call say,installing frameworks for their tests)
 	@$(PY) -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' >$@.torch
 	@$(PIP) --constraint $@.torch $(CLIENTS) && touch $@ || \

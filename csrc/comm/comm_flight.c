@@ -305,7 +305,7 @@ fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part, const fsdpc_land
         }
     }
 done:
-    fsdpc_flight_free(flight);
+    comm->lost = !fsdpc_flight_free(flight) || comm->lost;
     return status;
 }
 

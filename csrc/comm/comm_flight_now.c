@@ -64,7 +64,7 @@ scatter(fsdpc_comm *comm, char *buffer, int64_t piece_numel, fsdpc_dtype dtype, 
     FSDPC_GOTO(sum(comm, own, sources, piece_numel, dtype, what), done);
 done:
     fsdpc_mem_free(sources);
-    fsdpc_mem_free(room);
+    (fsdpc_comm_has_lost(comm) ? fsdpc_mem_leave : fsdpc_mem_free)(room);
     return status;
 }
 
@@ -96,7 +96,7 @@ sum_whole(fsdpc_comm *comm, char *buffer, int64_t numel, fsdpc_dtype dtype, cons
     FSDPC_GOTO(sum(comm, buffer, sources, numel, dtype, what), done);
 done:
     fsdpc_mem_free(sources);
-    fsdpc_mem_free(all);
+    (fsdpc_comm_has_lost(comm) ? fsdpc_mem_leave : fsdpc_mem_free)(all);
     return status;
 }
 

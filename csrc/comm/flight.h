@@ -73,8 +73,8 @@ uint64_t fsdpc_flight_number(const fsdpc_flight *flight);
 /* NULL is allowed. True if the flight's memory is this rank's. False: the flight has not landed, so other ranks may
  * still send to its memory, which must stay as long as the process. Local. */
 bool fsdpc_flight_free(fsdpc_flight *flight);
-/* True: a flight of the communicator has failed while it began, and other ranks may still send to the memory of its parts
- * and of its landing. That memory must stay as long as the process. NULL is allowed. */
+/* True: a flight of the communicator has failed before it was the caller's, and other ranks may still send to the memory of
+ * its parts and of its landing. That memory must stay as long as the process. NULL is allowed. */
 bool fsdpc_comm_has_lost(const fsdpc_comm *comm);
 
 /* [Note: landed in order] Other ranks of this host may wait for this rank's part of a flight; until the part has landed they

@@ -176,8 +176,8 @@ waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
     return differs;
 }
 
-/* The rank has ended this forward, or a later one, while this rank waited elsewhere, and waits for nobody who reads its
- * weights: one sample tells of a change that has just begun. */
+/* Rank r has ended this forward, or a later one, without this rank, and may change its weights while this rank reads them.
+ * One sample that differs is enough: the change may have just begun. */
 static bool
 is_changed_behind(const fsdpc_exchange *x, int r)
 {

@@ -111,8 +111,8 @@ void fsdpc_shared_wait_end(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
 extern int64_t fsdpc_shared_patience_ns;
 /* A wait for a slot, not yet ended, was successful: the patience grows. */
 void fsdpc_shared_wait_was_worth(fsdpc_exchange *x, const struct fsdpc_shared_wait *wait);
-/* The deadline has passed: names the ranks as late that do not wait themselves, or have the lock of a gather slot; all
- * others where there is none. */
+/* The deadline has passed: names the ranks as late that do not seem to wait themselves, or all others if each of them
+ * does. */
 int fsdpc_shared_name_late(fsdpc_exchange *x, const fsdpc_wait *what);
 int fsdpc_shared_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param);
 

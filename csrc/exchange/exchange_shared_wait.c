@@ -66,8 +66,8 @@ has_lock(const fsdpc_exchange *x, int rank)
     return any;
 }
 
-/* A rank whose deadline passes at the same time stands no more, but has slept just now, in no collective that this rank
- * has not called. Who stops with the lock of a slot still stands, but has not slept. */
+/* The rank has slept a moment ago (its own deadline may have just passed), in no collective that this rank has not called;
+ * or it stands in a wait, and has no slot's lock: who stopped with one stands, too, but has not slept since. */
 static bool
 seems_to_wait(const fsdpc_exchange *x, int rank)
 {

@@ -261,6 +261,19 @@ fsdpc_tree_meet(fsdpc_tree *tree)
     }
 }
 
+int
+fsdpc_tree_meet_all(fsdpc_tree *tree)
+{
+    if (tree->pass >= last_step) {
+        return fsdpc_error(FSDPC_E_STATE,
+                           "ranks have met %lld times since the last backward: the "
+                           "numbers of their passes end",
+                           (long long)(last_step / pass_step));
+    }
+    tree->pass = (tree->pass / pass_step + 1) * pass_step;
+    return FSDPC_OK;
+}
+
 bool
 fsdpc_tree_compares(const fsdpc_tree *tree, bool grad)
 {

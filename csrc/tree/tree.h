@@ -50,6 +50,9 @@ void fsdpc_tree_touch(fsdpc_tree *tree);
 /* Between passes: the ranks of a unit have met, however many forwards each has run. Later passes of the ranks have
  * equal numbers again, and join no values that were gathered before. A no-op where units have different ranks. */
 void fsdpc_tree_meet(fsdpc_tree *tree);
+/* The same, where the ranks of all units have met, also those that have run no forward since they met before: each call
+ * counts. FSDPC_E_STATE: too often without a backward. */
+int fsdpc_tree_meet_all(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad`: the outputs may see a backward. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);

@@ -239,15 +239,18 @@ def forget_lost(model: nn.Module) -> None:
 
 
 def barrier(model: nn.Module) -> None:
-    """Wait for all ranks of ``model``, also where they have run different numbers of batches without
-    gradients, each at least one since its last optimizer step. Collective over the units' groups.
+    """Wait until all ranks of ``model`` are here. Collective over the units' groups.
 
-    While a rank waits here, others of its host go on with the batches that they have more. After it
-    all may call collectives of other libraries (a sum of metrics), change their weights, save and
-    evaluate again. ``torch.distributed.barrier`` does not do that: fsdpc does not see it.
+    Ranks of one host that share memory may have run different numbers of batches without gradients
+    since they met (in a backward, or here), but each at least one, or changed weights raise
+    ``MismatchError`` later; elsewhere all must have run as many. While a rank waits here, others of
+    its host can finish their batches. After it all may sum metrics with other libraries, change
+    weights, save and evaluate again. ``torch.distributed.barrier`` cannot replace it: fsdpc does
+    not know who waits there. A model without units returns at once.
 
     ``TypeError``: ``model`` is not an ``nn.Module``. ``StateError``: it is in forward or backward.
-    ``PeerError``, ``CommTimeout``: a rank has ended or does not come within ``FSDPC_TIMEOUT``.
+    ``MismatchError``: another rank calls another collective. ``PeerError``, ``CommTimeout``: a rank
+    has ended, or does not come within ``FSDPC_TIMEOUT``.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"barrier expects an nn.Module but got {type(model).__name__}")
@@ -256,8 +259,9 @@ def barrier(model: nn.Module) -> None:
     for tree in trees:
         if tree.training_state != "idle":
             raise _C.StateError(
-                f"fsdpc.barrier was called in {tree.training_state}: call it between two steps"
+                f"fsdpc.barrier was called in {tree.training_state}: call it between two batches"
             )
+    units += [unit for tree in trees for unit in tree.units]  # of which ``model`` may be a part
     for comm in {id(comm): comm for unit in units for comm in unit.groups.comms}.values():
         comm.barrier("fsdpc.barrier")
     for tree in trees:

@@ -175,7 +175,7 @@ def test_a_barrier_before_metrics_and_changes(rank, world, door):
     with pytest.raises(TypeError, match="barrier expects an nn.Module but got int"):
         fsdpc.barrier(1)
     list(model.modules())[-1].register_forward_pre_hook(lambda *_: fsdpc.barrier(model))
-    with pytest.raises(fsdpc.StateError, match="called in forward: call it between two steps"):
+    with pytest.raises(fsdpc.StateError, match="called in forward: call it between two batches"):
         model(tokens(rank, 0))
 
 

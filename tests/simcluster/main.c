@@ -453,7 +453,7 @@ misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
 }
 
 /* The longest wait for a slot before private memory, and shorter ones for that of other units: exchange_shared_wait.c. */
-static const double PATIENCE_S = 2.5;
+static const double PATIENCE_S = 2.7;
 
 /* With its naps, and that of a pause, a rank may have been away for longer than the deadline. */
 static bool
@@ -807,15 +807,20 @@ read_flag(const char *word)
     return false;
 }
 
-/* A seed, and perhaps a flag. */
+/* A seed, and perhaps flags. */
 static bool
 run_line(char *line)
 {
     const struct options before = options;
-    char *rest, *flag;
+    char *rest;
     const uint64_t seed = strtoull(line, &rest, 10);
-    flag = strtok(rest, " ");
-    (void)(flag && read_flag(flag));
+    for (char *word = strtok(rest, " "); word && strncmp(word, "--", 2) == 0;
+         word = strtok(NULL, " ")) {
+        if (!read_flag(word)) {
+            errno = EINVAL;
+            fail(word);
+        }
+    }
     const bool right = run_seed(seed);
     options = before;
     return right;

@@ -1133,7 +1133,7 @@ evaluate(model *m)
         if (!m->gone && c->meets && !changes_early(m, k)) {
             FSDPC_TRY(barrier(m, AFTER_AN_EVALUATION));
             if (c->joins) {
-                fsdpc_tree_meet(m->tree);
+                FSDPC_TRY(fsdpc_tree_meet_all(m->tree));
             }
             m->done++;
         }

@@ -538,8 +538,7 @@ tree_meet(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     if (fsdpc_py_check_open(self) < 0) {
         return NULL;
     }
-    fsdpc_tree_meet(self->tree);
-    Py_RETURN_NONE;
+    return fsdpc_py_none_or(fsdpc_tree_meet_all(self->tree));
 }
 
 /* A garbage collection may call this at any moment of a step: then the call is put off. */
@@ -589,7 +588,8 @@ static PyMethodDef methods[] = {
         "communicator. MismatchError: another rank gathers, reduces or ends its backward instead. "
         "Collective where ranks send."),
     FSDPC_PY_METHOD(meet, tree_meet, METH_NOARGS, "()",
-                    "Between passes: the ranks have met, however many forwards each has run; their "
+                    "Between passes: the ranks of all units have met, however many forwards each "
+                    "has run; their "
                     "next passes have "
                     "equal numbers. Local."),
     FSDPC_PY_METHOD(

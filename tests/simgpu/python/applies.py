@@ -26,7 +26,7 @@ SKIPPED: dict[str, str] = {
     "dist/test_hooks_comm.py::test_in_a_fake_process_group": "a process group without ranks",
     "dist/test_hooks_comm.py::test_units_that_run_by_data": UNMARKED,
     "dist/test_hooks_comm.py::test_sums_in_half": "NCCL rounds each partial sum",
-    "dist/test_hooks_comm.py::test_a_gather_that_meets": "the comparison that fails names ranks only",
+    "dist/test_hooks_comm.py::test_a_gather_that_meets": "the comparison names ranks only",
     "dist/test_hooks_comm.py::test_a_rank_that_does_not": "the next comparison waits, not the hook",
     "dist/test_with_optimizer_in_backward.py::test_units_that_some_ranks_ran": UNMARKED,
     "conformance/test_conform_training.py::test_fsdpc[ranks_that_use_different_units": UNMARKED,
