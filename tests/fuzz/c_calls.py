@@ -742,7 +742,7 @@ class Caller(Companions):
     def call_tree(self) -> None:
         name = self.rng.choice(
             ["memory", "trace", "clear_trace", "defer_reduces", "forget", "clip", "detach"]
-            + ["references", "share_grads", "announce", "before_hook"]
+            + ["references", "share_grads", "announce", "before_hook", "meet"]
         )
         args = {
             "clip": [(None,), 2.0, 1.0, lambda: torch.zeros(2, dtype=torch.float64)],

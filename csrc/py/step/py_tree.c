@@ -535,10 +535,13 @@ tree_before_hook(fsdpc_py_tree *self, PyObject *args)
 static PyObject *
 tree_meet(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {
-    if (fsdpc_py_check_open(self) < 0) {
+    fsdpc_py_use use;
+    if (use_open(self, &use) < 0) {
         return NULL;
     }
-    return fsdpc_py_none_or(fsdpc_tree_meet_all(self->tree));
+    PyObject *result = fsdpc_py_none_or(fsdpc_tree_meet_all(self->tree));
+    fsdpc_py_end_use(&use);
+    return result;
 }
 
 /* A garbage collection may call this at any moment of a step: then the call is put off. */
