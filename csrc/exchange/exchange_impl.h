@@ -22,8 +22,6 @@ struct fsdpc_exchange_i {
     int (*reduce)(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads);
     /* (optional) default: false. See fsdpc_exchange_is_summed. */
     bool (*summed)(fsdpc_exchange *x, const fsdpc_unit *unit);
-    /* (optional) default: false. See fsdpc_exchange_prefetches. */
-    bool (*prefetches)(const fsdpc_exchange *x);
     int (*make_room)(fsdpc_exchange *x, const fsdpc_unit *unit); /* (optional) default: nothing */
     int (*end)(fsdpc_exchange *x);
     /* (optional) default: nothing. See fsdpc_exchange_settle. */

@@ -144,12 +144,6 @@ begin(fsdpc_exchange *x, uint64_t tag)
 
 /* --- gathers ------------------------------------------------------------------------------------- */
 
-static bool
-prefetches(const fsdpc_exchange *x)
-{
-    return x->world > 1 && fsdpc_comm_flies(x->comm);
-}
-
 /* What this rank brings is NaN until the flight lands. */
 static int
 poison_flight(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
@@ -280,7 +274,7 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {
     struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     if (!use->begun) {
-        if (!wait && (!prefetches(x) || fsdpc_exchange_slot_is_in_use(x, unit))) {
+        if (!wait && (!fsdpc_exchange_prefetches(x) || fsdpc_exchange_slot_is_in_use(x, unit))) {
             return FSDPC_OK;
         }
         FSDPC_TRY(start(x, unit));
@@ -339,7 +333,6 @@ const struct fsdpc_exchange_i fsdpc_exchange_wire = {
     .summed = fsdpc_wire_summed,
     .make_room = fsdpc_wire_make_room,
     .end = end,
-    .prefetches = prefetches,
     .announce = fsdpc_wire_announce,
     .before_hook = fsdpc_wire_before_hook,
     .forget = fsdpc_wire_forget,

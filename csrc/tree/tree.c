@@ -41,6 +41,16 @@ fill_exchange_plan(fsdpc_tree *tree, const int *members, int count, fsdpc_unit *
 }
 
 static int
+slots_per_level(const fsdpc_tree *tree, const fsdpc_unit *unit)
+{
+    if (tree->gather_slots > 0) {
+        return tree->gather_slots;
+    }
+    return fsdpc_exchange_would_prefetch(fsdpc_unit_comm(unit)) ? FSDPC_DEFAULT_SLOTS_WIRE
+                                                                : FSDPC_DEFAULT_SLOTS;
+}
+
+static int
 plan_slots(const fsdpc_tree *tree, const int *members, int count, struct fsdpc_slot_plan *out)
 {
     struct fsdpc_slot_need *needs = fsdpc_mem_calloc((size_t)count, sizeof *needs);
@@ -56,7 +66,8 @@ plan_slots(const fsdpc_tree *tree, const int *members, int count, struct fsdpc_s
             .bytes = fsdpc_unit_footprint(node->unit)->range_bytes,
         };
     }
-    int status = fsdpc_slot_plan_make(needs, count, tree->gather_slots, out);
+    const int per_level = slots_per_level(tree, tree->nodes[members[0]].unit);
+    int status = fsdpc_slot_plan_make(needs, count, per_level, out);
     fsdpc_mem_free(needs);
     return status;
 }
@@ -122,7 +133,7 @@ fsdpc_tree_new(fsdpc_unit *const *units, const int *depths, int count,
     }
     tree->backward_prefetch = options->backward_prefetch;
     tree->forward_prefetch = options->forward_prefetch;
-    tree->gather_slots = options->gather_slots > 0 ? options->gather_slots : FSDPC_DEFAULT_SLOTS;
+    tree->gather_slots = options->gather_slots;
     tree->reduce_slots = options->reduce_slots > 0 ? options->reduce_slots : FSDPC_DEFAULT_SLOTS;
     tree->poison = options->poison;
     tree->trust_order = options->trust_order;
@@ -329,9 +340,8 @@ note_order(fsdpc_tree *tree, int unit)
 int
 fsdpc_tree_reach(const fsdpc_tree *tree, const struct fsdpc_node *node)
 {
-    return tree->gather_slots > 2 && fsdpc_exchange_prefetches(node->exchange)
-               ? tree->gather_slots - 1
-               : 1;
+    const int slots = slots_per_level(tree, node->unit);
+    return slots > 2 && fsdpc_exchange_prefetches(node->exchange) ? slots - 1 : 1;
 }
 
 static int

@@ -25,7 +25,7 @@ enum fsdpc_prefetch { FSDPC_PREFETCH_NONE = 0, FSDPC_PREFETCH_PRE = 1, FSDPC_PRE
 typedef struct fsdpc_tree_options {
     enum fsdpc_prefetch backward_prefetch;
     bool forward_prefetch;
-    int gather_slots; /* per nesting level, >= 1; 0 = the default 2 */
+    int gather_slots; /* per nesting level, >= 1; 0 = the default 2, over a wire 3 */
     int reduce_slots; /* per rank, >= 1; 0 = the default 2 */
     bool poison;
     bool trust_order; /* see fsdpc_exchange_plan */

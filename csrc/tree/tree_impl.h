@@ -34,7 +34,7 @@ struct fsdpc_tree {
     int exchange_count;
     enum fsdpc_prefetch backward_prefetch;
     bool forward_prefetch;
-    int gather_slots, reduce_slots;
+    int gather_slots, reduce_slots; /* gather_slots 0: the default of each communicator */
     bool poison, trust_order;
     uint64_t swapped_bytes; /* sent to other replicas in the background */
     bool replicates;        /* some unit's gradients are also summed over replicas */

@@ -6,8 +6,9 @@
 #include <stddef.h>
 
 /* A prefetch of depth n needs n + 1 slots per level: with fewer, the slot of the unit ahead is still in use
- * and the prefetch is a silent no-op. Two slots allow a depth of 1. */
-enum { FSDPC_DEFAULT_SLOTS = 2 };
+ * and the prefetch is a silent no-op. Two slots allow a depth of 1. Over a wire two units are on their way
+ * ahead, so that the wire is not idle while a rank computes with a unit that has come early. */
+enum { FSDPC_DEFAULT_SLOTS = 2, FSDPC_DEFAULT_SLOTS_WIRE = 3 };
 
 /* One unit's gathered values. */
 struct fsdpc_slot_need {

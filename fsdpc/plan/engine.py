@@ -133,7 +133,8 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
             )
             for i in members
         ]
-        found, sizes = _C.plan_slots(needs, setup.gather_slots)
+        wire = setup.transport == "wire" and setup.shards > 1
+        found, sizes = _C.plan_slots(needs, setup.gather_slots, wire)
         for i, slot in zip(members, found, strict=True):
             slot_of[i] = slot + len(slot_bytes) if slot >= 0 else -1
         slot_bytes += sizes

@@ -263,9 +263,9 @@ def test_a_host_whose_ranks_cannot_share_memory(rank, world):
         torch.testing.assert_close(p.grad.full_tensor(), q.grad)
 
 
-@ranks(2, env={"FSDPC_COLLECTIVES": "wire", "FSDPC_GATHER_SLOTS": "3"})
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 def test_gathers_begin_as_many_units_ahead_as_have_slots(rank, world):
-    """Two units with three slots, forth and back; what the slots hold is not gathered again."""
+    """Two units with a wire's three slots, forth and back; what they hold is not gathered again."""
     model = shard_blocks(toy(blocks=6))
     for step in range(2):
         if step == 1:

@@ -19,6 +19,7 @@ import fsdpc
 from fsdpc import _C
 from fsdpc.plan import engine
 from fsdpc.plan.model import CPU, Setup, check
+from fsdpc.plan.sources.held import setup_of
 from fsdpc.plan.sources.modules import units_of, units_of_calls
 
 STRATEGIES = [s for s in ShardingStrategy if "HYBRID" not in s.name]
@@ -147,11 +148,29 @@ def test_also_with_replicas_and_accumulation(rank, world):
         run_one(rank, kind, setup, precision, micros=3, sharding_strategy=strategy)
 
 
-@ranks(2, env={"FSDPC_COLLECTIVES": "wire", "FSDPC_GATHER_SLOTS": "3"})
-def test_also_over_a_wire_and_with_more_slots(rank, world):
+@ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
+def test_also_over_a_wire_which_has_more_slots(rank, world):
     for kind, strategy, precision in subset(product(MODELS, STRATEGIES, PRECISIONS[:3])):
-        setup = setup_for(world, strategy, precision, transport="wire", gather_slots=3)
+        setup = setup_for(world, strategy, precision, transport="wire")
         run_one(rank, kind, setup, precision, sharding_strategy=strategy)
+
+
+@ranks(2, env={"FSDPC_GATHER_SLOTS": "3"})
+def test_also_with_more_slots(rank, world):
+    for kind in MODELS:
+        setup = setup_for(world, STRATEGIES[0], PRECISIONS[0], gather_slots=3)
+        run_one(rank, kind, setup, PRECISIONS[0], sharding_strategy=STRATEGIES[0])
+
+
+@ranks(2, env={"FSDPC_COLLECTIVES": "c10d"})
+def test_a_wire_without_background_transfers_has_no_more_slots(rank, world):
+    model = wrap("fsdpc", toy(blocks=6), auto_wrap_policy=MODELS["blocks"][1])
+    loss_of(model, tokens(rank, 0)).backward()
+    units = units_of(toy(blocks=6), MODELS["blocks"][1])
+    setup = setup_of(model._unit.groups.shard, None, False)
+    run, plan = fsdpc.memory_stats(model), engine.engine_memory(units, setup).stats
+    assert [run[key] for key in KEYS] == [plan[key] for key in KEYS]
+    assert run["gather_slots"] == 3  # the root's and the blocks' two
 
 
 @ranks(2)

@@ -326,7 +326,7 @@ class Companions:
         ]
         spec = ("w", rng.choice([0, 12, 2**60]), *["float32"] * 3, True)
         calls: dict[str, list[Any]] = {
-            "plan_slots": [needs, rng.choice([0, 1, 5])],
+            "plan_slots": [needs, rng.choice([0, 1, 5]), rng.random() < 0.5],
             "plan_reduce_slots": [rng.choice([1, 2]), True, rng.choice([8, 2**62]), 0],
             "plan_grad_slots": [8, rng.choice([64, 0, -1]), 2],
             "footprint": [

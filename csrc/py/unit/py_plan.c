@@ -146,11 +146,13 @@ plan_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs,
 {
     PyObject *list = NULL;
     int32_t per_level = 0;
+    bool wire = false;
     const fsdpc_py_arg table[] = {
         {"needs", FSDPC_PY_OBJECT, FSDPC_PY_REQUIRED, &list},
         {"per_level", FSDPC_PY_INT32, FSDPC_PY_OPTIONAL, &per_level},
+        {"wire", FSDPC_PY_BOOL, FSDPC_PY_OPTIONAL, &wire},
     };
-    if (fsdpc_py_args("plan_slots", table, 2, args, nargs, names) < 0) {
+    if (fsdpc_py_args("plan_slots", table, 3, args, nargs, names) < 0) {
         return NULL;
     }
     if (per_level < 0 || per_level > 1000) {
@@ -162,7 +164,8 @@ plan_slots(PyObject *Py_UNUSED(module), PyObject *const *args, Py_ssize_t nargs,
     if (!items) {
         return NULL;
     }
-    PyObject *result = make_slots(items, per_level > 0 ? per_level : FSDPC_DEFAULT_SLOTS);
+    const int usual = wire ? FSDPC_DEFAULT_SLOTS_WIRE : FSDPC_DEFAULT_SLOTS;
+    PyObject *result = make_slots(items, per_level > 0 ? per_level : usual);
     Py_DECREF(items);
     return result;
 }
@@ -213,10 +216,11 @@ PyMethodDef fsdpc_py_plan_methods[] = {
         "host memory, or the device's grain. to_all: a GPU, where senders count only for units "
         "whose gradients travel coded. ValueError, TypeError."),
     FSDPC_PY_FUNCTION(
-        plan_slots, FSDPC_PY_KEYWORDS, "(needs, per_level=0)",
+        plan_slots, FSDPC_PY_KEYWORDS, "(needs, per_level=0, wire=False)",
         "Which slot each unit gets: ([slot or -1 of each unit], [bytes of each slot]). needs: "
         "(depth, shares, direct, bytes) of the units with one group of ranks, in module order. "
-        "per_level: slots of a nesting level, 0 for the default."),
+        "per_level: slots of a nesting level, 0 for the default. wire: units travel in the "
+        "background."),
     FSDPC_PY_FUNCTION(plan_reduce_slots, FSDPC_PY_KEYWORDS,
                       "(world, any_offload, largest, wanted=0)",
                       "How many buffers for packed gradients a group of units has. largest: the "

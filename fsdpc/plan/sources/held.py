@@ -82,13 +82,14 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
     if comm.device is not None:
         gpu = _C.cuda_device(comm.device)
         where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
+    blocks = comm.kind == "c10d" and not comm.flies  # such a wire has no more slots than others
     if comm.kind == "c10d" and comm.device is None:
         where.update(transport="wire", senders=comm.senders, receivers=comm.receivers)
     return Setup(
         world=world,
         shard=comm.world if strategy == "HYBRID_SHARD" else 0,
         strategy=strategy,
-        gather_slots=_slots("FSDPC_GATHER_SLOTS"),
+        gather_slots=_slots("FSDPC_GATHER_SLOTS") or (2 if blocks else 0),
         reduce_slots=_slots("FSDPC_REDUCE_SLOTS"),
         page_bytes=os.sysconf("SC_PAGE_SIZE"),
         accumulation=2 if local else 1,
