@@ -48,7 +48,7 @@ MODELS = {
     "10m": Workload(GPTConfig(layers=6, width=384, heads=6), batch=2, seq=64, steps=1),
     "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
 }
-BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2", "fsdpc-3-slots"]
+BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2", "fsdpc-2-slots"]
 # In which codes weights and gradients travel; and whether weights stay after forward.
 POLICIES: dict[str, tuple[str, str | None, bool]] = {
     "fsdpc2-int8": ("int8", None, False),
@@ -97,16 +97,16 @@ def coded(codec: str, reduce_codec: str | None, keeps: bool, work: Workload) -> 
     return sharded_in_place(work, shard)
 
 
-def three_slots(work: Workload) -> Training:
-    """fsdpc with room for one more gathered unit."""
+def two_slots(work: Workload) -> Training:
+    """fsdpc with room for one gathered unit less."""
     training = fsdpc(work)
-    training.before_forward = lambda: os.environ.update(FSDPC_GATHER_SLOTS="3")
+    training.before_forward = lambda: os.environ.update(FSDPC_GATHER_SLOTS="2")
     training.after_backward = lambda: os.environ.pop("FSDPC_GATHER_SLOTS")
     return training
 
 
 BUILDERS = {
-    "fsdpc-3-slots": three_slots,
+    "fsdpc-2-slots": two_slots,
     "ddp": ddp,
     "fsdpc2-kept": kept,
     "fsdpc-hybrid": hybrid,

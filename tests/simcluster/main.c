@@ -224,7 +224,8 @@ draw_wire(sim_case *c)
     c->own_order = c->skips = c->uneven = c->idle = c->in_step = false;
     c->trusts =
         c->fault != SIM_STRAYS && c->fault != SIM_CHANGES && sim_mix(c->seed * 29 + 11) % 8 == 0;
-    c->gather_slots = sim_mix(c->seed * 41 + 3) % 3 == 0 ? 3 : c->gather_slots; /* a wire's default */
+    c->gather_slots =
+        sim_mix(c->seed * 41 + 3) % 3 == 0 ? 3 : c->gather_slots; /* a wire's default */
     /* A pass in which a rank gathers nothing is not counted: exchange_wire.c. */
     c->rootless = c->rootless && c->fault != SIM_STRAYS;
     if (c->fault == SIM_REFUSED) {
