@@ -92,8 +92,9 @@ class Store(Chunked):
         self.buffers: list[mmap.mmap] = []
         for _ in range(BUFFERS):
             made = mmap.mmap(-1, options.chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # Without advice, fork() copies pages that a transfer writes. MADV_DONTFORK leaves a
-            # hole in the child: memory mapped there later would be unmapped with the buffer.
+            # Without advice, fork() copies pages that a transfer writes; with this one the child
+            # gets zeroed pages. MADV_DONTFORK leaves a hole in the child: memory mapped there
+            # later would be unmapped with the buffer.
             made.madvise(WIPE_ON_FORK)
             self.buffers.append(made)
         folder = os.fspath(options.folder)
