@@ -45,7 +45,8 @@ MODULES = (
 INTERNAL = {
     "FullyShardedDataParallel": {"forget_unit_hooks", "training_state", "params"},
     "AdamMini": {"block_length"},
-    "FusedOptimizer": {"state_memory", "settle_states", "finish_states", "leave_check"},
+    "FusedOptimizer": {"state_memory", "settle_states", "finish_states"},
+    "ScaledSteps": {"leave_check"},
     "Profile": {"named", "end"},
 }
 SPANNED = {"span_forms", "span_owned", "span_states", "take_span_states", "states_device"}

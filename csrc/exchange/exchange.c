@@ -263,12 +263,6 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
 }
 
 bool
-fsdpc_exchange_would_prefetch(const fsdpc_comm *comm)
-{
-    return fsdpc_comm_flies(comm) && !fsdpc_device_get_caps(fsdpc_comm_device(comm))->asynchronous;
-}
-
-bool
 fsdpc_exchange_prefetches(const fsdpc_exchange *x)
 {
     return fsdpc_exchange_would_prefetch(x->comm);

@@ -3,6 +3,7 @@
 #include "base/board.h"
 #include "base/mem.h"
 #include "base/status.h"
+#include "comm/flight.h"
 
 void
 fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
@@ -150,4 +151,10 @@ fsdpc_exchange_close_lost(fsdpc_exchange *x, fsdpc_device *device)
     }
     fsdpc_mem_free(x->lost);
     x->lost = NULL;
+}
+
+bool
+fsdpc_exchange_would_prefetch(const fsdpc_comm *comm)
+{
+    return fsdpc_comm_flies(comm) && !fsdpc_device_get_caps(fsdpc_comm_device(comm))->asynchronous;
 }

@@ -36,7 +36,8 @@ class Tree:
 
     ``units``: in module order, the root's unit first; ``depths[i]``: nesting depth among units.
     Environment: FSDPC_GATHER_SLOTS (per nesting level, default 2, over a wire 3),
-    FSDPC_REDUCE_SLOTS (default 2), FSDPC_POISON=1 (fill released slots with NaN). ``MismatchError``: ranks differ in any of these.
+    FSDPC_REDUCE_SLOTS (default 2), FSDPC_POISON=1 (fill released slots with NaN).
+    ``MismatchError``: ranks differ in any of these.
     """
 
     def __init__(

@@ -1,6 +1,4 @@
-"""What fsdpc's optimizers share: which tensors take part in a step, loss scaling, clipping,
-loading.
-"""
+"""What fsdpc's optimizers share: which tensors take part in a step, where states are, loading."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,16 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
-from torch.optim import Optimizer
 
 from fsdpc import _C
-from fsdpc._clip.norm import reduce_over_ranks
 from fsdpc._companions.state_layout import Extent
 from fsdpc._engine.compiled import hook
-from fsdpc._engine.device import stand_in
 from fsdpc._engine.interop import around
 from fsdpc._fsdp2.extension import is_opaque
-from fsdpc._torch import global_step_pre_hooks, step_pre_hooks
 from fsdpc.optim._chunks import (
     AVERAGE,
     MASTER,
@@ -37,96 +31,20 @@ from fsdpc.optim._chunks import (
     step_chunks,
     whole_extent,
 )
-from fsdpc.optim._device import (
-    Control,
-    norm_of_units,
-    only_gpu,
-    ordinals_of,
-    step_device,
-    step_on,
-    sum_squares,
-)
+from fsdpc.optim._device import ordinals_of, step_device, step_on
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._disk import Store as DiskStore
 from fsdpc.optim._host import Host, HostStore, all_in_host_memory
-from fsdpc.optim._places import Group, by_group, by_ranks, local_of, locals_of
+from fsdpc.optim._places import Group, local_of, locals_of
+from fsdpc.optim._scaling import Members, Rule, ScaledSteps, Scaling, are_finite, is_set
 from fsdpc.optim._statistics import MEASURES, Measured, Meter
 from fsdpc.optim._table import COPIES, GRADS, PARAMS, PATIENCE, Table, table_of
-
-
-class Scaling(NamedTuple):
-    """Every gradient of a step is divided by ``scale`` and multiplied by ``clip``; on a GPU by what
-    ``control`` has there.
-    """
-
-    scale: float = 1.0
-    clip: float = 1.0
-    control: Control = Control()
-    keeps_grads: bool = False  # the memory of gradients stays as it is
-    weight: float | None = None  # with which averages move in the pass; None: they do not
-
-    @property
-    def writes_grads(self) -> bool:
-        """True if gradients are divided by a scale, and so written."""
-        scaled = self.scale != 1.0 or self.control.grad_scale is not None
-        return scaled and not self.keeps_grads
-
-    def rule(
-        self,
-        group: Mapping[str, Any],
-        beta1: float | Tensor,
-        beta2: float | Tensor,
-        eps: float = 0.0,
-        *,
-        decoupled: bool = True,
-        maximize: bool = False,
-        nesterov: bool = False,
-    ) -> Rule:
-        """The numbers of a group in this step."""
-        numbers = (group["lr"], beta1, beta2, eps, group["weight_decay"], self.scale, self.clip)
-        flags = (decoupled, maximize, nesterov)
-        return Rule(*map(float, numbers), *flags, keeps_grads=self.keeps_grads)
-
-
-class Check(NamedTuple):
-    """A search for infinities that a scaler leaves to the step, which reads all gradients."""
-
-    found: Tensor  # 1 if there is one on any rank, else 0
-    agree: Callable[[], None]  # the ranks' maximum, into ``found``
-
-
-class Rule(NamedTuple):
-    """The numbers of a group, in the order of ``_C.optim_step``."""
-
-    lr: float
-    beta1: float
-    beta2: float
-    eps: float
-    weight_decay: float
-    scale: float
-    clip: float
-    decoupled: bool
-    maximize: bool
-    nesterov: bool = False
-    stochastic: bool = False
-    keeps_grads: bool = False
-    seed: int = 0
-
-
-class Members(NamedTuple):
-    """The parameters of a group that have a gradient, with their memory."""
-
-    params: list[Tensor]  # as the user passed them
-    values: list[Tensor]  # contiguous
-    grads: list[Tensor]  # contiguous, in the same order of elements
-    copies: list[tuple[Tensor, Tensor]]  # (parameter, contiguous copy that replaces its values)
-
 
 NOT_OF_GROUPS = set("self params offload matrices split ns_dtype head_dim block".split())
 TUPLES = {"betas", "adamw_betas", "ns_coefficients"}
 
 
-class FusedOptimizer(Optimizer):
+class FusedOptimizer(ScaledSteps):
     """Base class: one pass in C over parameters, gradients and states, on the host or by kernels on
     a GPU.
 
@@ -142,12 +60,8 @@ class FusedOptimizer(Optimizer):
 
     _kind: str | None = None  # of steps in C that a table can do, see _table.py
     _counter: str | None = "step"  # the state that counts steps
-    _table: Table | None = None
     _tables = 0  # tables made in a row, none of which held for one step
     _copies: dict[Tensor, Tensor] | None = None
-    _check: Check | None = None
-    last_norm: Tensor | None = None  # of the last step that clipped
-    _inside: Any = None  # what steps units in backward, see _in_backward.py
     _store: Store | None = None  # of states that are offloaded
     _where: int | None = None  # the GPU of slices, which belong to no unit
     _meter: Meter | None = None
@@ -249,8 +163,8 @@ class FusedOptimizer(Optimizer):
         on_gpu = self._is_on_gpu()
         members = [self._members(group["params"]) for group in self.param_groups]
         if self._check is not None:
-            found_inf = self._checked(self._squares(members), partial(_are_finite, members))
-        if not on_gpu and _is_set(found_inf):
+            found_inf = self._checked(self._squares(members), partial(are_finite, members))
+        if not on_gpu and is_set(found_inf):
             return loss
         self._check_states()
         reading = self._begin_step(members)
@@ -266,6 +180,13 @@ class FusedOptimizer(Optimizer):
         else:
             self._make_table()
         return loss
+
+    def _steps_plainly(self) -> bool:
+        """False for a step of a subclass, which may do something before and behind this one."""
+        step: Any = type(self).step
+        if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks
+            step = step.__wrapped__
+        return step is FusedOptimizer.step
 
     def measure(self, every: int = 1) -> None:
         """Let each ``every``-th step measure its gradients (before clipping, divided by the loss
@@ -313,7 +234,7 @@ class FusedOptimizer(Optimizer):
             parts = table.squares()
         if self._check is not None:
             found_inf = self._checked(parts, table.are_finite)
-        if _is_set(found_inf):
+        if is_set(found_inf):
             return
         scaling = self._scaling_on_host(parts, max_norm, grad_scale)
         threads = torch.get_num_threads()
@@ -379,7 +300,7 @@ class FusedOptimizer(Optimizer):
     def _weight_of(self, group: dict[str, Any]) -> float | None:
         """With which the pass of this step moves the averages of a group; None: it does not."""
         average = self._fsdpc_average
-        plain = average is not None and self._store is None and steps_plainly(self)
+        plain = average is not None and self._store is None and self._steps_plainly()
         return average._weight_in_pass(group) if plain else None
 
     def _part(self, members: list[Members], offloaded: bool) -> list[Members]:
@@ -683,93 +604,6 @@ class FusedOptimizer(Optimizer):
             changed.append(param.grad)
         increment_version(changed)
 
-    # --- the norm --------------------------------------------------------------------------------
-
-    def _scaling_on_host(
-        self, parts: list[tuple[list[Group], float]], max_norm: float | None, grad_scale: Any
-    ) -> Scaling:
-        """``parts``: see ``_squares``. Collective with ``max_norm``."""
-        scale = 1.0 if grad_scale is None else float(grad_scale)
-        if max_norm is None:
-            return Scaling(scale)
-        norm = math.sqrt(_over_ranks(parts)) / scale
-        self.last_norm = torch.tensor(norm, dtype=torch.float64, device="cpu")
-        factor = float(max_norm) / (norm + 1e-6)
-        clip = factor if math.isnan(factor) else min(factor, 1.0)
-        return Scaling(scale, clip, keeps_grads=True)
-
-    def leave_check(self, found: Tensor | None, agree: Callable[[], None] | None = None) -> bool:
-        """For a scaler: True if the next step itself looks for infinities in its gradients and
-        changes nothing if a rank has found one: ``found`` is then 1, else 0, and ``agree`` makes it
-        the ranks' maximum. With None the step no longer does. Local.
-        """
-        self._check = None
-        if found is None or agree is None or self._inside is not None:
-            return False
-        if not found.is_cpu or stand_in():
-            return False
-        if not _sees_gradients_first(self):
-            return False
-        if self._table is None:
-            params = [p for group in self.param_groups for p in group["params"]]
-            if not all(p.is_cpu and (p.grad is None or type(p.grad) is Tensor) for p in params):
-                return False
-        self._check = Check(found, agree)
-        return True
-
-    def _checked(
-        self, parts: list[tuple[list[Group], float]], finite: Callable[[], bool]
-    ) -> Tensor:
-        """Do the scaler's check; 1 if a gradient of any rank is not finite. ``finite``: asked where
-        the sums of squares are not. Collective over the scaler's ranks.
-        """
-        check, self._check = self._check, None
-        assert check is not None
-        good = all(math.isfinite(part) for _, part in parts) or finite()
-        check.found.fill_(0.0 if good else 1.0)
-        check.agree()
-        if hasattr(self, "found_inf"):  # the scaler's, which hooks behind the step may read
-            self.found_inf = check.found
-        return check.found
-
-    def _is_on_gpu(self) -> bool:
-        """True if a step needs nothing of the host. Equal on all ranks. Local."""
-        return only_gpu([p for group in self.param_groups for p in group["params"]]) is not None
-
-    def _scaling_on_gpu(
-        self, members: list[Members], max_norm: float | None, grad_scale: Any, found_inf: Any
-    ) -> Scaling:
-        """What a step of parameters on one GPU reads there. Collective with ``max_norm``."""
-        params = [p for group in self.param_groups for p in group["params"]]
-        device = params[0].device
-
-        def there(value: Any, dtype: torch.dtype) -> Tensor | None:
-            return None if value is None else torch.as_tensor(value, dtype=dtype, device=device)
-
-        scale = there(grad_scale, torch.float32)
-        clip = None
-        if max_norm is not None:
-            norm = norm_of_units(params)
-            if norm is None:
-                found = math.sqrt(_over_ranks(self._squares(members)))
-                norm = torch.tensor(found, dtype=torch.float64, device=device)
-            if scale is not None:
-                norm = norm / scale.double()
-            self.last_norm = norm
-            clip = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
-        control = Control(scale, there(found_inf, torch.float32), clip)
-        return Scaling(control=control, keeps_grads=max_norm is not None)
-
-    def _squares(self, members: list[Members]) -> list[tuple[list[Group], float]]:
-        """Of this rank's gradients, by the groups of ranks that hold other elements. Local."""
-        pairs = (zip(found.params, found.grads, strict=True) for found in members)
-        grads = {id(param): grad for each in pairs for param, grad in each}
-        params = (param for group in self.param_groups for param in group["params"])
-        return [
-            (groups, sum_squares([grads[id(param)] for param in own if id(param) in grads]))
-            for groups, own in by_ranks(params)
-        ]
-
     # --- states ----------------------------------------------------------------------------------
 
     def state_memory(self, param: Tensor, name: str) -> Tensor | None:
@@ -884,45 +718,6 @@ class FusedOptimizer(Optimizer):
 def step_counter(param: Tensor) -> Tensor:
     """The state ``step`` of a parameter: float32, 0-dim, on the host or on the parameter's GPU."""
     return torch.zeros((), dtype=torch.float32, device=step_device(param))
-
-
-def steps_plainly(optimizer: FusedOptimizer) -> bool:
-    """False for a step of a subclass, which may do something before and behind this one. Local."""
-    step: Any = type(optimizer).step
-    if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks
-        step = step.__wrapped__
-    return step is FusedOptimizer.step
-
-
-def _sees_gradients_first(optimizer: FusedOptimizer) -> bool:
-    """False where code of a program runs between a scaler's check and a step: hooks, and a step of
-    a subclass, which may change gradients or read ``found_inf``.
-    """
-    if not steps_plainly(optimizer):
-        return False
-    hooks = (*global_step_pre_hooks.values(), *step_pre_hooks(optimizer).values())
-    return all(str(getattr(hook, "__module__", "")).startswith("fsdpc.") for hook in hooks)
-
-
-def _is_set(found: Any) -> bool:
-    return found is not None and float(found) != 0
-
-
-def _are_finite(members: list[Members]) -> bool:
-    """Of all elements of the gradients. A host sync if some are on a GPU."""
-    return all(bool(grad.isfinite().all()) for found in members for grad in found.grads)
-
-
-def _over_ranks(parts: list[tuple[list[Group], float]]) -> float:
-    """The sum over all ranks: those of a group hold different elements, replicas count once.
-    Collective.
-    """
-    total = 0.0
-    for groups, part in parts:
-        for group in by_group(groups):
-            part = reduce_over_ranks(group, part, "sum", "norm of gradients")
-        total += part
-    return total
 
 
 def check_number(value: Any, what: str, low: float = 0.0, below: float = math.inf) -> None:

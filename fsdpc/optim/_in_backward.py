@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from fsdpc._clip import torch_utils
 from fsdpc._companions.lane import before_write
 from fsdpc._engine.writeback import owner_of
-from fsdpc.optim._base import FusedOptimizer, Scaling
+from fsdpc.optim._base import FusedOptimizer
+from fsdpc.optim._scaling import Scaling
 
 
 def in_backward(

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from fsdpc._companions.matrices import ADAPTED, Matrix, is_matrix
 from fsdpc._engine.writeback import owner_of
-from fsdpc.optim._base import Members, Scaling, check_number
+from fsdpc.optim._base import check_number
 from fsdpc.optim._owned import Piece
 from fsdpc.optim._places import ParamSpan, clean, names_of
+from fsdpc.optim._scaling import Members, Scaling
 from fsdpc.optim._spanned import Stretch
 from fsdpc.optim._whole import WholeOptimizer
 

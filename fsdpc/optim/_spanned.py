@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fsdpc._engine.device import CPU
-from fsdpc.optim._base import FusedOptimizer, Members, Rule, Scaling
+from fsdpc.optim._base import FusedOptimizer
 from fsdpc.optim._chunks import AVERAGE, Ends, slice_of_place
 from fsdpc.optim._places import ParamSpan, Place, local_of, place_of
+from fsdpc.optim._scaling import Members, Rule, Scaling
 
 
 class Stretch(NamedTuple):

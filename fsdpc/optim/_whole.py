@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from fsdpc._companions.state_layout import Extent
-from fsdpc.optim._base import Members, Scaling, step_counter
+from fsdpc.optim._base import step_counter
 from fsdpc.optim._chunks import GuardedState, whole_extent
 from fsdpc.optim._mapped import MappedOptimizer
 from fsdpc.optim._owned import Member, Owned, Piece, Round, Route
 from fsdpc.optim._places import Group, ParamSpan, clean, local_of, names_of, spans_of_ranks
+from fsdpc.optim._scaling import Members, Scaling
 from fsdpc.optim._spanned import Held, Stretch, part
 
 Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]

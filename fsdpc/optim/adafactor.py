@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fsdpc._companions.matrices import Matrix
-from fsdpc.optim._base import Scaling
 from fsdpc.optim._matrices import SplitRule, cut, split_of
 from fsdpc.optim._owned import Member, Piece
 from fsdpc.optim._places import ParamSpan
+from fsdpc.optim._scaling import Scaling
 from fsdpc.optim._spanned import Stretch
 from fsdpc.optim._whole import Forms, WholeOptimizer, piece_of, scaled
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from fsdpc import _C
 from fsdpc._companions.spans import touched
-from fsdpc.optim._base import Members, Scaling
 from fsdpc.optim._chunks import MASTER, Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import ParamSpan, SharedBlocks
+from fsdpc.optim._scaling import Members, Scaling
 from fsdpc.optim._spanned import BlockOptimizer, Stretch, part
 
 # The rules of the published code (Adam-mini v1.1.1), in its order: the first text found in the

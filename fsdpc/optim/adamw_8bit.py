@@ -12,11 +12,12 @@ from torch import Tensor
 from fsdpc import _C
 from fsdpc._companions.spans import touched
 from fsdpc._companions.state_layout import BLOCK, MIN_8BIT, Extent, extent_of_8bit
-from fsdpc.optim._base import Members, Scaling, check_number, step_counter
+from fsdpc.optim._base import check_number, step_counter
 from fsdpc.optim._chunks import Ends, worker_of
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import ParamSpan, SharedBlocks
+from fsdpc.optim._scaling import Members, Scaling
 from fsdpc.optim._spanned import BlockOptimizer, Stretch, members_of, part
 from fsdpc.optim.adam import AdamW
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpc.optim._base import Members, Rule, Scaling
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
 from fsdpc.optim._places import ParamSpan, local_of
+from fsdpc.optim._scaling import Members, Rule, Scaling
 from fsdpc.optim._spanned import SpannedOptimizer
 from fsdpc.optim.adam import AdamW
 

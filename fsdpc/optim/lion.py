@@ -6,9 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdpc.optim._base import FusedOptimizer, Rule, Scaling
+from fsdpc.optim._base import FusedOptimizer
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
+from fsdpc.optim._scaling import Rule, Scaling
 
 
 class Lion(FusedOptimizer):

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdpc.optim._base import FusedOptimizer, Members, Rule, Scaling, step_counter
+from fsdpc.optim._base import FusedOptimizer, step_counter
 from fsdpc.optim._chunks import Ends
 from fsdpc.optim._disk import Disk
 from fsdpc.optim._host import Host
+from fsdpc.optim._scaling import Members, Rule, Scaling
 
 
 class SGD(FusedOptimizer):

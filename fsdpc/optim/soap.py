@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdpc.optim._base import Scaling, check_number
+from fsdpc.optim._base import check_number
 from fsdpc.optim._matrices import MOMENTS, Chooser, MatrixOptimizer, SplitRule, move
 from fsdpc.optim._owned import Member, Piece
+from fsdpc.optim._scaling import Scaling
 from fsdpc.optim._spanned import Stretch
 from fsdpc.optim._whole import Forms, piece_of
 
