@@ -54,8 +54,8 @@ fsdpc_random_end(uint32_t h, uint32_t between)
     return h ^ h >> 16;
 }
 
-/* 16 random bits for each rounding of an element, those of m, v and p independent of each other. Both
- * elements of a pair share the halves of its hash: the sum and the difference have one bit in common. */
+/* 16 random bits for each rounding of an element, those of m, v and p independent of each other. A pair of
+ * elements has one hash: one takes the sum of its halves, the other the difference, which agree in one bit. */
 typedef struct fsdpc_random {
     uint32_t m, v, p;
 } fsdpc_random;

@@ -25,7 +25,7 @@ void fsdpc_board_begin(const char *op, const char *unit, const char *phase);
 void fsdpc_board_end(void);
 /* The last operation, at this time (CLOCK_MONOTONIC). */
 void fsdpc_board_operation(const char *op, const char *unit, const char *phase, int64_t now_ns);
-/* What the GPU of this process waits for since then; NULL: nothing. */
+/* The GPU of this process has waited for `what` since that time; NULL: it waits for nothing. */
 void fsdpc_board_device(const char *what, int64_t since_ns);
 /* When the wait that is shown began (CLOCK_MONOTONIC); 0 if there is none. */
 int64_t fsdpc_board_since_ns(void);

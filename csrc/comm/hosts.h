@@ -16,7 +16,7 @@
 
 enum {
     FSDPC_HOSTS_TURNS = 64
-}; /* more than a rank can begin before the others of its host have begun the first */
+}; /* more flights than a rank can be ahead of the others of its host */
 
 /* Written by one rank, read by the others of its host. */
 struct fsdpc_turns {

@@ -37,7 +37,7 @@ void fsdpc_grad_drop_local(fsdpc_unit *unit, int param);
 int fsdpc_grad_pack(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
 /* One rank: the same, into a buffer that is laid out like the shard gradient. */
 int fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint8_t *bits);
-/* One rank: adds gradients directly to the sum over the shard group; bits are set, never cleared. */
+/* One rank: adds gradients to the shard gradient itself; sets bits of parameters that had one, clears none. */
 int fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits);
 /* The shard gradient takes this rank's pieces of a reduce buffer (`wide`: of a buffer laid out like the
  * shard gradient) after the last sum: divided; added or replaced (fsdpc_unit_set_add). */

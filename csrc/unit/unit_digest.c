@@ -3,7 +3,7 @@
  * A step of the optimizer is known by autograd's counts of writes (py_versions.c). A write to some parameters
  * or through `.data` is not, and some units would be gathered anew with other values than the forward used. So
  * a pass notes a digest of each trainable parameter: of three elements, or with `whole` of all. A device's
- * memory is not read: that were a host sync.
+ * memory is not read: that would be a host sync.
  */
 #include "base/mem.h"
 #include "base/status.h"

@@ -234,7 +234,7 @@ class _Measured:
 
 
 def _loosened(tree: Any, units: tuple[Unit, ...], setup: Setup) -> tuple[tuple[Unit, ...], Setup]:
-    """What most units have in common as options of the setup, so that a switch changes them."""
+    """Options that most units share become options of the setup, so that one switch changes all."""
     storage = _most(p.dtype for unit in units for p in unit.params if p.trainable) or "float32"
     compute = _most(unit.compute for unit in units)
     reshard = _most(unit.reshard for unit in units)

@@ -268,7 +268,7 @@ def test_one_process_damage_and_the_command(tmp_path: Path, capsys):
 
 
 def save_until_killed(rank: int, world: int, url: str, path: str, victim: int, after: float):
-    """Steps of which each is saved and then replaced; every element of a save is its number."""
+    """Each step is saved over the one before; all elements of the model are the step's number."""
     model = build("fsdp2")
     keeper = checkpoint.Checkpointer(url, keep=2, keep_every=5, staging=path)
     found = keeper.resume(model)

@@ -250,8 +250,8 @@ def test_parameters_over_common_memory(rank, world, interface):
 
 @ranks(2)
 def test_values_lent_to_a_sharded_class(rank, world):
-    """A unit would compute with its own shards: functional_call is refused by whatever name it
-    lends a value, for units inside others too; the model is as before.
+    """Refused by whatever name functional_call lends a value, for units inside others too: a unit
+    would compute with its own shards. The model is as before.
     """
     x = torch.ones(3, 4)
     for flat, nested in ((True, False), (True, True), (False, True)):

@@ -1196,7 +1196,7 @@ for kind in ("safetensors", "dcp"):
 
 @pytest.mark.long
 def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: Path):
-    """64 MB in tensors of 4 MB: one tensor, what reads one, and the staging."""
+    """64 MB in tensors of 4 MB: the peak is a tensor, the buffers that read it and the staging."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
@@ -1685,7 +1685,7 @@ def test_folders_of_dcp_that_do_not_add_up(tmp_path: Path, name: str):
 
 
 class EarlyPickler(pickle.Pickler):
-    """As Python 3.11.2 pickles members of enumerations; others by another name than theirs."""
+    """Pickles members of enumerations as Python 3.11.2 does; with ``name``, under a wrong name."""
 
     name = ""
 

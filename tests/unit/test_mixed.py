@@ -54,7 +54,7 @@ class Output(collections.OrderedDict):
 
 @dataclasses.dataclass
 class Needing(collections.OrderedDict):
-    """Python's own copy cannot make another one: the constructor needs a value."""
+    """copy.copy fails: the constructor, which the copy calls without arguments, needs a value."""
 
     first: torch.Tensor
     second: torch.Tensor | None = None

@@ -129,7 +129,8 @@ typedef struct fsdpc_py_flat {
     bool incomplete;     /* the last backward left parameters without gradient */
     long task;           /* torch's number of the backward that entered it last */
     uint64_t closed;     /* number of the last backward that ended at the unit's inputs */
-    uint64_t earlier; /* number of the last one in an earlier tree, whose graphs may still come */
+    uint64_t
+        earlier; /* number of the last backward of an earlier tree: its graphs may still come */
     uint8_t *arrived; /* per parameter; `backward` counts them */
     int expected;     /* how many parameters are trained */
 } fsdpc_py_flat;
