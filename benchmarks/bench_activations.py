@@ -144,7 +144,7 @@ def losses(name: str, options: argparse.Namespace) -> list[float]:
 
 
 def curves(options: argparse.Namespace) -> None:
-    """Print and write what ``losses`` of three choices are."""
+    """Print and write the ``losses`` of three choices."""
     run = common.describe_run(kept=options.json)
     names = ("plain", "int8", "bf16")
     fresh = multiprocessing.get_context("spawn")

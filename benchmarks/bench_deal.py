@@ -77,8 +77,8 @@ def members_of(units: list[Shapes], world: int, by_rows: bool, kind: Kind) -> li
 
 
 class Dealt(NamedTuple):
-    most: float  # over the mean
-    largest: float  # matrix, over the mean
+    most: float  # largest load of a rank / mean load
+    largest: float  # largest work of one matrix / mean load
     stays: float
 
 

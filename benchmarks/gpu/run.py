@@ -233,8 +233,8 @@ def run_all(
     dry: bool,
     save: Callable[[list[Ended]], None],
 ) -> list[Ended]:
-    """One after the other; later ones get what time is left. Without an extension nothing else
-    runs. `save(ended)` is called after each.
+    """Runs one part after the other; later ones get what time is left. After a failed build with
+    nothing usable from before, the rest is left out. `save(ended)` is called after each that ran.
     """
     ended: list[Ended] = []
     for part in chosen:

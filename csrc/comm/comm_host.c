@@ -1,8 +1,8 @@
 /* Collectives on host memory, for communicators whose own collectives work on device memory.
  *
- * All are made of `exchange`, an all-gather of host memory that such a kind offers, for small
- * messages outside of steps. Large buffers go in windows of WINDOW_BYTES, so that a rank needs
- * `world` of them.
+ * All are made of `exchange`, an all-gather of host memory that these communicators have for
+ * small messages outside of steps. Large buffers go in windows of WINDOW_BYTES: a rank needs
+ * memory for `world` windows.
  */
 #include <string.h>
 

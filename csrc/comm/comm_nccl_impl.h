@@ -19,7 +19,7 @@ enum {
     FSDPC_NCCL_OTHERS_BYTES = 3072,
     FSDPC_NCCL_STAGE_BYTES =
         1024 * 1024, /* of one rank, when host memory is staged through the GPU */
-    FSDPC_NCCL_CHANNEL_BYTES = 256 * 1024 /* of all ranks, at most, over the host's channel */
+    FSDPC_NCCL_CHANNEL_BYTES = 256 * 1024 /* limit of all ranks together on the host's channel */
 };
 
 /* A collective in flight. */

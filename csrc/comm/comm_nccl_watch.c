@@ -19,7 +19,7 @@
 #include "base/status.h"
 
 #define GRAPHS_S 0.3
-/* From then on a wait is shown to other processes. */
+/* A wait that lasts longer is shown to other processes. */
 #define BOARD_S 0.2
 
 enum {

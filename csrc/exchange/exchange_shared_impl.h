@@ -121,8 +121,8 @@ int fsdpc_shared_announce(fsdpc_exchange *x, uint64_t tag, int unit, int param);
 size_t fsdpc_shared_samples_bytes(const fsdpc_exchange *x);
 /* Before a pass begins; as fsdpc_exchange_compare. */
 void fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched);
-/* With the unit's values in place. They are of different weights: FSDPC_E_MISMATCH, and the group ends; or
- * FSDPC_E_PEER, a rank has left before the weights changed. */
+/* Once the unit's values are in place. FSDPC_E_MISMATCH, and the group ends: they are of different weights;
+ * FSDPC_E_PEER: a rank has left before the weights changed. */
 int fsdpc_shared_check_changes(fsdpc_exchange *x, const fsdpc_unit *unit);
 /* The same for a slot with values of this pass, claimed by a rank that had last touched its weights then. */
 int fsdpc_shared_check_join(fsdpc_exchange *x, const fsdpc_unit *unit, int claimer,

@@ -101,7 +101,7 @@ struct fsdpc_shm {
     uint32_t kin,
         covered_by; /* entries of all this process's segments, of those with all members */
     int stands;     /* threads between stand_begin and stand_end */
-    uint64_t rung;  /* the count of changes at which this rank rang last, plus 1 */
+    uint64_t rung;  /* the count of changes when this rank last rang the bells, plus 1 */
     char name[];
 };
 

@@ -8,8 +8,8 @@
 #include "unit/layout.h"
 
 typedef struct fsdpc_footprint_options {
-    int replicas; /* 0: none; 1: the shard group's sum is summed in its place; more: as many replicas' pieces of it
-                     land behind it */
+    int replicas; /* 0: none; 1: sums over them are made in place; more: the shares of so many replicas land
+                     behind the shard group's sum */
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
     bool foreign; /* the gathered values are made elsewhere */

@@ -63,7 +63,7 @@ struct fsdpc_unit {
     /* The gradient that the optimizer sees, storage dtype, laid out like the master; NULL when no
      * parameter's storage is narrower than its accumulate dtype: then the optimizer sees `grad`. */
     void *grad_out;
-    /* With `slots` both lie in one of these, `slot`, and belong to the unit while it holds that one. */
+    /* With `slots`, `grad` and `grad_out` lie in slot `slot`, and are the unit's while it holds that slot. */
     struct fsdpc_grad_slots *slots;
     int slot;
     /* Sum over the shard group before it is summed over replicas; NULL without replicas. Behind it the replicas'

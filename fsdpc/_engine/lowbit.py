@@ -80,8 +80,8 @@ def parameter(tensor: Tensor, like: Any, requires_grad: bool) -> Any:
 
 
 def attributes(param: Any) -> dict[str, Any]:
-    """What an object of another class has to show where it stands for ``param``: state dicts look
-    for ``weight.absmax`` in attributes.
+    """Attributes that an object of another class needs in ``param``'s place: state dicts look for
+    ``weight.absmax`` among them.
     """
     if not holds_codes(param):
         return {}

@@ -49,8 +49,8 @@ def _padding_of(
 
 
 class HandledUnit(Unit):
-    """A unit of ``FullyShardedDataParallel``. A framework that sets the storage dtype calls
-    ``on_storage_dtype``.
+    """A unit of ``FullyShardedDataParallel``. Frameworks set the storage dtype by
+    ``_orig_param_dtype``, which calls ``on_storage_dtype``.
     """
 
     on_storage_dtype: Callable[[torch.dtype], None] | None = None

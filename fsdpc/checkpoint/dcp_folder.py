@@ -359,7 +359,7 @@ def keys_of(tree: Any, path: tuple[Any, ...] = ()) -> tuple[Any, ...]:
 
 
 class _Planner(LoadPlanner):
-    """Of one rank alone."""
+    """A planner for one rank alone."""
 
     def set_up_planner(self, *arguments: Any, **options: Any) -> None:
         pass

@@ -33,7 +33,7 @@ class Digests:
     counts: np.ndarray  # of blocks of each
 
     def __iter__(self) -> Iterator[Digest]:
-        """One object for each, after all."""
+        """One object for each tensor."""
         blocks, at = self.blocks.tolist(), 0
         for whole, count in zip(self.wholes.tolist(), self.counts.tolist(), strict=True):
             yield Digest(whole, tuple(blocks[at : at + count]) or (whole,))  # it may be empty

@@ -182,7 +182,7 @@ class Opened:
         for name in found.files:
             try:
                 self.root.open(name)
-            except CheckpointError as error:  # for those who ask for this file
+            except CheckpointError as error:  # raised when this file is read
                 if self.root.replaced():
                     raise
                 self._small[name] = error

@@ -60,8 +60,8 @@ class Ranks:
     @contextmanager
     def together(self) -> Iterator[None]:
         """A whole save or load. An interruption (Ctrl-C) between two steps or in the middle of a
-        message ends it on every rank, at once, and so does every later save or load: the others
-        would wait until their deadline for a rank that caught it and went on.
+        message ends it on every rank at once, and every later save or load too: the others would
+        wait until their deadline for a rank that caught the interruption and went on.
         """
         self.known = None
         try:

@@ -61,7 +61,7 @@ def planned_set(layout: Layout, entries: Sequence[Entry]) -> PlannedSet:
 
 
 def _memory_of(entry: Entry) -> int | None:
-    """As in ``Table``."""
+    """Where an entry's memory is, as in ``Table.gpu``."""
     if entry.decoder is not None:
         return -2
     return -1 if in_host_memory(entry) else ordinal_of(entry.memory)

@@ -49,8 +49,8 @@ class Optimizer:
         return self.offloads or not moves
 
     def parts(self, item: int) -> tuple[int, ...]:
-        """Bytes per element of each state that ``fsdpc.optim`` offloads, but those of 8 bits.
-        ``ValueError``: none.
+        """Bytes per element of each state that ``fsdpc.optim`` offloads, without 8-bit states.
+        ``ValueError``: this optimizer has no states that pass through buffers.
         """
         if self.master:
             return (4, 4, 4) if item < 4 else (item, item)

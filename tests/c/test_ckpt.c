@@ -313,7 +313,7 @@ check_round_trip(bool direct, fsdpc_dtype file_type, int64_t first)
     for (int i = 0; i < COUNT; i++) {
         values[i] = (float)(i % 199) / 8;
     }
-    /* Two ranges with a gap between them; the second one is the same tensor's. */
+    /* Two ranges of one tensor, with a gap between them. */
     const int64_t half = COUNT / 2 + 1;
     fsdpc_file_range ranges[] = {
         {values, first, half * item, 0, FSDPC_F32, file_type},

@@ -61,7 +61,7 @@ class Case:
     door: str  # of DOORS, or "" for the interface of the module
 
 
-# The values of many axes.
+# For `over`: values that many cases use.
 BOTH = [True, False]
 S = ShardingStrategy
 SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]

@@ -84,7 +84,7 @@ class Looped(nn.Module):
 
 
 def looped_steps(lib, model, ranks=None):
-    """Four steps on the batches of these ranks (default: this one's); the parameters."""
+    """The parameters after four steps on the batches of `ranks` (default: this rank's)."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
         for rank in [lib.rank] if ranks is None else ranks:

@@ -1,4 +1,4 @@
-"""A GPU's memory from an allocator of Python's, as torch's: on a simulated GPU."""
+"""A GPU's memory from an allocator in Python, such as torch's: on a simulated GPU."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def test_counts(tmp_path: Path):
 
 
 def declare_writers() -> None:
-    """What the writer reads of pinned memory, and a load writes there."""
+    """Declare what the writer reads from pinned memory, and what a load writes there."""
     import simgpu
 
     from fsdpc.checkpoint import loading

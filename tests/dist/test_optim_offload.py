@@ -127,7 +127,7 @@ def test_the_plan_equals_the_run(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_the_plan_of_whole_matrices_equals_the_run(rank, world, door):
-    """Bytes of the states in all ranks' files, which have pages and room for small ones beside."""
+    """The plan counts the states' bytes; files also have padding and room for small states."""
     cases = {
         "muon": (optim.Muon, torch.bfloat16),
         "soap": (optim.SOAP, torch.float32),

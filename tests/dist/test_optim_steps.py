@@ -94,7 +94,7 @@ def test_shards_of_fsdp(rank, world):
             exact = world == 2 or not fsdpc._C.stand_in()
             dtype = torch.bfloat16 if name == "AdamWBF16" and exact else torch.float32
             if name == "AdamWBF16" and not use_orig_params:
-                continue  # the parameter's position in the optimizer is another: other random bits
+                continue  # positions in the optimizer differ, and so do random bits
             model = wrap("fsdpc", Model(dtype), use_orig_params=use_orig_params)
             train(model, make(name, model), range(STEPS), False)
             expected = dict(alone(name, dtype)[0].named_parameters())
@@ -104,7 +104,7 @@ def test_shards_of_fsdp(rank, world):
 
 @ranks(2)
 def test_random_bits_of_flat_parameters(rank, world):
-    """Not those of the original parameters, but as close to exact steps."""
+    """The bits differ from those of original parameters; the steps are as close to exact ones."""
     model = wrap("fsdpc", Model(torch.float32), use_orig_params=False)
     train(model, make("AdamWBF16", model), range(STEPS), False)
     expected = dict(alone("AdamWBF16", torch.float32)[0].named_parameters())

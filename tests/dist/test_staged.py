@@ -52,7 +52,7 @@ def test_values(rank, world, kind):
         comm.reduce_scatter(values := torch.full((world * n,), float(rank + 1)))
         assert bool((values[rank * n : (rank + 1) * n] == world * (world + 1) / 2).all())
     assert _C.cuda_waits(0) > before
-    comm.all_reduce(values := np.full(5, rank + 1, dtype=np.float32))  # host memory as it is
+    comm.all_reduce(values := np.full(5, rank + 1, dtype=np.float32))  # host memory is not staged
     assert (values == world * (world + 1) / 2).all()
     comm.barrier()
     with pytest.raises(_C.MismatchError, match="units"):

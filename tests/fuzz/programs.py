@@ -224,7 +224,7 @@ def ema(side: Side, number: int, choice: float, again: float) -> None:
 
 
 def rebuild_graph_late(side: Side, number: int, choice: float, again: float) -> None:
-    """A graph of this step is kept while another one trains, and has its backward later."""
+    """A graph of this step is kept, and its backward comes after that of a later graph."""
     kept = side.forward(batch(side, number, 0))
     with torch.no_grad():
         side.record(f"op {number} between", {"out": side.forward(batch(side, number, 1))})

@@ -67,7 +67,7 @@ __wrap_fsdpc_shm_notify(fsdpc_shm *shm)
     __real_fsdpc_shm_notify(shm);
 }
 
-/* A fallback is no chance. */
+/* A rank that uses its fallback does not go on by chance. */
 bool __real_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool __wrap_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool

@@ -351,7 +351,7 @@ strike(void)
     }
 }
 
-/* Of the text, as each copy of the core has strings of its own, which stay where they are. */
+/* Hashes the text, as each copy of the core has its own strings; as these never move, hashes are kept. */
 static uint64_t
 hash_of(const char *place)
 {

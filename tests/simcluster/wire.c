@@ -204,7 +204,7 @@ sim_wire_forget(sim_transfer *self)
     free_transfer(self);
 }
 
-/* A receive takes a later message, too; a send leaves, if anybody waits for it. */
+/* A receive stays, as its message may still come; a send leaves now, as its receiver may wait for it. */
 void
 sim_wire_drop(sim_transfer *self)
 {

@@ -457,7 +457,7 @@ def test_going_back_with_states_by_blocks(tmp_path: Path, kind: Any):
 
 
 def test_a_load_runs_no_hooks_of_optimizer_steps(saved: Path):
-    """The states that an optimizer makes are found by a step of a parameter of its class."""
+    """To know which states an optimizer makes, a load steps another one of its class."""
     model, optimizer = trained(1)
     calls: list[Any] = []
     hooks = [
@@ -533,7 +533,7 @@ def test_urls_are_no_local_folders(tmp_path: Path, monkeypatch: Any, capsys: Any
 
 
 def test_any_names_in_headers_and_indexes(tmp_path: Path):
-    """Both are written by hand: what JSON escapes, and other alphabets."""
+    """The JSON is put together by hand: names that need escapes, and other alphabets."""
     names = ['with "quotes"', "back\\slash", "größe", "行\n", "\U0001f600"]
     model = nn.ParameterDict({name: nn.Parameter(torch.randn(2, 3)) for name in names})
     model["none"] = nn.Parameter(torch.empty(0))

@@ -20,7 +20,7 @@ def event(name: str, category: str, ts: float, dur: float, **args: object) -> di
 
 
 def trace() -> list[dict]:
-    """A job of 100 us: a product of 40 us, a cast half beside it, a pack alone, a wait after it."""
+    """A job of 100 us: a product of 40 us, a cast half hidden by it; later a pack and a wait."""
     return [
         event(timeline.JOB, "user_annotation", 1000, 100),
         event("ampere_gemm", "kernel", 1010, 40, stream=7),

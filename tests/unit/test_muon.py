@@ -85,8 +85,8 @@ def test_goes_back_to_an_earlier_state():
 
 
 def test_narrow_parameters_and_wide_iterations():
-    """Close to torch's: it rounds the learning rate to bfloat16 on processors. In float32 the
-    iteration is the formula's.
+    """Close to torch's steps: torch rounds the learning rate to bfloat16 on CPUs. In float32 the
+    iteration equals the formula.
     """
     mine, other = parameters(dtype=torch.bfloat16), parameters(dtype=torch.bfloat16)
     run(mine, optim.Muon(mine, lr=0.02))
@@ -98,7 +98,7 @@ def test_narrow_parameters_and_wide_iterations():
     run(wide, optim.Muon(wide, lr=1.0, weight_decay=0.0, ns_dtype=torch.float32), steps=[0])
     for param, old in zip(wide, before, strict=True):
         rows, columns = param.shape
-        x = param.grad.double() / param.grad.double().norm()  # nesterov: along the gradient
+        x = param.grad.double() / param.grad.double().norm()  # the first update's direction
         for _ in range(5):
             gram = x @ x.T
             x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x

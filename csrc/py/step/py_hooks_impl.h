@@ -11,9 +11,9 @@ typedef struct fsdpc_py_hook {
     enum fsdpc_py_hook_kind kind;
     int param;
     PyObject *owner;
-    /* The pre_backward hook that a post_forward hook registers when inputs are not watched, made
-     * once; of an input_done hook: its forward's pre_backward hook; of a pre_backward hook in
-     * flat->call: that of the forward of the same unit around this one. */
+    /* Of a post_forward hook: the pre_backward hook that it registers when inputs are not watched,
+     * made once; of an input_done hook: its forward's pre_backward hook; of a pre_backward hook in
+     * flat->call: that of the unit's forward that encloses this one. */
     PyObject *again;
     /* A pre_backward hook that was made for one forward: how many of its inputs are watched, for how
      * many the gradient is to come, and in which backward. */

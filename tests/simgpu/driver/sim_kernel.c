@@ -66,7 +66,7 @@ simgpu_kernel(const char *name, size_t params_bytes, simgpu_launcher launcher,
     sim_unlock();
 }
 
-/* Of the project's own kernels. */
+/* Loads one of the project's own kernels. */
 static kernel *
 load_kernel(const char *name)
 {

@@ -195,7 +195,7 @@ run_head(int index)
     return true;
 }
 
-/* The first piece on the way to (actor, time), or -1 if it is done: the stream whose head it is. */
+/* The actor whose head is the first piece of work on the way to (actor, time); -1: that is done. */
 static int
 next_towards(int actor, uint64_t time)
 {
