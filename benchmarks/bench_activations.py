@@ -55,7 +55,7 @@ CHOICES: dict[str, tuple[dict[str, Any] | None, str | None]] = {
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """How many bytes of this process are in memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -72,7 +72,7 @@ class Peak(threading.Thread):
             self.most = max(self.most, resident())
 
     def stop(self) -> int:
-        """The most bytes seen."""
+        """Ends the thread; returns the most bytes seen."""
         self.ended.set()
         self.join()
         return self.most
@@ -111,7 +111,7 @@ def one(name: str, options: argparse.Namespace) -> dict[str, float]:
 
 
 def in_fresh_process(name: str, arguments: list[str]) -> dict[str, float]:
-    """``one`` in a process whose malloc maps and unmaps every larger block."""
+    """Runs ``one`` in a process whose malloc maps and unmaps every larger block."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     command = [sys.executable, __file__, *arguments, "--one", name]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)

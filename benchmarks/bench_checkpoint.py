@@ -18,9 +18,9 @@ Each save begins when the space of what was removed before it is free and all pa
 in a training, too, minutes lie between two saves. Small models show fixed costs: `--model 10m`.
 
 plain read    every rank reads its half with pread in steps of 1 MiB into memory that was touched
-load          with checksums verified before the model is touched (the default), meanwhile, not at
-              all
-blocking      of a save in the background: how long the call takes; then steps beside it
+load          with checksums verified before the model is touched (the default), during the load, or
+              not at all
+blocking      how long the call of a save in the background takes; then steps beside the save
 
 parts         of a save on rank 0: the plan; "create" takes the space; "write" copies, digests and
               writes this rank's ranges; "sync" makes them durable and waits for the other rank; the
@@ -33,14 +33,14 @@ read every few milliseconds. A save in the background keeps its staging ("stagin
 rank's part, which is there before "peak" begins.
 
 `--model many`: 20,000 parameters of 40 elements in 1,000 units of fully_shard, 3.2 MB, without an
-optimizer, and with AdamW. "first": of a model that no save has seen; "cpu" is the processor time of
+optimizer, and with AdamW. "first": the first save of a model; "cpu" is the processor time of
 rank 0. "copy": as many bytes from memory to memory, tensor by tensor. `--peer no`: without DCP,
 whose save of 20,000 parameters takes minutes.
 
 `--every`: steps of bench_step.py's workload that each end with a save in the background beside the
 same steps without, in turns; a save waits for the one before. "frozen": all but the last block asks
 for no gradient, so that a save links the rest. "dcp": FSDP2's steps with dcp.async_save, and alone;
-"peak": of one save, until it is on the disk.
+"peak": the peak of one save, until it is on the disk.
 """
 
 from __future__ import annotations
@@ -101,13 +101,13 @@ class Bench:
         self.total = int(summed(self.own))
         self.piece = -(-self.total // world) // WRITE_STEP * WRITE_STEP + WRITE_STEP
         self.plain = folder / "plain"
-        self.buffer = mmap.mmap(-1, self.piece)  # on a page
+        self.buffer = mmap.mmap(-1, self.piece)  # it begins at a page
         self.buffer.write(os.urandom(1 << 20) * (self.piece >> 20))
 
     # --- saves ---
 
     def new_plain_file(self) -> None:
-        """Before each plain write, which a checkpoint also starts with new files."""
+        """Makes a new file before each plain write, as a save starts with new files, too."""
         if self.rank == 0:
             self.plain.unlink(missing_ok=True)
             with open(self.plain, "wb") as file:
@@ -209,7 +209,7 @@ class Bench:
         return (time.perf_counter() - begin) / count
 
     def fsdpc_async(self) -> tuple[float, float, float]:
-        """Seconds of the call, of a step beside it, and until it is durable."""
+        """Seconds of the call, of a step beside the save, and until the save is durable."""
         from fsdpc import checkpoint
 
         begin = time.perf_counter()
@@ -259,7 +259,7 @@ def reduced(value: float, how: str) -> float:
 
 
 def timed(call: Callable[[], object]) -> float:
-    """Seconds of the slower rank."""
+    """The seconds that a call takes on the slower rank."""
     gc.collect()
     barrier()
     begin = time.perf_counter()
@@ -295,12 +295,12 @@ def forget(folder: Path) -> None:
 
 
 def peak_of(call: Callable[[], object]) -> float:
-    """MB by which the rank's memory grows in the call, at most; the larger rank's."""
+    """By how many MB a rank's memory grows in the call at most: the larger rank's figure."""
     return reduced(own_peak(call), "MAX")
 
 
 def own_peak(call: Callable[[], object]) -> float:
-    """The same of this process."""
+    """``peak_of`` for this process alone."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM becomes VmRSS
     resident, shared = memory("VmRSS"), pss_mb("self")
@@ -397,7 +397,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
 
 
 def many(make: Callable[..., object], units: int) -> object:
-    """A model of small parameters, each `units`-th part of them sharded as a unit."""
+    """A model of `units` layers of small parameters; `make` shards each layer as a unit."""
     import torch
     from torch import nn
 
@@ -481,7 +481,7 @@ def many_job(
 
 
 def every_job(rank: int, world: int, folder: str, out: Connection, model: str, rounds: int) -> None:
-    """One rank; rank 0 sends the seconds of steps, and of those that were saved."""
+    """One rank; rank 0 sends the seconds of steps without and with saves, ratios and peaks."""
     start_rank(rank, world, folder)
     found, peaks = {}, {}
     for kind in ("all", "frozen"):
@@ -510,8 +510,8 @@ def every_job(rank: int, world: int, folder: str, out: Connection, model: str, r
 
 
 class EveryStep:
-    """Steps of an engine, alone and each with a save in the background. ``blocked``: seconds for
-    which a save blocks.
+    """Steps of an engine, without saves or each with a save in the background. ``blocked``: the
+    seconds for which each save blocked.
     """
 
     def __init__(self, name: str, rank: int, model: str, folder: str) -> None:
@@ -524,7 +524,7 @@ class EveryStep:
         self.batch = random_batch(work, rank)
         self.blocked: list[float] = []
         self.future: Any = None
-        self.group = new_group()  # in FSDP2's the save would take its steps' messages
+        self.group = new_group()  # in the steps' group saves would take steps' messages
         if folder.endswith("frozen"):
             for key, param in self.training.model.named_parameters():
                 param.requires_grad_(f".{work.config.layers - 1}." in key)

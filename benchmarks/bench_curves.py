@@ -62,13 +62,13 @@ from fsdpc.wrap import transformer_auto_wrap_policy  # noqa: E402
 ADAM = {"betas": (0.9, 0.95), "weight_decay": 0.1}
 LION = {"betas": (0.9, 0.99), "weight_decay": 0.5}
 LAST = 20  # training steps whose mean is a figure
-VALIDATED = 64, 32  # batches, and sequences of each
-POINTS = 400  # most that a result keeps of a curve: each is the mean of as many steps
+VALIDATED = 64, 32  # how many batches, and how many sequences in each
+POINTS = 400  # the most that a result keeps of a curve; each is a mean of equally many steps
 Make = Callable[[Any, int], torch.optim.Optimizer]
 
 
 def by_row(name: str, shape: tuple[int, ...]) -> int | None:
-    """Adam-mini's blocks: its default rules do not know the names of this model."""
+    """Adam-mini's blocks, as its default rules do not know the names of this model."""
     return shape[-1] if len(shape) == 2 else None
 
 
@@ -86,7 +86,7 @@ OPTIMIZERS: dict[str, tuple[float, torch.dtype, Make]] = {
     "AdamMini": (1e-3, torch.float32, lambda p, _: optim.AdamMini(p, block=by_row, **ADAM)),
     "Lion": (2e-4, torch.float32, lambda p, _: optim.Lion(p, **LION)),
     "SGD": (1e-1, torch.float32, lambda p, _: optim.SGD(p, momentum=0.9, weight_decay=1e-4)),
-    "Muon, iteration in fp32": (  # a processor without products in bfloat16 is 4 times as fast
+    "Muon, iteration in fp32": (  # 4 times as fast without bfloat16 products
         1e-3,
         torch.float32,
         lambda p, _: optim.Muon(
@@ -122,7 +122,7 @@ EQUAL = ("AdamWBF16, fp32 parameters", "AdamWBF16, bf16 parameters", "AdamW8bit"
 
 
 def rate(progress: float) -> float:
-    """The share of the learning rate: a linear rise over 5 % of the run, then a cosine to 5 %."""
+    """The share of the highest rate: a linear rise over 5 % of the run, then a cosine to 5 %."""
     rise = min(1.0, (progress + 1e-3) / 0.05)
     return rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
 
@@ -148,13 +148,13 @@ def model_of(options: argparse.Namespace, name: str, low: torch.dtype) -> nn.Mod
 
 
 class Llama(nn.Module):
-    """transformers' model, called as GPT is."""
+    """transformers' Llama, which is called as GPT is."""
 
     def __init__(self, config: GPTConfig) -> None:
         from transformers import LlamaConfig, LlamaForCausalLM
 
         super().__init__()
-        inner = 64 * round(config.width * 8 / 3 / 64)  # as many as 4 widths without gates
+        inner = 64 * round(config.width * 8 / 3 / 64)  # as many weights as 4 widths without gates
         self.model = LlamaForCausalLM(
             LlamaConfig(
                 vocab_size=config.vocab,
@@ -172,7 +172,7 @@ class Llama(nn.Module):
 
 
 def coded_model(options: argparse.Namespace, name: str) -> nn.Module:
-    """The same with fully_shard, whose blocks travel in these codes."""
+    """The model by fully_shard; its blocks travel in the codes of the case."""
     torch.manual_seed(0)
     model = plain_model(options).to(device_of(options))
     for param in model.parameters() if name == OFF else ():
@@ -197,7 +197,7 @@ def training_of(
 
 
 def clip(model: nn.Module) -> None:
-    """As each interface clips."""
+    """Clips gradients, as the model's interface asks for it."""
     if isinstance(model, FullyShardedDataParallel):
         model.clip_grad_norm_(1.0)
     else:
@@ -231,7 +231,7 @@ def plain_model(options: argparse.Namespace) -> nn.Module:
 
 
 def points_of(losses: list[float]) -> list[float]:
-    """What is kept of a curve."""
+    """The points that a result keeps of a curve."""
     each = -(-len(losses) // POINTS)
     return [statistics.mean(losses[i : i + each]) for i in range(0, len(losses), each)]
 
@@ -284,7 +284,7 @@ def rank_main(
         torch.cuda.set_device(0)
         os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     elif options.codes:
-        os.environ["FSDPC_HOST"] = f"{rank}"  # ranks that share memory code nothing
+        os.environ["FSDPC_HOST"] = f"{rank}"  # on one host ranks would code nothing
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=world)
     if options.worlds:
@@ -319,8 +319,8 @@ def draw(results: dict[str, Any], steps: int, path: Path) -> None:
         for value in found["bits_per_byte"]:
             mean = (1 - share) * mean + share * value
             smooth.append(mean)
-        style = "-" if number < 10 else "--"  # as many colors as there are
-        places = range(0, len(smooth), 1 + len(smooth) // 200)  # as many as a picture shows
+        style = "-" if number < 10 else "--"  # there are ten colors
+        places = range(0, len(smooth), 1 + len(smooth) // 200)  # as many points as a picture shows
         drawn = [smooth[i] for i in places]
         axes.plot([i * each for i in places], drawn, style, label=name, linewidth=1)
     axes.set(xlabel="step", ylabel="bits per byte, running mean", ylim=(None, 5))
@@ -342,7 +342,7 @@ def show(results: dict[str, Any], first: str) -> None:
 
 
 def earlier(file: str, head: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
-    """What the file has of runs of the same model, steps, batches, Python and torch."""
+    """Cases in the file with the same model, steps, batches, Python and torch."""
     path = common.RESULTS / file
     kept = json.loads(path.read_text()) if path.exists() else {}
     if not kept:

@@ -39,7 +39,7 @@ def llama(width: int, keys: int, hidden: int, layers: int) -> list[Shapes]:
 
 
 def deepseek_v3() -> list[Shapes]:
-    """The latent attention, 3 dense layers, 58 of 256 experts and a shared one."""
+    """Latent attention; 3 dense layers, 58 layers of 256 experts and a shared expert."""
     w = 7168
     attention = [(1536, w), (24576, 1536), (576, w), (32768, 512), (w, 16384)]
     dense = [(18432, w), (18432, w), (w, 18432)]
@@ -56,7 +56,7 @@ MODELS = {
 
 
 def spans_of(shapes: Shapes, world: int, by_rows: bool) -> list[Sequence[Span]]:
-    """Of each parameter of a unit, what every rank holds."""
+    """For each parameter of a unit, what every rank holds."""
     if by_rows:
         return [[block(shape, world, rank) for rank in range(world)] for shape in shapes]
     types = ("float32", "float32", "float32", True)

@@ -49,7 +49,7 @@ MODELS = {
     "40m": Workload(GPTConfig(layers=12, width=512, heads=8), batch=2, seq=64, steps=1),
 }
 BESIDE = ["local", "ddp", "fsdp1", "fsdp2", "fsdpc", "fsdpc2", "fsdpc-2-slots"]
-# In which codes weights and gradients travel; and whether weights stay after forward.
+# The codes in which weights and gradients travel, and whether weights stay after forward.
 POLICIES: dict[str, tuple[str, str | None, bool]] = {
     "fsdpc2-int8": ("int8", None, False),
     "fsdpc2-nf4": ("nf4", None, False),
@@ -59,7 +59,7 @@ POLICIES: dict[str, tuple[str, str | None, bool]] = {
     "fsdpc2-int8-int4-kept": ("int8", "int4_stochastic", True),
 }
 CODED = ["local", "fsdp2", "fsdpc2", *POLICIES]
-INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]  # besides, with several ranks on each host
+INSIDE = ["fsdpc2-kept", "fsdpc-hybrid"]  # more engines, where each host has several ranks
 PROBE_NUMEL = 16 << 20
 
 
@@ -115,7 +115,7 @@ BUILDERS = {
 
 
 class Idle(nn.Module):
-    """A gather with nothing to compute."""
+    """A module whose forward is a gather with next to nothing to compute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class Idle(nn.Module):
 
 
 def share_of_line(rate: float) -> float:
-    """Of the link, while a gather runs: a host sends its ranks' pieces to each other host."""
+    """The share of the link that a gather uses; hosts send their ranks' pieces to each other."""
     from fsdpc import FullyShardedDataParallel
     from fsdpc._comm.bootstrap import comm_for_group
 
@@ -162,7 +162,7 @@ def timed(training: Training, work: Workload, number: int) -> tuple[float, int]:
 
 
 def run_rank(model: str, engines: Sequence[str], rounds: int, rate: float) -> dict[str, Any]:
-    """Every engine's steps; on all ranks."""
+    """Times every engine's steps; called on all ranks."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     work = MODELS[model]
@@ -192,7 +192,7 @@ def run_rank(model: str, engines: Sequence[str], rounds: int, rate: float) -> di
 
 
 def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespace) -> dict:
-    """One set of hosts. ``SystemExit`` if a rank fails."""
+    """Runs one case on hosts of its own. ``SystemExit`` if a rank fails."""
     with namespaces.hosts(len(ranks), rate, args.delay_ms / 1e3) as hosts:
         processes = []
         for env in hosts.environment(ranks):
@@ -215,7 +215,7 @@ def run_case(model: str, ranks: Sequence[int], rate: str, args: argparse.Namespa
 
 
 def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> None:
-    """A table of one case."""
+    """Prints a table of one case."""
     floor = 3 * (len(ranks) - 1) / len(ranks)
     wire = floor * found["bytes"] / namespaces.bytes_per_second(rate)
     limit = max(found["local"]["step_s"]["median"], wire)
@@ -238,7 +238,7 @@ def show(found: dict[str, Any], model: str, ranks: Sequence[int], rate: str) -> 
 
 
 def names_of(case: dict[str, Any]) -> tuple[Any, ...]:
-    """What makes a case another one."""
+    """What tells one case from another."""
     return case["model"], case["ranks"], case["rate"], case.get("delay_ms", 0.0)
 
 

@@ -26,9 +26,9 @@ import torch
 from fsdpc import _probe
 
 MIB = 1 << 20
-MIN_SECONDS = 2e-3  # of one measurement; small calls are repeated
+MIN_SECONDS = 2e-3  # the least time of a measurement; small calls are repeated
 PLAIN_LIMIT_MIB = 16  # the plain table takes too long beyond
-MEMORY_LIMIT_MIB = 64  # and so many big sources too much memory
+MEMORY_LIMIT_MIB = 64  # beyond, 4 sources of float32 take too much memory
 ITEM = {"float32": 4, "bfloat16": 2, "float16": 2}
 Call = Callable[[], object]
 
@@ -56,7 +56,7 @@ class Memory:
 
 
 def empty(dtype: str) -> torch.Tensor:
-    """A buffer without elements, for the time of the call itself."""
+    """A buffer without elements, to time the call itself."""
     return torch.empty(0, dtype=getattr(torch, dtype))
 
 
@@ -118,7 +118,7 @@ def reduce(count: int, src: str, add: bool = False) -> tuple[int, Maker]:
 
 
 def norm(dtype: str) -> tuple[int, Maker]:
-    """Sum of squares in double, largest magnitude and the flag; torch's: the norm in float32."""
+    """Sum of squares in double, largest magnitude, flag; torch computes the norm in float32."""
 
     def make(memory: Callable[..., torch.Tensor], table: str | None) -> Call:
         x = memory(dtype, 0)

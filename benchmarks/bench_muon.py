@@ -39,7 +39,7 @@ PERIODIC = ("SOAP", "Shampoo")
 
 
 class Block(nn.Module):
-    """Its forward only reaches all matrices."""
+    """A block's matrices; its forward only serves to reach all of them."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def cases_of(given: argparse.Namespace) -> dict[str, Any]:
     flag = {kind._flag: True} if hasattr(kind, "_flag") else {}
     rows = sharded(fsdpc.fully_shard, new())
     flat = wrapped(new())
-    flat(torch.ones(1, given.width)).sum().backward()  # gradients of the shards' shapes
+    flat(torch.ones(1, given.width)).sum().backward()  # makes gradients of the shards' shapes
     for grad in (param.grad for param in flat.parameters() if param.grad is not None):
         grad.normal_()  # decompositions of degenerate matrices take longer
     found = {} if beside is None else {"unsharded, torch": beside(with_gradients(new()))}
@@ -114,7 +114,7 @@ def others_of_muon(new: Callable[[], nn.Sequential]) -> dict[str, Any]:
 
 
 def timed(optimizer: Any) -> float:
-    """Seconds of a step, the mean of those between two computations of bases or roots."""
+    """Seconds of a step; where bases or roots are computed, the mean until the next time."""
     dist.barrier()
     steps = optimizer.param_groups[0].get("precondition_frequency", 1)
     begin = time.process_time()
@@ -126,7 +126,7 @@ def timed(optimizer: Any) -> float:
 
 
 def sent(optimizer: Any) -> float:
-    """What a rank sends, in bytes of matrices, over one reduce-scatter and one all-gather."""
+    """What a rank sends, over what one reduce-scatter and one all-gather of float32 send."""
     [route] = optimizer._routes
     rank, world = dist.get_rank(), dist.get_world_size()
     there = sum(count for r in route.rounds for to, count in enumerate(r.sent) if to != rank)

@@ -43,7 +43,7 @@ from torch import nn
 from fsdpc import _C, optim
 from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
-MIN_SECONDS = 0.02  # of one measurement
+MIN_SECONDS = 0.02  # the least time of one measurement
 Call = Callable[[], Any]
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -51,7 +51,7 @@ PLAIN, CLIP, SCALER = range(3)  # what happens beside the step
 
 
 def averaged(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """With an exponential average of its parameters."""
+    """Adds an exponential average of the parameters to the optimizer."""
     optim.Average(optimizer)
     return optimizer
 
@@ -100,7 +100,7 @@ STEPS |= {
     for name, make in PEERS.items()
     if make is not None
 }
-# Whose time each one is compared with, if that takes part.
+# The case that each one's time is compared with, if that case is measured.
 RIVALS = {
     "AdamW": "torch AdamW fused",
     "AdamW, average": "AdamW",
@@ -115,7 +115,7 @@ RIVALS = {
 
 @functools.cache
 def parameters(dtype: torch.dtype, count: int, numel: int) -> list[nn.Parameter]:
-    """Parameters with gradients, all of them different pages; of several cases."""
+    """Parameters with gradients, each on pages of its own; several cases share them."""
     made = []
     for _ in range(count):
         param = nn.Parameter(torch.randn(numel).to(dtype))
@@ -138,7 +138,7 @@ def share_states(params: list[nn.Parameter], optimizer: Any) -> None:
 
 
 def step_call(name: str, count: int, numel: int) -> Call:
-    """One step, with what happens beside it; the norm changes little."""
+    """Returns what makes one step, with what happens beside it; the norm changes little."""
     _, dtype, make, beside = STEPS[name]
     params = parameters(dtype, count, numel)
     optimizer = make(params)
@@ -209,7 +209,7 @@ def measure(names: list[str], count: int, numel: int, rounds: int) -> dict[str, 
     """ns per parameter, GB/s, and shares of two rates of memory and of torch's time."""
     calls = {"triad": triad_call(count, numel), "in place": in_place_call(count, numel)}
     calls |= {name: step_call(name, count, numel) for name in names}
-    for call in calls.values():  # states are made, and every page is there
+    for call in calls.values():  # makes states and touches every page
         call()
         call()
     cases = {name: (lambda call=call: seconds(call)) for name, call in calls.items()}
@@ -257,7 +257,7 @@ def show(title: str, results: dict[str, Any]) -> None:
 
 
 def whole_steps(model: str, rounds: int) -> dict[str, Any]:
-    """Seconds of a training step by the optimizer, and their quotient, of the slower rank."""
+    """Milliseconds of a training step by each optimizer, of the slower rank; their quotients."""
     names = ["fsdpc-torch-fused", "fsdpc-optim", "fsdpc-optim-average"]
     found = bench_step.run_ranks(bench_step.time_job, 2, model, names, rounds)
     seconds = [found["seconds"][name] for name in names]

@@ -48,7 +48,7 @@ DEFAULT_PARTS = {
     "85m": "time,memory",
     "tiny": "time,host",
 }
-MEMORY_KEYS = ("steady", "peak")  # between two steps, and the most during steps
+MEMORY_KEYS = ("steady", "peak")  # memory between two steps, and the most during steps
 WARMUP_STEPS = 3
 MEMORY_STEPS = 4
 SAMPLE_SECONDS = 0.005
@@ -438,7 +438,7 @@ def measure(model: str, names: list[str], parts: list[str], rounds: int) -> dict
 
 
 def measure_host(model: str, names: list[str], rounds: int) -> dict[str, dict]:
-    """Runs the part `host`: fsdpc on real ranks, all of them on a fake process group."""
+    """Runs the part `host`: fsdpc on real ranks; fsdpc and other engines on a fake group."""
     ours = [name for name in names if name in ("fsdpc", "fsdpc2")]
     fake = [f"{name}-c10d" if name == "fsdpc" else name for name in names if name != "fsdpc2"]
     fake += ["fsdp1-flat"] if "fsdp1" in names else []

@@ -40,7 +40,7 @@ BUCKET = "s3://weights"
 
 @contextmanager
 def server() -> Iterator[None]:
-    """moto's S3, with a bucket."""
+    """Runs moto's S3 server with a bucket."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -122,7 +122,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
 
 
 def keep_saving(rank: int, store: str, folder: str, first: int) -> None:
-    """A rank that saves steps whose every element is the step."""
+    """A rank that saves steps; every element of a step's weights is the step's number."""
     os.environ["FSDPC_TIMEOUT"] = "20"
     start_rank(rank, 2, store)
     import torch
@@ -144,7 +144,7 @@ def keep_saving(rank: int, store: str, folder: str, first: int) -> None:
 
 
 def look(out: Connection) -> None:
-    """Verifies every checkpoint that it sees, all of the time."""
+    """Verifies the latest checkpoint again and again, until it is told to stop."""
     from fsdpc import checkpoint
     from fsdpc.checkpoint.verify import verify
 
@@ -190,7 +190,7 @@ def kill(count: int) -> None:
             for process in saving:
                 process.start()
             while (path := keeper.latest()) is None or path == before:
-                time.sleep(0.1)  # the ranks begin
+                time.sleep(0.1)  # until the ranks have saved
             time.sleep(rng.random() * 2)
             victim = saving[rng.randrange(2)]
             os.kill(victim.pid, signal.SIGKILL)

@@ -32,7 +32,7 @@ BUCKETS = (256 << 20, 32 << 20)
 
 
 def reader(path: str, model: str | None, out: Connection) -> None:
-    """A process that takes every set; `model`: into an unsharded one. Sends its peak of memory."""
+    """A process that takes every set, into an unsharded `model` if given; sends its peak memory."""
     import torch
     from engines import plain_model
 
@@ -107,7 +107,7 @@ def job(rank: int, world: int, folder: str, out: Connection, model: str, rounds:
             process = mp.get_context("spawn").Process(target=reader, args=(path, held, theirs))
             process.daemon = False
             if rank == 0:
-                mp.current_process()._config["daemon"] = False  # may have children
+                mp.current_process()._config["daemon"] = False  # so that it may have children
                 process.start()
             with checkpoint.stream(sharded, **options) as tap:
                 publish = partial(tap.publish, path, deadline=120)

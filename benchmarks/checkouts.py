@@ -26,7 +26,7 @@ from bench_step import host_once, start_rank, time_round, warm_up
 HERE = Path(__file__).resolve().parent
 SIDES = ("old", "new")
 ENGINES = ("fsdpc", "local")
-HOST_STEPS = 10  # forwards and backwards a turn, of which the median counts
+HOST_STEPS = 10  # forwards and backwards in a turn; their median counts
 DEADLINE = 900  # seconds for one turn
 
 

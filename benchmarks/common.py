@@ -22,7 +22,7 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-ROW = 400  # characters
+ROW = 400  # the longest row, in characters
 
 
 def commit(checkout: str | os.PathLike[str] = HERE.parent) -> str:
@@ -57,7 +57,7 @@ def machine() -> str:
 def describe_run(kept: bool = False) -> dict[str, Any]:
     """Returns where, when and with what a benchmark runs; take it before measuring.
 
-    ``kept``: results are going to be written, which must name a commit (``SystemExit``).
+    ``SystemExit``: results are going to be written (``kept``), but name no commit.
     """
     import numpy
     import torch
@@ -80,7 +80,7 @@ def describe_run(kept: bool = False) -> dict[str, Any]:
 
 
 def end_with_parent() -> None:
-    """This process is killed when its parent ends, however that ends."""
+    """Has this process killed when its parent ends, in whatever way."""
     pr_set_pdeathsig, parent = 1, multiprocessing.parent_process()
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     if parent is not None and os.getppid() != parent.pid:
@@ -133,7 +133,7 @@ def by_rows(content: Any, indent: int = 0) -> str:
 
 
 def pyplot() -> Any:
-    """matplotlib's, for SVG files that are equal for equal results, and short."""
+    """matplotlib's pyplot, set for short SVG files that are equal for equal results."""
     import matplotlib
 
     matplotlib.use("Agg")

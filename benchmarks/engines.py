@@ -72,7 +72,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     before_forward: Callable[[], None] = nothing
     after_backward: Callable[[], None] = nothing
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # of the steps of a round
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # around a round's steps
 
     def backward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Runs forward and backward on int64 [batch, length] (inputs, targets); returns loss."""

@@ -43,7 +43,7 @@ def missing() -> str:
 class Hosts:
     """``count`` hosts with the addresses 10.77.0.1, 10.77.0.2 and so on.
 
-    ``rate``: of each host's link, in tc's words ("1gbit"); None: as fast as the machine copies.
+    ``rate``: each host's link rate in tc's words ("1gbit"); None: as fast as the machine copies.
     ``delay`` (seconds) and ``loss`` (a share) are those of the frames that each host sends.
     """
 
@@ -57,7 +57,7 @@ class Hosts:
         self.rate = rate
         self.delay = delay
         self.loss = loss
-        self.links: list[tuple[int, int]] = []  # descriptors of slow ones
+        self.links: list[tuple[int, int]] = []  # descriptors of slow links
         self.carrier: subprocess.Popen | None = None
         self.addresses = [f"10.77.0.{1 + host}" for host in range(count)]
         self.names = [f"{self.prefix}n{host}" for host in range(count)]
@@ -66,7 +66,7 @@ class Hosts:
         return port_of(self.names[host])
 
     def make(self) -> None:
-        """``CalledProcessError`` with the reason in ``stderr``: undo with ``remove``."""
+        """Makes the hosts. ``CalledProcessError`` has the reason in ``stderr``: then ``remove``."""
         _run("ip", "link", "add", f"{self.prefix}b", "type", "bridge")
         _run("ip", "link", "set", f"{self.prefix}b", "up")
         for host, name in enumerate(self.names):
@@ -97,7 +97,7 @@ class Hosts:
         _run("ip", "link", "set", inside, "netns", name, "name", "eth0")
 
     def remove(self) -> None:
-        """Processes that are still there keep their namespace until they end."""
+        """Removes the hosts; processes that still run keep their namespace until they end."""
         if self.carrier:
             self.carrier.kill()
             self.carrier.wait()
@@ -109,11 +109,11 @@ class Hosts:
         subprocess.run(["ip", "link", "del", f"{self.prefix}b"], capture_output=True)
 
     def cut(self, host: int) -> None:
-        """Nothing that the host sends arrives, nor anything that is sent to it."""
+        """Cuts the link: nothing that the host sends arrives, nor anything that is sent to it."""
         _run("ip", "link", "set", self._port(host), "down")
 
     def heal(self, host: int) -> None:
-        """The link works again."""
+        """Makes the link work again."""
         _run("ip", "link", "set", self._port(host), "up")
 
     def sent(self, host: int) -> int:
@@ -123,7 +123,7 @@ class Hosts:
             return int(file.read())
 
     def environment(self, ranks: Sequence[int], port: int = 29531) -> list[dict[str, str]]:
-        """Variables of each rank, as torchrun sets them; ``ranks``: how many a host has."""
+        """Variables of each rank, as torchrun sets them; ``ranks``: how many each host has."""
         made = []
         for host, count in enumerate(ranks):
             for local in range(count):
@@ -146,7 +146,7 @@ class Hosts:
 def hosts(
     count: int, rate: str | None = None, delay: float = 0.0, loss: float = 0.0
 ) -> Iterator[Hosts]:
-    """Hosts that are removed at the end."""
+    """Makes hosts, which are removed at the end."""
     made = Hosts(count, rate, delay, loss)
     try:
         made.make()
@@ -156,19 +156,19 @@ def hosts(
 
 
 def bytes_per_second(rate: str) -> float:
-    """Of tc's word for a rate."""
+    """Bytes per second of a rate in tc's words."""
     number = float(rate.removesuffix("gbit").removesuffix("mbit"))
     return number * (1e9 if rate.endswith("gbit") else 1e6) / 8
 
 
 def port_of(name: str) -> str:
-    """The host's end of its link at the bridge, on this machine: down, it is as if cut."""
+    """The bridge's end of a host's link, on this machine; setting it down cuts the link."""
     prefix, _, number = name.rpartition("n")
     return f"{prefix}p{number}"
 
 
 def enter(name: str) -> None:
-    """This thread, and threads that it starts from now on, are on the host ``name``."""
+    """Moves this thread, and threads that it starts from now on, to the host ``name``."""
     descriptor = os.open(f"/run/netns/{name}", os.O_RDONLY)
     try:
         libc = ctypes.CDLL(None, use_errno=True)

@@ -25,7 +25,7 @@ LARGEST = 10 + 18 + (1 << 16)
 
 
 def tap(name: str, whole_segments: bool) -> int:
-    """Makes a TAP device; returns its descriptor. The device lasts as long as that is open."""
+    """Makes a TAP device; returns its descriptor. The device lasts while the descriptor is open."""
     descriptor = os.open("/dev/net/tun", os.O_RDWR)
     flags = IFF_TAP | IFF_NO_PI | IFF_VNET_HDR
     fcntl.ioctl(descriptor, TUNSETIFF, struct.pack("16sH14x", name.encode(), flags))
@@ -34,9 +34,9 @@ def tap(name: str, whole_segments: bool) -> int:
 
 
 def start(pairs: Sequence[tuple[int, int]], delay: float, loss: float) -> subprocess.Popen:
-    """Carries frames of each (host's, bridge's) pair of descriptors until it is killed.
+    """Starts a process that carries frames between the descriptors of each (host, bridge) pair.
 
-    ``delay``: seconds, and ``loss``: the share of frames, of what the host sends.
+    ``delay`` (seconds) and ``loss`` (a share of frames) apply to what the host sends.
     """
     ends = [end for pair in pairs for end in pair]
     command = [sys.executable, __file__, str(delay), str(loss), *map(str, ends)]
@@ -44,7 +44,7 @@ def start(pairs: Sequence[tuple[int, int]], delay: float, loss: float) -> subpro
 
 
 def carry(source: int, target: int, delay: float, loss: float) -> None:
-    """Threads that carry frames in one direction."""
+    """Starts threads that carry frames in one direction."""
     late: deque[tuple[float, bytes]] = deque()
     more = threading.Condition()
     chance = random.Random(source)
@@ -81,7 +81,7 @@ def carry(source: int, target: int, delay: float, loss: float) -> None:
 
 
 def main() -> None:
-    """Carries until it is killed, or its parent has ended."""
+    """Carries frames until the process is killed or its parent ends."""
     import common
 
     common.end_with_parent()

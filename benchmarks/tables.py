@@ -71,7 +71,7 @@ def step_tables(result: dict) -> str:
 
 
 def step_row(name: str, engine: dict) -> list[str]:
-    """One engine's line: time, ratio, speed and memory over the process's own."""
+    """One engine's line: time, ratio, speed, and memory above that of the bare process."""
     memory = engine.get("memory_mb")
     above = [
         f"{memory[key] - memory['baseline']:,.0f}" if memory else "-" for key in ("steady", "peak")
@@ -280,7 +280,7 @@ def activations_tables(result: dict) -> str:
 
 
 def activation_curve_tables(result: dict) -> str:
-    """What bench_activations.py --curves ends at."""
+    """Where the losses of bench_activations.py --curves end."""
     sizes = ", ".join(f"{name} {value}" for name, value in result["sizes"].items())
     last = 50  # steps, whose mean is shown
     rows = [
@@ -362,9 +362,9 @@ def hosts_tables(result: dict) -> str:
 
 
 def host_rows(case: dict) -> list[list[str]]:
-    """Of each engine. Floor: the larger of the unsharded step and the least bytes at the line's
-    rate; busy: the share of the step in which a host sends at that rate; exposed: what the step
-    takes above the unsharded one.
+    """One row for each engine. Floor: the larger of the unsharded step and the least bytes at the
+    line's rate; busy: the share of the step in which a host sends at that rate; exposed: what the
+    step takes above the unsharded one.
     """
     seconds = case["bytes"] / bytes_per_second(case["rate"])
     local, beside = (case[name]["step_s"]["median"] for name in ("local", "fsdp2"))
@@ -388,7 +388,7 @@ def host_rows(case: dict) -> list[list[str]]:
 
 
 def muon_tables(result: dict) -> str:
-    """The table of bench_muon.py. ``every``: one step in so many computes bases or roots."""
+    """The table of bench_muon.py. Of ``every`` steps one computes bases or roots."""
     rows = [
         [
             case["case"],

@@ -30,7 +30,7 @@ _FSDP2 = (
     "register_fsdp_forward_method",
     "share_comm_ctx",
 )
-# Of all public names but those of fsdpc.api.
+# The module of each public name, except for the names of fsdpc.api.
 _HOME = {
     **dict.fromkeys(_EXCEPTIONS, "fsdpc._C"),
     **dict.fromkeys(_FSDP2, "fsdpc._fsdp2.module"),
@@ -47,7 +47,7 @@ _HOME = {
     "set_collectives": "fsdpc._comm.bootstrap",
     "uninstall": "fsdpc._install",
 }
-# What companions do without being imported, by the modules that register it.
+# The module that registers each function of a companion: imported when the function is needed.
 _REGISTERED_BY = {
     "explain": "fsdpc.plan.noticed",
     "steps": "fsdpc._companions.stepping",
@@ -154,8 +154,8 @@ def __getattr__(name: str) -> Any:
 
 
 def _import_companion(what: str) -> None:
-    """Let the companion register itself (``_engine/companions.py``), unless its folder was left
-    away.
+    """Import the companion that registers ``what`` (see ``_engine/companions.py``), unless its
+    folder was left out.
     """
     name = _REGISTERED_BY[what]
     try:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-# Module, and what the command answers.
+# Each command's module, and its line in the usage text.
 COMMANDS = {
     "check": ("fsdpc.plan.check", "does the sharded model train like the unsharded one?"),
     "checkpoint": ("fsdpc.checkpoint.cli", "verify, inspect, compare and convert checkpoints"),
@@ -31,8 +31,8 @@ READER_ENDED = 141  # what shells report of a program that SIGPIPE ended
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code, 2 for a wrong command line, or 141 if the program that reads
-    the output (``| head``) has ended.
+    """Run one command. Returns its exit code, 2 for a wrong command line, or 141 if the program
+    that reads the output (``| head``) has ended.
     """
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))

@@ -2,11 +2,11 @@
 
 Three things change, and ``uninstall()`` puts each of them back:
 
-- The names. Module-level references to torch's class or gradient scaler, in torch's public modules
-and in modules imported before, become fsdpc's. torch's private modules keep their references; the
-next two changes make them work with both classes. - Constructing torch's class, through a reference
-in a closure or a default argument, makes an fsdpc model. - The static methods of both classes
-dispatch on the model: torch's models, made before or after, run torch's code.
+- Names: module-level references to torch's class or gradient scaler become fsdpc's, in torch's
+  public modules and in modules imported before. torch's private modules keep their references.
+- The constructor: a call of torch's class, through a kept reference, makes an fsdpc model.
+- Static methods of both classes dispatch on the model: torch's models, made before or after, run
+  torch's code. These last two changes let torch's private modules work with both classes.
 
 FSDP2: module-level references to ``fully_shard`` and the functions beside it become fsdpc's, which
 leave modules of torch's ``fully_shard`` to torch. ``FSDPModule`` stays torch's: fsdpc's derives
@@ -57,7 +57,7 @@ def install(interface: str = "both") -> None:
     ``interface``: "FullyShardedDataParallel", "fully_shard" or "both" (``ValueError``: another
     value). Afterwards every module-level reference to torch's ``FullyShardedDataParallel`` is
     fsdpc's, also in modules imported before. Models of torch's class keep working, as instances of
-    both. ``RuntimeError``, on instantiation: a class derived from torch's before this call.
+    both. ``RuntimeError``, on instantiation: the class was derived from torch's before this call.
     """
     if interface not in ("both", NAME, "fully_shard"):
         raise ValueError(

@@ -59,7 +59,7 @@ TrainingState = _find("torch.distributed.fsdp._common_utils", "TrainingState")
 FlatParameter = _find("torch.distributed.fsdp._flat_param", "FlatParameter")
 # torch's description of a parameter's range in a flat parameter's shard.
 ShardParamInfo = _find("torch.distributed.fsdp._flat_param", "_ShardParamInfo")
-# Of torch 2.15 and newer: finalize_backward(async_op=True) returns this class. Where torch has the
+# In torch 2.15 and newer, finalize_backward(async_op=True) returns this class. Where torch has the
 # class, torch's reset_iter_state drops all gradients.
 GradientReductionHandle = _maybe("torch.distributed.fsdp", "GradientReductionHandle")
 # Wrap policies: the base class of the policy objects, and the disjunction of two policies.
@@ -81,10 +81,10 @@ StridedShard = _find("torch.distributed.tensor.placement_types", "_StridedShard"
 AsyncCollectiveTensor = _find("torch.distributed._functional_collectives", "AsyncCollectiveTensor")
 
 # Compares types, dtypes, devices, shapes and strides of many tensors with those of an earlier time.
-# None: a save keeps nothing of what it has read.
+# None if torch has no such class: a save then keeps nothing of what it has read.
 TensorGuards = _maybe("torch._C._dynamo.guards", "TensorGuards")
 
-# Sees every operation that torch runs; operations on tensors without values.
+# Modes: one sees every operation that torch runs, one every call of a function of torch.
 TorchDispatchMode = _find("torch.utils._python_dispatch", "TorchDispatchMode")
 TorchFunctionMode = _find("torch.overrides", "TorchFunctionMode")
 
@@ -98,7 +98,7 @@ def fake_tensors() -> Any:
 
 @functools.cache
 def dcp_index_classes() -> dict[tuple[str, str], Any]:
-    """What the pickled index of a DCP folder consists of, by module and name; on demand."""
+    """What a DCP folder's pickled index consists of, by module and name; imported on demand."""
     home = "torch.distributed.checkpoint"
     names = [(f"{home}.metadata", name) for name in (
         "Metadata", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata",
@@ -119,12 +119,12 @@ def dcp_index_classes() -> dict[tuple[str, str], Any]:
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """How many tensors use a storage, and its object in Python if there is one."""
+    """How many users a storage has: tensors, and its object in Python if there is one."""
     return int(_storage_use_count(storage._cdata))
 
 
 def group_timeouts() -> list[float]:
-    """After how many seconds collectives of the default group fail, by its backends that say so."""
+    """Seconds after which collectives of the default group fail, for its backends that say so."""
     group = torch.distributed.group.WORLD
     found = []
     for device in group._device_types if group is not None else ():
@@ -143,7 +143,7 @@ tree_leaves = _find("torch.utils._pytree", "tree_leaves")
 tree_map = _find("torch.utils._pytree", "tree_map")
 tree_map_only = _find("torch.utils._pytree", "tree_map_only")
 make_wrapper_subclass = _find("torch", "Tensor._make_wrapper_subclass")
-pytree_nodes = _find("torch.utils._pytree", "SUPPORTED_NODES")  # by type: what is registered
+pytree_nodes = _find("torch.utils._pytree", "SUPPORTED_NODES")  # the registered nodes by type
 flatten_mesh = _find("torch.distributed.device_mesh", "DeviceMesh._flatten")
 # The default process group, and the store of a process group.
 default_group = _find("torch.distributed.distributed_c10d", "_get_default_group")
@@ -152,13 +152,13 @@ process_group_store = _maybe("torch.distributed.distributed_c10d", "_get_process
 global_backward_hooks = _find("torch.nn.modules.module", "_global_backward_hooks")
 # Whether autocast is enabled for any device type, by the cheapest call.
 is_any_autocast_enabled = _find("torch._C", "_is_any_autocast_enabled")
-# Id of the backward that runs on this thread (-1: none), whether its graph stays for another one,
-# whether it runs a node, and its end-of-backward callbacks.
+# Id of the backward that runs on this thread (-1: none), whether its graph stays for another
+# backward, whether it runs a node, and its end-of-backward callbacks.
 current_graph_task_id = _find("torch._C", "_current_graph_task_id")
 keeps_graph = _find("torch._C", "_autograd._get_current_graph_task_keep_graph")
 will_execute = _find("torch._C", "_will_engine_execute_node")
-# torch.func: whether a transform runs, what its wrapped tensors are and wrap. Asking for the level
-# instead would make a state of torch.func in the thread, which each node of autograd copies.
+# torch.func: whether a transform runs, which tensors it has wrapped, and what they wrap. Asking for
+# the level would make a state of torch.func in the thread, which each node of autograd copies.
 transforms_active = _find("torch._C", "_are_functorch_transforms_active")
 without_transforms = _find("torch._C", "_DisableFuncTorch")
 is_wrapped = _find("torch._C", "_functorch.is_functorch_wrapped_tensor")
@@ -188,12 +188,12 @@ _Strategy = _find("torch._C", "_dynamo.eval_frame._FrameExecStrategy")
 _Action = _find("torch._C", "_dynamo.eval_frame._FrameAction")
 SKIP_FRAME = _Strategy(_Action.SKIP, _Action.DEFAULT)
 SKIP_CALLEES = _Strategy(_Action.SKIP, _Action.SKIP)
-# Called before the steps of all optimizers, and of one.
+# The hooks called before the steps of every optimizer; below, those of a single optimizer.
 global_step_pre_hooks = _find("torch.optim.optimizer", "_global_optimizer_pre_hooks")
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> dict[int, Any]:
-    """Those of this optimizer alone."""
+    """The step pre-hooks of this optimizer alone."""
     return optimizer._optimizer_step_pre_hooks  # type: ignore[attr-defined, no-any-return]
 
 
@@ -203,7 +203,7 @@ def first_step_post_hook(optimizer: torch.optim.Optimizer) -> int | None:
 
 
 def calls_hooks(optimizer: object) -> bool:
-    """Whether a step of this object calls its hooks; that of a wrapper around one does not."""
+    """Whether a step of this object calls its hooks; a wrapper around an optimizer does not."""
     return hasattr(optimizer, "_optimizer_step_post_hooks")
 
 
@@ -212,7 +212,7 @@ def calls_hooks(optimizer: object) -> bool:
 # Both clip_grad_norm_ and get_total_norm call this function.
 TOTAL_NORM = "_get_total_norm"
 total_norm = _find("torch.nn.utils.clip_grad", TOTAL_NORM)
-# What clip_grad_norm_ and clip_grads_with_norm_ scale gradients by.
+# The function by which clip_grad_norm_ and clip_grads_with_norm_ scale gradients.
 CLIP_BY_NORM = "_clip_grads_with_norm_"
 _find("torch.nn.utils.clip_grad", CLIP_BY_NORM)
 # Collects a group's parameters, gradients and states at the start of a step; a method of each
@@ -223,13 +223,13 @@ _find("torch.optim", f"Adam.{INIT_GROUP}")
 RNG_TRACKER = "_rng_tracker"
 dtensor_random = _find("torch.distributed.tensor", "_random")
 _find("torch.distributed.tensor._random", "_RNGStateTracker._distribute_region")
-# What every backward goes through, as torch.autograd's own functions name it; what puts hooks
-# around the step of a class of optimizers.
+# The function that every backward goes through, under its name in torch.autograd; the method that
+# puts hooks around the step of a class of optimizers.
 RUN_BACKWARD = "_engine_run_backward"
 _find("torch.autograd", RUN_BACKWARD)
 PROFILE_STEP = "profile_hook_step"
 _find("torch.optim", f"Optimizer.{PROFILE_STEP}")
-# Names of a parameter, in torch.distributed.checkpoint.state_dict (imported on demand).
+# The function for a parameter's names in torch.distributed.checkpoint.state_dict (on demand).
 GET_FQNS = "_get_fqns"
 # The module with torch's wrapper for checkpointed modules (imported on demand).
 CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
@@ -301,7 +301,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 MARKS = frozenset(
     {
         "_flat_param",  # FSDP's name of a flat parameter in its module
-        "_fqns",  # on a flat parameter: the names of the original ones
+        "_fqns",  # on a flat parameter: the names of the original parameters
         "_fsdp_flattened",  # on a parameter that FSDP manages
         "_fsdp_wrapped_module",  # FSDP's name of the wrapped module
         "_checkpoint_wrapped_module",  # activation checkpointing's name of the wrapped module

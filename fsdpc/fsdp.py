@@ -205,7 +205,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         )
 
     def _init_state(self) -> None:
-        """Give the instance its own values of what begins neither as a constant nor as None."""
+        """Set the attributes that have no first value in the class, which instances would share."""
         self._mark_handles: list[Any] = []
         self._buffer_dtypes: dict[str, torch.dtype] = {}
         self._full_precision_eval = _eval.asked()
@@ -302,9 +302,9 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         over the units' sharding groups.
 
         ``norm_type`` may be any p or ``inf``. Returns the norm before clipping, a 0-dim tensor in
-        the promoted dtype of all gradients (fp32 with a warning without gradients). Gradients are
+        the promoted dtype of all gradients (without any: fp32, with a warning). Gradients are
         multiplied by ``min(1, max_norm / (norm + 1e-6))`` in place. On a GPU there is no host sync.
-        ``RuntimeError``: not the root. ``ValueError``: not between steps.
+        ``RuntimeError``: ``self`` is not the root. ``ValueError``: called during a step.
         """
         lazy_init(self)
         if not self._is_root:
@@ -335,7 +335,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         shards, without it changes are dropped (except in unsharded units). ``rank0_only``: the
         group's other ranks keep their shards. ``with_grads``: ``.grad`` is full too. Buffers do not
         change. Collective on entry. ``NotImplementedError``: ``rank0_only`` with ``writeback``.
-        ``AssertionError``: during forward or backward, or a unit is summoned already.
+        ``AssertionError``: called during forward or backward, or a unit is summoned already.
         """
         _args.check_model("summon_full_params", module)
         return _summon.summon_full_params(
@@ -367,7 +367,7 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
         ``FullStateDictConfig(rank0_only=True)`` ranks other than 0 get unmanaged parameters only.
         SHARDED: this rank's rows of each parameter, as ``ShardedTensor``, or as ``DTensor`` with
         ``device_mesh``. LOCAL: this rank's flat parameters (``RuntimeError`` with ``device_mesh``).
-        ``AssertionError``: during forward or backward.
+        ``AssertionError``: called during forward or backward.
         """
         try:
             return super().state_dict(*args, **kwargs)
@@ -394,11 +394,11 @@ class FullyShardedDataParallel(OptimStateDicts, Face):
             if name == FSDP_WRAPPED or FSDP_WRAPPED not in self.__dict__.get("_modules", ()):
                 raise
             if name == "__deepcopy__":
-                raise  # a copy of the wrapped module alone would be returned for this one's
+                raise  # else deepcopy would return a copy of the wrapped module alone
             return getattr(self._modules[FSDP_WRAPPED], name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As ``__getattr__``: a tensor in place of one of the wrapped module is set there."""
+        """As ``__getattr__``: a tensor that replaces one of the wrapped module is set in it."""
         if isinstance(value, torch.Tensor) and not self._has_own(name):
             module = self.module
             if isinstance(getattr(module, name, None), torch.Tensor):

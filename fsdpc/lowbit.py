@@ -50,7 +50,7 @@ def decode_rows(coded: Tensor, row: int, dtype: torch.dtype, codec: str) -> Tens
     """The values of coded rows, of ``row`` values each. Local."""
     found = torch.empty((*coded.shape[:-1], row), dtype=dtype, device=coded.device)
     coded = coded.contiguous()
-    if coded.data_ptr() % 16:  # behind bytes of another size in its unit
+    if coded.data_ptr() % 16:  # it lies behind bytes of another size in its unit
         coded = coded.clone()
     _C.decode_rows(codec, found, coded, kernel_ordinal(coded))
     return found
@@ -62,7 +62,7 @@ def _(coded: Tensor, row: int, dtype: torch.dtype, codec: str) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """``linear`` by a coded weight, of which at most ``_AT_ONCE`` values are there at a time."""
+    """``linear`` by a coded weight, of which at most ``_AT_ONCE`` values are decoded at a time."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None, row: int, codec: str) -> Tensor:
@@ -101,12 +101,12 @@ def _parts(weight: Tensor, row: int) -> list[slice]:
 
 
 class _Coded(nn.Module):
-    """A layer whose ``weight`` is codes. ``value_dtype``: the weight's before it was quantised."""
+    """A layer whose ``weight`` is codes. ``value_dtype``: the dtype that the weight had before."""
 
     codec: str
     value_dtype: torch.dtype
     weight: nn.Parameter
-    plain: type[nn.Module]  # of the layer before
+    plain: type[nn.Module]  # the layer's class before it was quantised
     width: str  # the attribute with the number of values in a row
 
     @property
@@ -126,8 +126,8 @@ class _Coded(nn.Module):
 
 
 def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Quantise values that a layer loads. Refuse those that have to be cut or converted first, also
-    where codes have their shape, and ``copy_`` would make bytes of them.
+    """Quantise values that a layer loads. Refuse values that must be cut or converted first, also
+    where they have the shape of the codes, so that ``copy_`` would make bytes of them.
     """
     key, own = f"{prefix}weight", module._parameters.get("weight")
     given = state.get(key)
@@ -149,7 +149,7 @@ def _take_values(module: nn.Module, state: dict[str, Any], prefix: str, *rest: A
 
 
 def can_encode(values: Any, shape: Sequence[int]) -> bool:
-    """Whether ``values`` has this shape and a dtype that is encoded; 8 bits lack their scales."""
+    """Whether ``values`` has this shape and a dtype to encode; floats of 8 bits lack scales."""
     wide: bool = values.is_floating_point() and values.dtype.itemsize > 1
     return wide and tuple(values.shape) == tuple(shape)
 
@@ -161,14 +161,14 @@ class Linear(_Coded, nn.Linear):
     ``weight``: uint8, (out_features, bytes of a row's codes and scales). As before, an input of
     (..., in_features) gives (..., out_features), in the dtype of the input or of autocast.
     ``RuntimeError``, on loading: values that are sharded, in 8 bits or of another shape than the
-    layer's. ``TypeError``: an input that is not floating-point, as of a module that casts to the
-    weight's dtype; ``reset_parameters``, as codes have no initialisation.
+    layer's. ``TypeError``: the input is not floating-point, such as that of a module that casts to
+    the weight's dtype; a call of ``reset_parameters``, because codes have no initialisation.
     """
 
     plain, width = nn.Linear, "in_features"
 
     def forward(self, input: Tensor) -> Tensor:
-        if not input.is_floating_point():  # autocast would make numbers of what the cast left
+        if not input.is_floating_point():  # else autocast makes floats of the bytes of a cast
             raise TypeError(
                 f"the input of {self} is {input.dtype}, but must be floating-point. A module that "
                 "casts its input to this weight's dtype (wo of T5) gets that of codes: name the "
@@ -223,8 +223,8 @@ def quantize(
     adapters stay. A model on the meta device stays there: ``fsdpc.checkpoint.load_pretrained``
     fills it, and quantises while it reads. A block with a value that is not finite becomes NaN.
 
-    Local. Returns ``model``. ``ValueError``: an unknown codec, nothing to quantise, a weight that
-    another module has, too, which is not quantised. ``TypeError``: the model is sharded already.
+    Local. Returns ``model``. ``ValueError``: an unknown codec, nothing to quantise, ``max_norm``, a
+    weight shared with a module that is not quantised. ``TypeError``: the model is sharded already.
     """
     if codec not in CODECS:
         raise ValueError(f"unknown codec {codec!r}: choose one of {', '.join(CODECS)}")
@@ -265,7 +265,7 @@ def quantize(
 
 
 def _leave_fast_path(model: nn.Module) -> None:
-    """Torch's encoders hand the weights of their layers to a fused kernel when they evaluate."""
+    """Keep torch's encoders from handing their layers' weights to a fused kernel in evaluation."""
     for module in model.modules():
         if isinstance(module, nn.TransformerEncoderLayer):
             if any(isinstance(child, Linear) for child in module.children()):
@@ -277,7 +277,7 @@ def _leave_fast_path(model: nn.Module) -> None:
 
 def dequantize(model: M, dtype: torch.dtype | None = None) -> M:
     """Make ordinary layers of those that ``quantize`` has changed, in place: to merge adapters, or
-    to save values. ``dtype``: of the weights, which stay frozen; None: what they had.
+    to save values. ``dtype``: of the weights, which stay frozen; None: as before ``quantize``.
 
     Local. Returns ``model``. ``TypeError``: the model is sharded.
     """
@@ -296,10 +296,10 @@ def values(
     model: nn.Module, state: Mapping[str, Any], dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
     """``state``, a full state dict of ``model`` (sharded or not), with values where it has codes:
-    what the model before ``quantize`` loads. ``dtype``: of these values; None: what they had.
+    what the model before ``quantize`` loads. ``dtype``: of these values; None: the dtype they had.
 
     Local. ``TypeError``: a weight is a DTensor or in pieces; gather the state dict first
-    (``full_state_dict=True``). ``ValueError``: it has tensors of a layer, but not its weight.
+    (``full_state_dict=True``). ``ValueError``: ``state`` has tensors of a layer, not its weight.
     """
     found, clean = dict(state), cleaner(model)
     bare = {clean(clean_fqn(key)): key for key in state}
@@ -358,7 +358,7 @@ def _check_chosen(model: nn.Module, chosen: Mapping[str, nn.Module]) -> None:
 
 @torch.no_grad()
 def _change(layers: Iterable[Any], change: Callable[[Any], tuple[type, Tensor]]) -> None:
-    """Give each layer its new class and weight; a weight that several have stays one."""
+    """Give each layer its new class and weight; a weight that several layers share stays one."""
     done: dict[int, tuple[Tensor, nn.Parameter]] = {}
     for module in layers:
         old = module.weight

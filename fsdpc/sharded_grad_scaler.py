@@ -57,7 +57,7 @@ class ShardedGradScaler(GradScaler):
     def scale(self, outputs: Outputs) -> Any:
         """``outputs`` (a tensor of any shape, or nested iterables of tensors) times the scale, each
         in its own dtype: a half-precision loss stays in half precision. Local. ``ValueError``:
-        ``outputs`` is neither.
+        ``outputs`` is neither a tensor nor an iterable.
         """
         if not self._enabled:
             return outputs
@@ -69,7 +69,7 @@ class ShardedGradScaler(GradScaler):
         return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """As torch's. An optimizer of ``fsdpc.optim`` in host memory looks for infinities itself,
+        """As in torch. An optimizer of ``fsdpc.optim`` in host memory looks for infinities itself,
         in the pass that computes the norm if there is ``max_norm``. Collective.
         """
         self._stepping = optimizer
@@ -104,8 +104,8 @@ class ShardedGradScaler(GradScaler):
 
 
 def _are_finite(optimizer: torch.optim.Optimizer) -> bool:
-    """True if the host has read all gradients and found them finite; torch's check, which also
-    writes each of them, decides where this is False.
+    """True if the host has read all gradients and found them finite. If False, torch's check
+    decides, which also writes each gradient.
     """
     grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
     held = [grad for grad in grads if grad is not None]

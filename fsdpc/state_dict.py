@@ -43,7 +43,7 @@ from fsdpc.api import (
     StateDictType,
 )
 
-# The classes of the two configurations, and the functions around saving and loading.
+# For each type: the classes of its two configurations, and the module that saves and loads it.
 _KINDS: dict[StateDictType, tuple[type[Any], type[Any], ModuleType]] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig, _state_full),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig, _state_local),
@@ -56,8 +56,8 @@ _KINDS: dict[StateDictType, tuple[type[Any], type[Any], ModuleType]] = {
 
 
 def register_hooks(member: nn.Module) -> None:
-    """Register the save and load hooks of one FSDP instance, and what refuses values for a part of
-    its flat parameter.
+    """Register the save and load hooks of one FSDP instance, and hooks that refuse values for a
+    part of its flat parameter.
     """
     member.register_state_dict_pre_hook(_before_save)
     member.register_state_dict_post_hook(_after_save)
@@ -172,8 +172,8 @@ def _refuse_part(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Before a module inside of a unit with a flat parameter loads without its unit: the module has
-    no parameters then, and ``strict=False`` would drop their values.
+    """Load hook of a module inside of a unit with a flat parameter: in a load without the unit the
+    module has no parameters, and ``strict=False`` would drop their values.
     """
     for name in names:
         if prefix + name in state_dict and name in module.__dict__:
@@ -262,7 +262,7 @@ def _apply_settings(module: nn.Module, settings: StateDictSettings) -> None:
 def get_state_dict_type(module: nn.Module) -> StateDictSettings | None:
     """Current settings of the units in ``module`` (``None`` without units). Local.
 
-    ``AssertionError``: the units disagree. ``RuntimeError``: LOCAL with a device mesh.
+    ``AssertionError``: the units disagree. ``RuntimeError``: type LOCAL, with a device mesh.
     """
     _args.check_model("get_state_dict_type", module)
     found: StateDictSettings | None = None

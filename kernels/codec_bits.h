@@ -18,8 +18,8 @@
 #define FSDPC_CODEC_TABLE __attribute__((unused)) static const
 #endif
 
-/* The list of codecs: of each the name in C, that of options, elements of a block, bits of a code, bytes of the scale,
- * and whether weights are gathered and gradients sent so. X gets `with` first. */
+/* The list of codecs. Each row: the name in C and in options, elements of a block, bits of a code, bytes of
+ * the scale, and 1 if weights are gathered and 1 if gradients are sent with it. X gets `with` first. */
 #define FSDPC_CODEC_LIST(X, with)                       \
     X(with, INT8, "int8", 256, 8, 4, 1, 1)              \
     X(with, E4M3, "float8_e4m3", 256, 8, 4, 1, 1)       \
@@ -53,12 +53,12 @@ __attribute__((unused)) static const
 /* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
 #define FSDPC_ROUNDS 12582912.0f
 
-/* A float of 8 bits, or of 4 with its sign moved: `mantissa` bits below an exponent with this bias. */
+/* A float of 8 bits, or of 4 with its sign in bit 7: `mantissa` bits below an exponent with this bias. */
 struct fsdpc_float8 {
     int mantissa, bias;
-    int32_t past;     /* without sign: what everything above the largest number becomes */
-    int32_t nan;      /* without sign */
-    float least_unit; /* of the last bit of subnormals */
+    int32_t past;     /* without sign: the code of everything above the largest number */
+    int32_t nan;      /* without sign: the code of NaN */
+    float least_unit; /* the value of the last bit of subnormals */
 };
 
 FSDPC_CODEC_INLINE struct fsdpc_float8
@@ -108,7 +108,7 @@ fsdpc_float8_value(uint8_t code, struct fsdpc_float8 f)
 
 enum { FSDPC_NVFP4_PART = 16 }; /* elements with a scale of their own */
 
-/* E2M1, of a finite number from -6 to 6. */
+/* The format E2M1, for finite numbers from -6 to 6. */
 FSDPC_CODEC_INLINE struct fsdpc_float8
 fsdpc_float4(void)
 {
@@ -129,7 +129,7 @@ fsdpc_float4_value(int32_t code)
     return fsdpc_float8_value((uint8_t)((code & 7) | (code & 8) << 4), fsdpc_float4());
 }
 
-/* 2^(code - 127); 255: NaN. */
+/* The value of a code in E8M0: 2^(code - 127), and NaN for 255. */
 FSDPC_CODEC_INLINE float
 fsdpc_e8m0_value(uint8_t code)
 {
@@ -157,7 +157,7 @@ FSDPC_CODEC_TABLE float fsdpc_nf4_levels[16] = {
     1.0f,
 };
 
-/* Half way between neighbouring levels, their sums rounded to float32 as bitsandbytes' are on processors. */
+/* The bounds half way between neighbouring levels; sums are rounded to float32 as by bitsandbytes on CPUs. */
 FSDPC_CODEC_TABLE float fsdpc_nf4_bounds[15] = {
     -0.8480963706970215f,  -0.6106328964233398f,  -0.4599952697753906f,   -0.33967941999435425f,
     -0.23460739850997925f, -0.13791173696517944f, -0.045525018125772476f, 0.03979014977812767f,
@@ -175,7 +175,7 @@ fsdpc_nf4_of(float value)
     return code;
 }
 
-/* 8 and the nearest integer of -7.5 to 7.5, halves to even, from 1 to 15. */
+/* The code of int4, from 1 to 15: 8 plus the integer nearest to `value`, halves to even, in -7 to 7. */
 FSDPC_CODEC_INLINE int32_t
 fsdpc_int4_of(float value)
 {
@@ -184,8 +184,8 @@ fsdpc_int4_of(float value)
     return 8 + (low > -7 ? low : -7);
 }
 
-/* A random number between -1/2 and 1/2. A value that gets one added and is then rounded to nearest is rounded
- * stochastically. */
+/* A random number between -1/2 and 1/2. A value to which such a number is added before it is rounded to
+ * nearest is rounded stochastically. */
 FSDPC_CODEC_INLINE float
 fsdpc_dither(uint32_t bits)
 {

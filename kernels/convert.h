@@ -31,7 +31,7 @@ f32_from_bits(uint32_t bits)
     return value;
 }
 
-/* A shift: exact for every pattern, so a signalling NaN stays one until arithmetic uses it. */
+/* A shift: exact for every pattern, so a signalling NaN stays signalling until arithmetic uses it. */
 static inline float
 bf16_to_f32(uint16_t bits)
 {
@@ -65,7 +65,7 @@ f16_to_f32(uint16_t bits)
     return f32_from_bits(sign | (exponent + 112) << 23 | mantissa << 13);
 }
 
-/* |value| below 2^-14: the float16 is a count of 2^-24. */
+/* For |value| below 2^-14, where a float16 counts units of 2^-24. */
 static inline uint32_t
 f16_subnormal(uint32_t magnitude)
 {

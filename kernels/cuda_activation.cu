@@ -1,5 +1,5 @@
-/* Saved activations in 8 bits, and back: as csrc/activation/activation.c. A warp packs a block of
- * FSDPC_STEP_BLOCK values at a time, 8 neighbours per thread. */
+/* Packs saved activations into 8 bits and unpacks them, as csrc/activation/activation.c does. A warp packs a
+ * block of FSDPC_STEP_BLOCK values at a time, 8 neighbours per thread. */
 #include "cuda_span.cuh"
 
 enum {
@@ -10,7 +10,7 @@ enum {
 
 /* Adding 1.5 * 2^23 leaves the nearest integer in the low bits of the sum. */
 #define ACTIVATION_ROUNDS 12582912.0f
-/* As in csrc/activation/activation.h. */
+/* FSDPC_ACTIVATION_STEPS of csrc/activation/activation.h. */
 #define ACTIVATION_STEPS 126.0f
 
 union activation_codes {
@@ -80,7 +80,7 @@ pack_activations(const fsdpc_cuda_activation_params &p, int64_t begin)
     }
 }
 
-/* Between -most and most. */
+/* `value`, but at least -most and at most `most`. */
 static __device__ __forceinline__ int32_t
 within(int32_t value, int32_t most)
 {
@@ -88,7 +88,7 @@ within(int32_t value, int32_t most)
     return low > -most ? low : -most;
 }
 
-/* A quarter of a step for codes of no step, else the steps: 4 * (code - sign). */
+/* The value of a code: 4 * (code - sign) quarters of a step; codes of no step, -1 and 1, give one quarter. */
 static __device__ __forceinline__ float
 unpacked(int32_t code, float scale)
 {
@@ -134,7 +134,7 @@ unpack_activations(const fsdpc_cuda_activation_params &p, int64_t begin)
     }
 }
 
-/* Calls `what` for each block of the calling warp: as often on every warp, whatever n is. */
+/* Calls `what` for each block of the calling warp. All warps make equally many calls, whatever n is. */
 #define FOR_ACTIVATION_BLOCKS(what, T)                                                            \
     for (int b = (int)threadIdx.x / ACTIVATION_WARP; b < ACTIVATION_BLOCKS;                       \
          b += FSDPC_CUDA_THREADS / ACTIVATION_WARP) {                                             \

@@ -1,8 +1,8 @@
 /* The pack of a unit's gradients onto a base: one launch for any number of tensors.
  *
- * target = base + source * scale, computed in the base's type (float32 or float64) in the steps of
- * reduce, rounded once to the target's. A kernel of its own, because its second operand takes
- * registers that the plain pack needs.
+ * target = base + source * scale, computed in the base's type (float32 or float64) with the operations of
+ * reduce, rounded once to the target's type. A kernel of its own, because its second operand takes registers
+ * that the plain pack needs.
  */
 #include "cuda_span.cuh"
 
@@ -24,7 +24,7 @@ added(A base, A source, A scale)
     return sum(base, scale == 1 ? source : product(source, scale));
 }
 
-/* Any types: pairs with float64 are rare, and heads and tails are short. */
+/* Element by element, of any types: for pairs with float64, which are rare, and for short heads and tails. */
 template <typename A>
 static __device__ __noinline__ void
 add_items(void *dst, int dst_type, const A *base, const void *src, int src_type, int begin, int end,
@@ -42,7 +42,7 @@ static __device__ void
 add_groups(void *dst_, const float *base, const void *src_, int groups, float scale, int lane,
            int lanes)
 {
-    /* With one word of each, too few loads are in flight. */
+    /* With one word of each operand, too few loads are in flight. */
     enum { COUNT = conversion<S, D>::COUNT, IN_FLIGHT = COUNT == 4 ? 2 : 1 };
     typename item<D>::raw *dst = (typename item<D>::raw *)dst_;
     const typename item<S>::raw *src = (const typename item<S>::raw *)src_;
@@ -124,7 +124,7 @@ add_any(void *dst, int dst_type, const void *base, int base_type, const void *sr
     }
 }
 
-/* As pack_view: the scattered elements come together in shared memory first. */
+/* As pack_view: the scattered elements are brought together in shared memory first. */
 static __device__ __noinline__ void
 add_view(char *dst, int dst_type, const char *base, int base_type, const fsdpc_cuda_view *view,
          int src_type, int64_t begin, int count, double scale)

@@ -13,7 +13,7 @@ grid_lanes(void)
     return (int64_t)gridDim.x * blockDim.x;
 }
 
-/* In place; nothing is touched where the factor is 1. */
+/* Multiplies in place; nothing is touched where the factor is 1. */
 template <int T>
 static __device__ __forceinline__ void
 scale_span(void *x, int64_t n, double factor, int64_t lane, int64_t lanes)
@@ -74,7 +74,7 @@ gather_items(void *out, const fsdpc_cuda_view *view, int64_t begin, int count)
     }
 }
 
-/* Scattered elements are brought together in shared memory first, then treated like any others. */
+/* Scattered elements are brought together in shared memory first, then treated like contiguous ones. */
 static __device__ __noinline__ void
 pack_view(char *dst, int dst_type, const fsdpc_cuda_view *view, int src_type, int64_t begin,
           int count, double scale)

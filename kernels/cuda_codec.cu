@@ -1,5 +1,5 @@
-/* Rows of values to codes and back, and sums of what codes of several ranks are decoded to: as csrc/codec/codec.c. A warp
- * codes a block of values at a time; each thread has neighbours of it, in whole bytes of codes.
+/* Codes rows of values and decodes them as csrc/codec/codec.c does; sums the decoded values of several ranks.
+ * A warp codes a block of values at a time; each thread has neighbours of it, in whole bytes of codes.
  */
 #include "cuda_span.cuh"
 
@@ -21,11 +21,11 @@ template <int CODEC> struct codec_form {
 /* What the calling thread has of a block: `count` elements from `at` on, at most SHARE of them; its codes; the scale. */
 struct codec_share {
     int64_t at;
-    int count, place; /* the first one's place in the block */
+    int count, place; /* place: the first element's, in the block */
     uint8_t *codes, *scale;
 };
 
-/* Block `number` of all. Behind the last one there is nothing. */
+/* The calling thread's share of block `number` of all pieces; its count is 0 behind the last block. */
 template <int CODEC>
 static __device__ __forceinline__ codec_share
 share_of(const fsdpc_cuda_coding &c, int64_t number)
@@ -178,7 +178,7 @@ load_scale(const codec_share &share)
 
 /* --- blocks ------------------------------------------------------------------------------------- */
 
-/* What the largest value of a block becomes. */
+/* The scaled value that the largest value of a block becomes. */
 template <int CODEC>
 static __device__ __forceinline__ float
 codec_top(void)
@@ -196,7 +196,7 @@ nearest(float value)
     return (int32_t)f32_bits(sum(value, FSDPC_ROUNDS)) - (int32_t)f32_bits(FSDPC_ROUNDS);
 }
 
-/* The code of a value that is scaled already. */
+/* The code of a value; `scaled` is the value after multiplication by the block's factor. */
 template <int CODEC>
 static __device__ __forceinline__ int32_t
 codec_code(float value, float scaled, bool finite)
@@ -247,13 +247,13 @@ codec_value(int32_t code, float scale)
     return product(product((float)(code - 8), 1.0f / 7), scale);
 }
 
-/* What values are multiplied by, in two steps (csrc/codec/codec.c). */
+/* The factors by which values are multiplied, one after the other (csrc/codec/codec.c). */
 struct codec_factor {
     float lift, inverse;
-    float scale; /* of decoding */
+    float scale; /* the factor of decoding */
 };
 
-/* Those of a thread's part of a block with the scale `scale`, of values that are lifted. */
+/* Fills in the factors of a thread's part of a block. `scale` is the block's, of values that are lifted. */
 static __device__ __forceinline__ void
 part_factors(int32_t own, float scale, codec_factor *factors, uint8_t *part)
 {
@@ -265,7 +265,7 @@ part_factors(int32_t own, float scale, codec_factor *factors, uint8_t *part)
     factors->scale = product(factors->scale, value);
 }
 
-/* NVFP4's, as csrc/codec/codec.c. `own`: the bits of the thread's largest magnitude. */
+/* The factors of NVFP4, as in csrc/codec/codec.c. `own`: the bits of the thread's largest magnitude. */
 static __device__ __forceinline__ codec_factor
 nvfp4_factors(int32_t most, int32_t own, bool finite, const codec_share &share)
 {
@@ -285,7 +285,7 @@ nvfp4_factors(int32_t most, int32_t own, bool finite, const codec_share &share)
     return factors;
 }
 
-/* The factors of a block whose largest magnitude has these bits, and its scale as it is kept. */
+/* The factors of a block whose largest magnitude has the bits `most`. If `first`, also writes its scale. */
 template <int CODEC>
 static __device__ __forceinline__ codec_factor
 codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
@@ -313,7 +313,7 @@ codec_factors(int32_t most, bool finite, uint8_t *scale, bool first)
     return factors;
 }
 
-/* Adds what coding lost of earlier values, unless the block has zeros only. */
+/* Adds what coding lost of earlier values, unless the block has zeros only; false for such a block. */
 template <int SHARE>
 static __device__ __forceinline__ bool
 add_lost(const float *lost, const codec_share &share, float *values)
@@ -386,7 +386,7 @@ encode_block(const fsdpc_cuda_coding &c, int64_t number)
     store_codes<form::BITS, form::BYTES>(share, codes);
 }
 
-/* Bits as they are: of a piece in one row. */
+/* Copies the values of a block without a codec as they are; a piece is one row here. */
 static __device__ void
 copy_block(const fsdpc_cuda_coding &c, int64_t number)
 {
@@ -438,7 +438,7 @@ decode_block(const fsdpc_cuda_coding &c, int64_t number)
 
 /* --- sums ---------------------------------------------------------------------------------------- */
 
-/* What sender s brings: this rank's own piece is as it was packed. */
+/* Sender s's values: this rank's own are read as they were packed; those of others are decoded if coded. */
 template <int CODEC, typename VALUE>
 static __device__ __forceinline__ void
 load_sent(const fsdpc_cuda_coding &c, const codec_share &share, int s, int own, VALUE *out)
@@ -494,7 +494,7 @@ sum_block(const fsdpc_cuda_landed_params &p, const fsdpc_cuda_landed &l, int64_t
 
 /* --- lists of rows ------------------------------------------------------------------------------ */
 
-/* Calls `what` for each block of the calling warp: as often on every warp, whatever the number of blocks is. */
+/* Calls `what` for each block of the calling warp. All warps make equally many calls. */
 #define FOR_CODEC_BLOCKS(what, CODEC)                                            \
     for (int b = (int)threadIdx.x / CODEC_WARP; b < FSDPC_CUDA_CODING_BLOCKS;    \
          b += FSDPC_CUDA_THREADS / CODEC_WARP) {                                 \
@@ -519,7 +519,7 @@ own_coding(const fsdpc_cuda_coding_params &p, int64_t *first)
     return p.coding[i];
 }
 
-/* Those without a codec as well, by `plain`. */
+/* As FOR_CODECS, and with `plain` for FSDPC_UNCODED. */
 #define FOR_CODECS_AND_PLAIN(what, plain)      \
     if (codec == FSDPC_UNCODED) {              \
         FOR_CODEC_BLOCKS(plain, FSDPC_UNCODED) \

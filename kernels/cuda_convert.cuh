@@ -1,8 +1,8 @@
 /* One element at a time: the rules of convert.h with the GPU's own conversions.
  *
- * The processor's instructions round to nearest even and keep subnormals, but give every NaN the
- * same bits; a NaN is therefore converted by hand, so that its sign and top bits stay as they do on
- * the CPU. Products and sums use the intrinsics that a compiler never fuses.
+ * The GPU's instructions round to nearest even and keep subnormals, but give every NaN the same bits; a
+ * NaN is therefore converted by hand, so that its sign and top bits stay as they do on the CPU.
+ * Products and sums use the intrinsics that a compiler never fuses.
  */
 #ifndef FSDPC_CUDA_CONVERT_CUH
 #define FSDPC_CUDA_CONVERT_CUH
@@ -61,7 +61,7 @@ f32_to_f16(float value)
 #include "convert.h"
 #endif
 
-/* raw: as in memory; value: what is computed with. */
+/* raw: the type in memory; value: the type that is computed with. */
 template <int TYPE> struct item;
 
 template <> struct item<FSDPC_F32> {
@@ -141,8 +141,8 @@ load_item(const void *base, int type, int64_t i)
 
 /* --- 16 bytes at a time -------------------------------------------------------------------------- */
 
-/* Global memory is read once: past the caches, to leave them to what is read again. That
- * instruction must not address shared memory. */
+/* Global memory is read once, and therefore past the caches, which are left to what is read again. The
+ * instruction for that (__ldcs) must not address shared memory. */
 template <bool GLOBAL, typename WORD>
 static __device__ __forceinline__ WORD
 load_word(const WORD *from)
@@ -154,7 +154,7 @@ load_word(const WORD *from)
     }
 }
 
-/* As many elements as both sides fill whole 16-byte words with. */
+/* COUNT elements in whole words of 16 bytes; COUNT is chosen so that both sides fill whole words. */
 template <typename RAW, int COUNT> struct group {
     enum { WORDS = COUNT * (int)sizeof(RAW) / 16 };
     union {
@@ -179,7 +179,7 @@ template <typename RAW, int COUNT> struct group {
     }
 };
 
-/* Elements before the first 16-byte boundary, at most n. */
+/* The number of elements before the first 16-byte boundary, at most n. */
 template <typename I>
 static __device__ __forceinline__ I
 head_items(const void *address, int bytes, I n)

@@ -1,10 +1,10 @@
 /* Parameters of the CUDA kernels: each kernel of cuda_*.cu takes one struct by value.
  *
  * Valid as C11 and as CUDA C++; the host that launches and the device that runs see the same text.
- * All pointers are device memory. Pointers to floats are aligned to their element; bytes
- * (FSDPC_BYTES) to nothing. Types are fsdpc_dtype values. What each kernel does is in
- * kernels.h: the arithmetic is that of kernels_cpu.c, bit for bit (the payload of a NaN that was
- * computed with excepted, and the order in which squares are added).
+ * All pointers are device memory. Pointers to floats are aligned to their element; pointers to bytes
+ * (FSDPC_BYTES) to nothing. Types are fsdpc_dtype values. What each kernel does is in kernels.h: the
+ * arithmetic is that of kernels_cpu.c, bit for bit, except for the payload of a NaN that was computed with,
+ * and for the order in which squares are added.
  */
 #ifndef FSDPC_CUDA_PARAMS_H
 #define FSDPC_CUDA_PARAMS_H
@@ -18,20 +18,20 @@ enum {
     FSDPC_CUDA_THREADS = 256, /* threads of a block, of every kernel */
     FSDPC_CUDA_RESIDENT =
         4, /* blocks that a multiprocessor shall hold at a time, so at most 64 registers per thread */
-    FSDPC_CUDA_TILE_BYTES = 16384, /* of the destination of a pack: what one block does at a time */
-    FSDPC_CUDA_PACK_SOURCES = 384, /* as parameters of a launch */
+    FSDPC_CUDA_TILE_BYTES = 16384, /* bytes of the destination of a pack that one block does */
+    FSDPC_CUDA_PACK_SOURCES = 384, /* sources that fit the parameters of a launch */
     FSDPC_CUDA_REDUCE_SOURCES = 256,
     FSDPC_CUDA_NORM_BLOCKS = 1024, /* most partial results of a sum of squares */
     FSDPC_CUDA_NORM_BLOCK_ITEMS = 4096,
     FSDPC_CUDA_VIEW_DIMS = 16,
-    FSDPC_CUDA_SPANS = 128, /* of one launch */
+    FSDPC_CUDA_SPANS = 128, /* spans of one launch */
     FSDPC_CUDA_STEP_TENSORS = 32,
     FSDPC_CUDA_STEP_TILE = 4096, /* elements of a tensor that one block steps */
     FSDPC_CUDA_ACTIVATION_ITEMS = 4096,
-    FSDPC_CUDA_CODINGS = 48,       /* of one launch */
+    FSDPC_CUDA_CODINGS = 48,       /* codings of one launch */
     FSDPC_CUDA_CODING_BLOCKS = 32, /* blocks of values that one block of threads codes */
     FSDPC_CUDA_PLAIN_BLOCK = 256,  /* values of a block without a codec */
-    FSDPC_CUDA_LANDED = 40,        /* of one launch */
+    FSDPC_CUDA_LANDED = 40,        /* sums of one launch */
 };
 
 /* X(kernel, its struct) */
@@ -112,7 +112,7 @@ typedef uint64_t fsdpc_cuda_source;
 typedef struct fsdpc_cuda_pack_params {
     void *dst;
     const fsdpc_cuda_pack_entry *entries;
-    const int32_t *tile_entry; /* the entry of each tile; NULL: all are of the first */
+    const int32_t *tile_entry; /* the entry of each tile; NULL: all tiles are of the first entry */
     int64_t tiles;             /* = blocks */
     double scale;
     const void *base;               /* of pack_add; may be dst */
@@ -183,8 +183,8 @@ typedef struct fsdpc_cuda_clip_params {
 
 /* --- optimizer steps (steps.h) ------------------------------------------------------------------- */
 
-/* Tiles of a tensor begin at multiples of FSDPC_CUDA_STEP_TILE of the whole parameter; a tensor without
- * elements has one, which counts its step. */
+/* The number of a tensor's tiles. They begin at multiples of FSDPC_CUDA_STEP_TILE of the whole parameter; a
+ * tensor without elements has one tile, which counts its step. */
 static inline int64_t
 fsdpc_cuda_step_tiles(int64_t first, int64_t n)
 {
@@ -206,12 +206,12 @@ typedef struct fsdpc_cuda_step_params {
     const fsdpc_step_entry *entries;
     int64_t count;
     int32_t kind, nesterov;
-    fsdpc_step_codes codes[2]; /* step8: of m, of v */
+    fsdpc_step_codes codes[2]; /* step8: the maps of m and of v */
 } fsdpc_cuda_step_params;
 
 /* --- saved activations (csrc/activation/activation.h) --------------------------------------------- */
 
-/* Codes and one scale per FSDPC_STEP_BLOCK values, or back. */
+/* Values to codes and one scale per FSDPC_STEP_BLOCK values, or back. */
 typedef struct fsdpc_cuda_activation_params {
     void *values;
     int8_t *codes;
@@ -222,15 +222,15 @@ typedef struct fsdpc_cuda_activation_params {
 
 /* --- codes (csrc/codec/codec.h) -------------------------------------------------------------------- */
 
-/* Pieces of rows, end to end as values; as codes at multiples of `stride`. */
+/* Pieces of rows. As values the pieces lie end to end; as codes they begin at multiples of `stride`. */
 typedef struct fsdpc_cuda_coding {
     void *values;
     uint8_t *coded;
-    int64_t rows, row;      /* of each piece; elements of each row */
-    int64_t stride, scales; /* bytes; where the scales of a piece begin */
-    int64_t blocks;         /* of all pieces */
+    int64_t rows, row;      /* rows of each piece; elements of each row */
+    int64_t stride, scales; /* bytes from a piece to the next; bytes from its begin to its scales */
+    int64_t blocks;         /* blocks of values, of all pieces */
     float *lost;            /* one per value, or NULL (fsdpc_codec_encode) */
-    int32_t first_block;    /* of threads */
+    int32_t first_block;    /* the first of its blocks of threads */
     int32_t type, codec, pad;
 } fsdpc_cuda_coding;
 
@@ -240,7 +240,7 @@ typedef struct fsdpc_cuda_coding_params {
     fsdpc_cuda_coding coding[FSDPC_CUDA_CODINGS];
 } fsdpc_cuda_coding_params;
 
-/* `from`: as values this rank's piece, as codes the first other sender's. */
+/* from.values: this rank's piece. from.coded: the first other sender's piece, coded; the next ones follow. */
 typedef struct fsdpc_cuda_landed {
     fsdpc_cuda_coding from;
     void *sum; /* F32 or F64 */

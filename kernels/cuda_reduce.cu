@@ -1,13 +1,13 @@
 /* Sums of gradients, norms, and the factor of a clip, without a host sync.
  *
- * Squares are added in double: by each thread over its elements, then by one tree per block, then
- * over the blocks, each in an order that the number of elements fixes (and the address modulo 16).
+ * Squares are added in double: by each thread over its elements, then by one tree per block, then over the
+ * blocks, each in an order that the number of elements (and the address modulo 16) fixes.
  */
 #include "cuda_span.cuh"
 
 /* --- norms ---------------------------------------------------------------------------------------- */
 
-/* One thread's sum of squares and largest value. Of float64: */
+/* One thread's sum of squares and largest magnitude, for float64. */
 template <typename VALUE> struct squares {
     double sum, max;
     bool nonfinite;
@@ -32,9 +32,9 @@ template <typename VALUE> struct squares {
     }
 };
 
-/* Of narrower types, sparing the units for doubles, which are few on many GPUs: a square is exact in
- * double, so that fusing changes nothing; and magnitudes are in the order of their bits, infinity above all
- * numbers and NaN above that. */
+/* For narrower types. It spares the units for doubles, which are few on many GPUs: a square is exact in
+ * double, so that fusing changes nothing; and the bits of magnitudes, as integers, are in the order of the
+ * magnitudes, with infinity above all numbers and NaN above infinity. */
 template <> struct squares<float> {
     double sum;
     uint32_t top;
@@ -67,7 +67,7 @@ add_norm(fsdpc_cuda_norm_value *norm, const fsdpc_cuda_norm_value *other)
     }
 }
 
-/* Called by all threads of the block; its first thread writes *out. */
+/* Sums what the threads of a block pass as *own. All of them call this; the first thread writes *out. */
 static __device__ void
 add_block(const fsdpc_cuda_norm_value *own, fsdpc_cuda_norm_value *out)
 {
@@ -179,7 +179,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     enum { IN_FLIGHT = 6 };
     fsdpc_cuda_norm_value norm = {0, 0, 0}, total;
     int64_t i = threadIdx.x;
-    /* A single block is bound by latency: several loads in flight. */
+    /* A single block is bound by latency, hence several loads in flight. */
 #pragma unroll 1
     for (; i + (IN_FLIGHT - 1) * (int64_t)blockDim.x < p.count;
          i += IN_FLIGHT * (int64_t)blockDim.x) {
@@ -234,7 +234,7 @@ template <int S, int A> struct reduction {
     enum {
         SMALLER = sizeof(source) < sizeof(target) ? sizeof(source) : sizeof(target),
         COUNT = 16 / SMALLER,
-        /* With one word a side, too few loads are in flight to hide the latency of memory. */
+        /* With one word per side, too few loads are in flight to hide the latency of memory. */
         IN_FLIGHT = sizeof(source) == sizeof(target) ? 2 : 1,
     };
 };

@@ -15,7 +15,7 @@ same_bits(RAW a, RAW b)
     return x.bits == y.bits;
 }
 
-/* Whether the sum had to change. */
+/* Updates one element of the sum; true if it had to change. */
 template <int A, int S>
 static __device__ __forceinline__ bool
 refresh_item(typename item<A>::raw &acc, typename item<S>::raw grad)
@@ -42,7 +42,7 @@ refresh_items(typename item<A>::raw *acc, const typename item<S>::raw *grad, int
     }
 }
 
-/* Two streams are read once, and hardly anything is written: a group only where an element changed. */
+/* Sum and copy are read once, and hardly anything is written: a group only where an element changed. */
 template <int A, int S>
 static __device__ void
 refresh_groups(typename item<A>::raw *acc, const typename item<S>::raw *grad, int64_t groups,

@@ -1,16 +1,16 @@
 /* Stretches of elements, converted, copied or zeroed by any number of threads together.
  *
- * `lane` of `lanes` is the calling thread's number among them; I is wide enough for every count (an
- * int within a tile, which keeps the registers few), and GLOBAL: the source is global memory
- * and not a block's shared one. Neighbouring lanes touch neighbouring memory; each element is read
- * and written by one lane, which reads before it writes, so that a buffer may be changed in place.
+ * `lane` is the calling thread's number among the `lanes` threads. The type I is wide enough for every count
+ * (an int within a tile, which keeps the registers few). GLOBAL: the source is global memory and not a
+ * block's shared memory. Neighbouring lanes touch neighbouring memory; each element is read and written by
+ * one lane, which reads before it writes, so that a buffer may be changed in place.
  */
 #ifndef FSDPC_CUDA_SPAN_CUH
 #define FSDPC_CUDA_SPAN_CUH
 
 #include "cuda_convert.cuh"
 
-/* The span that a block belongs to, and the number of the calling thread among the span's. */
+/* The span that a block belongs to, and the number of the calling thread among the span's threads. */
 struct own_span {
     const fsdpc_cuda_span *span;
     int64_t lane, lanes;
@@ -101,7 +101,7 @@ convert_groups(const conversion<S, D> &convert, typename item<D>::raw *dst,
     }
 }
 
-/* Pairs with float64 are rare and wide enough to go element by element. */
+/* Pairs with float64 go element by element: they are rare, and their elements are wide enough. */
 template <int S, int D, bool GLOBAL, typename I>
 static __device__ void
 convert_span(void *dst_, const void *src_, I n, double scale, I lane, I lanes)
@@ -156,7 +156,7 @@ copy_words(char *dst, const char *src, I bytes, I lane, I lanes)
     }
 }
 
-/* In the widest words that begin at the same time on both sides. */
+/* Copies in the widest words that can begin at the same time on both sides. */
 template <bool GLOBAL, typename I>
 static __device__ __forceinline__ void
 copy_span(void *dst_, const void *src_, I bytes, I lane, I lanes)

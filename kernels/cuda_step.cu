@@ -9,7 +9,7 @@
 
 /* --- the numbers of a step ------------------------------------------------------------------------ */
 
-/* As fsdpc_optim_numbers_of. */
+/* The rates of a tensor's step, as fsdpc_optim_numbers_of computes them. */
 static __device__ void
 fill_rates(fsdpc_step_entry *e, const fsdpc_step_rule &rule)
 {
@@ -171,7 +171,7 @@ lion_quad(const tile<REAL> &own, const place &where)
     store_quad(t.param, t.param_type, where, p);
 }
 
-/* Divided by the denominators of the elements' blocks. */
+/* Adam-mini: updates are divided by the denominators of the elements' blocks. */
 template <typename REAL>
 static __device__ __forceinline__ void
 mini_quad(const tile<REAL> &own, const adam_numbers<REAL> &k, const place &where)
@@ -195,8 +195,8 @@ mini_quad(const tile<REAL> &own, const adam_numbers<REAL> &k, const place &where
     store_quad(t.param, t.param_type, where, p);
 }
 
-/* Up with the probability of the part that is cut off: the upper half of the result. A NaN is quiet and
- * stays one when it is cut. */
+/* In the upper half of the result: a bfloat16, rounded up with the probability of the part that is cut off. A
+ * NaN here is quiet and stays NaN when it is cut. */
 static __device__ __forceinline__ uint32_t
 rounded_bf16(float x, uint32_t random)
 {
@@ -288,7 +288,7 @@ __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT)
     }
 }
 
-/* What is rare and takes more registers: float64, and Adam-mini's division of indices. */
+/* For what is rare and takes more registers: float64, and Adam-mini, which divides indices. */
 extern "C" __global__ void
 __launch_bounds__(FSDPC_CUDA_THREADS, FSDPC_CUDA_RESIDENT / 2)
     fsdpc_cuda_step_wide(const __grid_constant__ fsdpc_cuda_step_params p)

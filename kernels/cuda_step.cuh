@@ -69,7 +69,7 @@ struct own_tile {
     }
 };
 
-/* Every range of a parameter writes the same number, and none reads it in this launch. */
+/* Counts the step. Every range of a parameter writes the same number, and none reads it in this launch. */
 static __device__ __forceinline__ void
 count_step(const own_tile &own)
 {
@@ -164,7 +164,7 @@ load_quad(double *out, const void *base, int type, const place &where)
     }
 }
 
-/* The upper halves of four words, as they are. */
+/* Stores the upper halves of four words, as they are. */
 static __device__ __forceinline__ void
 store_halves(void *base, const uint32_t *bits, const place &where)
 {
@@ -239,7 +239,7 @@ template <typename REAL> struct gradient_numbers {
     }
 };
 
-/* As minus_reciprocal of csrc/optim/optim_pairs.inc. */
+/* -1 / d, as minus_reciprocal of csrc/optim/optim_pairs.inc. */
 static __device__ __forceinline__ float
 minus_reciprocal(float d)
 {

@@ -39,8 +39,8 @@ value_of(const fsdpc_step_codes &map, bool has_sign, uint8_t code, float scale)
     return product(place < 0 ? -value : value, scale);
 }
 
-/* Largest m, largest -m and largest v of a block, at least 0; infinity for what is not finite. Patterns of
- * floats are in the order of integers; those with a sign are negative. */
+/* Largest m, largest -m and largest v of a block, at least 0; infinity for what is not finite. As integers,
+ * the bits of floats without sign keep the floats' order; those of floats with a sign are negative. */
 struct extremes {
     int32_t high, low, square;
 
@@ -101,7 +101,7 @@ quantise(const fsdpc_step_codes &map, bool has_sign, const float *values, const 
     }
 }
 
-/* New parameters to memory if `write`, new moments into `own`. */
+/* Steps a thread's share: new parameters go to memory if `write`, new moments into `own`. */
 static __device__ __forceinline__ void
 compute_share(const fsdpc_step_entry &e, const fsdpc_step_codes *maps, int64_t scale, bool write,
               share &own)
@@ -140,7 +140,7 @@ compute_share(const fsdpc_step_entry &e, const fsdpc_step_codes *maps, int64_t s
     own.edge[2] = extremes::whole(found.square);
 }
 
-/* The edges of a block that other ranks share, or NULL. */
+/* The edges of a block that other ranks may share, the first or the last of the range; or NULL. */
 static __device__ __forceinline__ float *
 edges_of(const fsdpc_step_tensor &t, int64_t block)
 {
@@ -167,7 +167,7 @@ finish_block(const fsdpc_step_tensor &t, const fsdpc_step_codes *maps, int64_t s
     }
 }
 
-/* Both end blocks' extremes; a block that is first and last has both. */
+/* Writes the extremes of the range's first and last block; a block that is both writes them twice. */
 static __device__ __forceinline__ void
 report_block(const fsdpc_step_tensor &t, int64_t block, const share &own)
 {

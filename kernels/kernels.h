@@ -3,7 +3,7 @@
  * kernels_cpu.c holds every kernel in plain C: the oracle of all others and the fallback
  * everywhere. kernels_avx2.c and kernels_avx512.c fill the same table for wider machines; results
  * are bit for bit those of the plain kernels, except that sums of squares may be associated
- * otherwise, and a sum of two NaNs may give either. Nothing is fused: a product is
+ * otherwise, and that a sum of two NaNs may give either NaN. Nothing is fused: a product is
  * rounded before it is added.
  *
  * Contract for all: any alignment, n >= 0, buffers do not overlap unless stated. Conversions round
@@ -22,7 +22,7 @@
 
 enum { FSDPC_KERNEL_MAX_DIMS = 16 };
 
-/* Norm pieces of a buffer. */
+/* What a buffer adds to a norm. */
 typedef struct fsdpc_norm {
     double sum;     /* sum of squares, or of |x|^p */
     double max;     /* largest |x|; NaN if any x is NaN */
@@ -44,7 +44,7 @@ typedef struct fsdpc_kernels {
      * left r is 0. acc may be one of the sources. */
     void (*reduce)(void *acc, fsdpc_dtype acc_type, const void *const *src, int src_count,
                    fsdpc_dtype src_type, int64_t n, double scale, bool add);
-    /* Sum of squares in F64 (F32 blocks of at most 4096 may be used inside), max and flag. */
+    /* Sum of squares in F64 (F32 blocks of at most 4096 may be used inside), max and nonfinite. */
     fsdpc_norm (*norm2)(const void *src, fsdpc_dtype type, int64_t n);
     /* x[i] *= factor. */
     void (*scale)(void *x, fsdpc_dtype type, int64_t n, double factor);
@@ -58,13 +58,13 @@ const fsdpc_kernels *fsdpc_kernels_avx512(void);
 /* The best table of this processor; FSDPC_SIMD=plain|avx2|avx512 overrides it (an unknown or
  * unsupported value is an error: FSDPC_E_INVAL with the accepted names). */
 int fsdpc_kernels_select(const fsdpc_kernels **out);
-/* By name, for tests. FSDPC_E_INVAL unknown, FSDPC_E_UNAVAILABLE not on this processor. */
+/* The table of a name, for tests. FSDPC_E_INVAL: unknown name; FSDPC_E_UNAVAILABLE: not on this processor. */
 int fsdpc_kernels_by_name(const char *name, const fsdpc_kernels **out);
 
-/* Not speed critical, plain C only. */
+/* The functions from here on are not speed critical, and in plain C only. */
 
-/* A strided tensor with as few dimensions as possible: none of size 1 (a tensor of one element has
- * no dimension), neighbours that step evenly joined. */
+/* A strided tensor with as few dimensions as possible: none of size 1 (a tensor of one element has no
+ * dimension), and neighbours that step evenly are joined. */
 typedef struct fsdpc_kernel_view {
     int ndim;
     int64_t numel;
@@ -85,7 +85,7 @@ void fsdpc_kernel_refresh(const fsdpc_kernels *kernels, void *acc, fsdpc_dtype a
                           const void *grad, fsdpc_dtype grad_type, int64_t n);
 /* Sum of |x|^p in F64, p > 0 (the caller uses norm2 for p = 2 and for the maximum). */
 double fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p);
-/* Fills with quiet NaNs (0xFF bytes for FSDPC_BYTES): released memory in debug mode. */
+/* Fills with quiet NaNs (FSDPC_BYTES: with bytes 0x7F): released memory in debug mode. */
 void fsdpc_kernel_poison(void *dst, fsdpc_dtype type, int64_t n);
 
 /* Scalar conversions, shared with tests. */

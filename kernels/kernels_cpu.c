@@ -36,7 +36,7 @@
     X(F16)             \
     X(F64)
 
-/* What store_* takes. */
+/* The types of the values that store_* takes. */
 typedef float item_F32, item_BF16, item_F16;
 typedef double item_F64;
 
@@ -45,7 +45,7 @@ typedef void accumulate_loop(void *acc, const void *src, int64_t n, double scale
 typedef void add_loop(void *sum, const void *src, int64_t n, bool first);
 typedef fsdpc_norm norm_loop(const void *src, int64_t n);
 
-/* A factor of exactly 1 is no arithmetic at all, so the bits do not depend on flush-to-zero. */
+/* With a factor of exactly 1 there is no arithmetic at all, so the bits do not depend on flush-to-zero. */
 #define DEFINE_CAST(S, D, compute)                                                  \
     static void cast_##S##_##D(void *dst, const void *src, int64_t n, double scale) \
     {                                                                               \
@@ -122,7 +122,7 @@ static add_loop *const add_loops[FSDPC_BYTES][2] = {
 #define ADD_ROW(S) [FSDPC_##S] = {add_##S##_F32, add_##S##_F64},
     FLOAT_TYPES(ADD_ROW)};
 
-/* Block by block through a buffer in the first-level cache, so that memory is read once and
+/* Sums block by block in a buffer in the first-level cache, so that memory is read once and
  * acc may be one of the sources. */
 enum { REDUCE_BLOCK = 1024 };
 
@@ -220,7 +220,7 @@ fsdpc_kernel_norm_p(const void *src, fsdpc_dtype type, int64_t n, double p)
     return loops[type](src, n, p);
 }
 
-/* A block at a time, because elements rarely differ. */
+/* Compares a block at a time, because elements rarely differ. */
 void
 fsdpc_kernel_refresh(const fsdpc_kernels *kernels, void *acc_, fsdpc_dtype acc_type,
                      const void *grad_, fsdpc_dtype grad_type, int64_t n)
@@ -247,7 +247,7 @@ void
 fsdpc_kernel_poison(void *dst, fsdpc_dtype type, int64_t n)
 {
     if (n > 0) {
-        /* A quiet NaN; bytes may be integers, and an index should be out of range. */
+        /* 0xFF: a quiet NaN. FSDPC_BYTES may be integers: 0x7F, so that an index is out of range. */
         memset(dst, type == FSDPC_BYTES ? 0x7F : 0xFF, (size_t)n * fsdpc_dtype_bytes(type));
     }
 }

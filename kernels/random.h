@@ -12,7 +12,7 @@
 #define FSDPC_RANDOM static inline __attribute__((always_inline, unused))
 #endif
 
-/* The finisher of MurmurHash3 for 64 bits: every bit of the input changes half of the result's. */
+/* The finisher of MurmurHash3 for 64 bits: every bit of the input changes half of the result's bits. */
 FSDPC_RANDOM uint64_t
 fsdpc_random_mix(uint64_t x)
 {
@@ -29,14 +29,14 @@ fsdpc_random_of_step(uint64_t seed, uint64_t tensor_key, double step)
     return fsdpc_random_mix(key ^ (uint64_t)step);
 }
 
-/* The key of all elements whose indices have this one's high half. */
+/* The key of all elements whose indices have the same high half as `index`. */
 FSDPC_RANDOM uint64_t
 fsdpc_random_key(uint64_t of_step, uint64_t index)
 {
     return fsdpc_random_mix(of_step ^ index >> 32);
 }
 
-/* Where the hash of a pair of elements begins: `number` is half the index of its even element. */
+/* Begins the hash of a pair of elements: `number` is half the index of the pair's even element. */
 #define FSDPC_RANDOM_STEP 0x9e3779b1u
 FSDPC_RANDOM uint32_t
 fsdpc_random_begin(uint32_t number, uint32_t before)
@@ -54,8 +54,8 @@ fsdpc_random_end(uint32_t h, uint32_t between)
     return h ^ h >> 16;
 }
 
-/* 16 random bits for each rounding of an element, those of m, v and p independent of each other. A pair of
- * elements has one hash: one takes the sum of its halves, the other the difference, which agree in one bit. */
+/* 16 random bits for each rounding of an element, those of m, v and p independent of each other. Two elements
+ * share one hash: for p one takes the sum of its halves, the other the difference, which agree in one bit. */
 typedef struct fsdpc_random {
     uint32_t m, v, p;
 } fsdpc_random;

@@ -9,19 +9,19 @@
 #include "base/dtype.h"
 
 enum {
-    FSDPC_STEP_BLOCK = 256, /* elements of the whole parameter that share a scale of 8 bits */
-    FSDPC_STEP_CELLS = 8,   /* entries of each table of the map of 8 bits */
+    FSDPC_STEP_BLOCK = 256, /* elements of the whole parameter that share a scale of 8-bit states */
+    FSDPC_STEP_CELLS = 8,   /* entries of each table of the map to 8 bits */
 };
 
-/* The one list of the kinds of steps, in three groups; enums, tables of names and the kernels' cases are
- * made of these rows. X(NAME, "name", least, most): FSDPC_STEP_NAME and FSDPC_OPTIM_NAME in C, "name" in
- * Python, and how many states a tensor has. */
-/* An element's step needs no other element: tables of tensors (_C.optim_table) know these, too. */
+/* The one list of the kinds of steps, in three groups; enums, tables of names and the kernels' cases are made
+ * of these rows. X(NAME, "name", least, most): FSDPC_STEP_NAME and FSDPC_OPTIM_NAME in C, "name" in Python,
+ * and the least and the most states that a tensor has. */
+/* An element's step needs no other element: tables of tensors (_C.optim_table) know these kinds, too. */
 #define FSDPC_STEP_ELEMENT_KINDS(X) X(ADAM, "adam", 2, 3) X(SGD, "sgd", 0, 1) X(LION, "lion", 1, 1)
 /* The elements of a block share a denominator, the second state. */
 #define FSDPC_STEP_BLOCK_KINDS(X) X(MINI, "mini", 2, 2)
-/* Adam with states of 8 bits: codes of m and v, scales of m and v. FSDPC_OPTIM_NAME is a way to hold states
- * here. EDGES8 changes only `edges`: the extremes of the next states' end blocks. */
+/* Adam with states of 8 bits: codes of m and v, scales of m and v. Here FSDPC_OPTIM_NAME is a way to hold
+ * states. EDGES8 only writes `edges`: the extremes that the end blocks of the next states will have. */
 #define FSDPC_STEP_8BIT_KINDS(X) X(ADAM8, "adam8", 4, 4) X(EDGES8, "edges8", 4, 4)
 
 #define FSDPC_STEP_KIND(NAME, ...) FSDPC_STEP_##NAME,
@@ -40,7 +40,7 @@ typedef struct fsdpc_step_rule {
     int8_t keeps_grads; /* scaled gradients stay as they are */
 } fsdpc_step_rule;
 
-/* Device memory that the step reads when it runs, so that the host need not read the values; or NULL. */
+/* Addresses in device memory, or NULL. The step reads the values when it runs, so the host need not do so. */
 typedef struct fsdpc_step_control {
     const float *grad_scale; /* gradients are divided by it */
     const float *found_inf;  /* not 0: nothing changes in this step */
@@ -60,7 +60,7 @@ typedef struct fsdpc_step_tensor {
     int16_t param_type, grad_type, state_type, pad;
 } fsdpc_step_tensor;
 
-/* The map of the codes of 8 bits, by decade or by the exponent of a cell's number. */
+/* The map of 8-bit codes in tables, by decade or by the exponent of a cell's number (optim_codes.inc). */
 typedef struct fsdpc_step_codes {
     float two[FSDPC_STEP_CELLS], next[FSDPC_STEP_CELLS], by[FSDPC_STEP_CELLS];
     float offset[FSDPC_STEP_CELLS], low[FSDPC_STEP_CELLS], high[FSDPC_STEP_CELLS];
@@ -76,7 +76,7 @@ typedef struct fsdpc_step_entry {
     double weight1, weight2; /* factors of the gradient */
     double root, eps; /* Adam: divisor of the square root (or its factor), term added to it */
     double size;      /* factor of the update, negative */
-    double grad_scale, factor, coupled; /* of the gradient */
+    double grad_scale, factor, coupled; /* applied to the gradient */
     double step;                        /* the number of this step */
     uint64_t random;
     int32_t first; /* SGD: the buffer has no value yet */

@@ -53,7 +53,7 @@ narrow(const float *values, int64_t n, uint16_t *out, fsdpc_dtype type)
 INLINE float
 largest(const float *values, int64_t n)
 {
-    int32_t most = 0; /* patterns of floats without sign are in the order of integers */
+    int32_t most = 0; /* as integers, floats without sign keep their order */
     for (int64_t i = 0; i < n; i++) {
         const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
         most = bits > most ? bits : most;
@@ -81,7 +81,7 @@ pack(const void *values, fsdpc_dtype type, int64_t n, int8_t *codes, float *scal
     }
 }
 
-/* Between -most and most. */
+/* `value`, but at least -most and at most `most`. */
 INLINE int32_t
 within(int32_t value, int32_t most)
 {
@@ -98,7 +98,7 @@ unpack(const int8_t *codes, const float *scales, int64_t n, void *values, fsdpc_
         const float scale = scales[begin / BLOCK];
         float *wide = type == FSDPC_F32 ? (float *)values + begin : block;
         for (int64_t i = 0; i < count; i++) {
-            /* A quarter for codes of no step, else the steps: 4 * (code - sign). */
+            /* 4 * (code - sign) quarters of a step; codes of no step, -1 and 1, give one quarter. */
             const int32_t code = codes[begin + i];
             const int32_t quarters = 4 * code - 2 * within(code, 1) - within(code, 2);
             wide[i] = (float)quarters * (0.25f / STEPS) * scale;

@@ -18,7 +18,7 @@
 enum { WORDS = FSDPC_BOARD_TEXT_BYTES / 8, FIRST_SIGNAL = 11 };
 
 typedef struct line {
-    _Atomic int64_t at_ns; /* 0: none */
+    _Atomic int64_t at_ns; /* 0: nothing to show */
     _Atomic uint64_t words[WORDS];
 } line;
 
@@ -47,7 +47,7 @@ now_ns(void)
 
 /* --- opening ---------------------------------------------------------------------------------- */
 
-/* The page is the parent's: a child that wrote into it would speak for the parent. */
+/* In a forked child: the page is the parent's, and a child that wrote into it would speak for the parent. */
 static void
 forget_parents(void)
 {
@@ -66,7 +66,7 @@ watch_forks(void)
     pthread_atfork(NULL, NULL, forget_parents);
 }
 
-/* A signal without a handler, ignored from now on. */
+/* A real-time signal without a handler, which is ignored from now on; 0 if there is none. */
 static int
 choose_signal(void)
 {

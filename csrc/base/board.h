@@ -19,13 +19,13 @@ enum { FSDPC_BOARD_TEXT_BYTES = 192, FSDPC_BOARD_PAGE_BYTES = 4096 };
  * FSDPC_E_IO, FSDPC_E_NOMEM. */
 int fsdpc_board_open(int *fd, int *signal_number);
 
-/* Around a wait for other ranks that is more than a short spin. Waits nest and may be on several
+/* Call these around a wait for other ranks that is more than a short spin. Waits nest and may be on several
  * threads: the first to begin is shown, until the last has ended. Texts may be NULL or "". */
 void fsdpc_board_begin(const char *op, const char *unit, const char *phase);
 void fsdpc_board_end(void);
-/* The last operation, at this time (CLOCK_MONOTONIC). */
+/* Shows `op` on `unit` as this process's last operation, at `now_ns` (CLOCK_MONOTONIC). */
 void fsdpc_board_operation(const char *op, const char *unit, const char *phase, int64_t now_ns);
-/* The GPU of this process has waited for `what` since that time; NULL: it waits for nothing. */
+/* Shows that this process's GPU has waited for `what` since `since_ns`; `what` NULL: it waits for nothing. */
 void fsdpc_board_device(const char *what, int64_t since_ns);
 /* When the wait that is shown began (CLOCK_MONOTONIC); 0 if there is none. */
 int64_t fsdpc_board_since_ns(void);

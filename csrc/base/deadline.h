@@ -1,31 +1,31 @@
-/* Deadlines: the default, that of this process, and the texts of one that has passed. */
+/* Deadlines: the default, this process's deadline, and the error texts of a deadline that has passed. */
 #ifndef FSDPC_DEADLINE_H
 #define FSDPC_DEADLINE_H
 
 #include <stddef.h>
 
-/* Seconds; FSDPC_TIMEOUT overrides it. */
+/* The environment variable FSDPC_TIMEOUT overrides this default. */
 #define FSDPC_DEFAULT_TIMEOUT_S 600.0
 
-/* Seconds, for waits that belong to no group: for this rank's own GPU, for another thread of this process.
- * The default until it is set. Any thread. */
+/* Deadline in seconds of waits that belong to no group: for this rank's own GPU, for another thread of this
+ * process. The default until fsdpc_set_timeout. Any thread. */
 double fsdpc_timeout(void);
 void fsdpc_set_timeout(double seconds); /* > 0 and finite (checked by assert only) */
 
 typedef struct fsdpc_late {
-    int rank; /* the one that waited */
+    int rank; /* the rank that waited */
     double seconds;
     const char *what;   /* "gather of unit layers.3" */
-    const int *missing; /* the ranks that it waited for, where they are known; else NULL */
+    const int *missing; /* the ranks that `rank` waited for, or NULL if they are not known */
     int missing_count;
     const char *more; /* NULL, or the rest of the text: "; rank 2 (pid 81) waits in ..." */
 } fsdpc_late;
 
-/* "rank 0 waited 600 s in gather of unit layers.3 for rank 2 (FSDPC_TIMEOUT sets this limit)" */
+/* Writes "rank 0 waited 600 s in gather of unit layers.3 for rank 2 (FSDPC_TIMEOUT sets this limit)". */
 void fsdpc_late_text(const fsdpc_late *late, char *text, size_t bytes);
-/* FSDPC_E_TIMEOUT with this text. */
+/* Returns FSDPC_E_TIMEOUT, with the text of fsdpc_late_text as the error text. */
 int fsdpc_late_error(const fsdpc_late *late);
-/* FSDPC_E_TIMEOUT: "a norm: the GPU has not finished in 600 s (FSDPC_TIMEOUT sets this limit)" */
+/* Returns FSDPC_E_TIMEOUT: "a norm: the GPU has not finished in 600 s (FSDPC_TIMEOUT sets this limit)" */
 int fsdpc_late_gpu(const char *what, double seconds);
 
 #endif

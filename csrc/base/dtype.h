@@ -28,7 +28,7 @@ typedef enum fsdpc_dtype {
 /* Bytes of one item; 0 for an unknown value. */
 size_t fsdpc_dtype_bytes(fsdpc_dtype dtype);
 const char *fsdpc_dtype_name(fsdpc_dtype dtype);
-/* FSDPC_E_INVAL naming the accepted texts when `name` is none of them. */
+/* FSDPC_E_INVAL if `name` is not one of the table's texts; the error names all of them. */
 int fsdpc_dtype_from_name(const char *name, fsdpc_dtype *out);
 /* True for the types that can be cast and summed. */
 bool fsdpc_dtype_is_float(fsdpc_dtype dtype);

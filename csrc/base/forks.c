@@ -1,10 +1,10 @@
 /* The list of shared ranges, and what fork() does with them. See forks.h.
  *
- * Other ways do not give a child the values of the fork: a private mapping of the shared file shows what the
- * parent writes later. So the parent copies into private memory before the fork, which both processes have
- * afterwards, page by page until one of them writes; the child moves its own over the shared range, without an
- * allocation. The parent keeps the copy until the next step, as DataLoader workers are forked one after the other. Without
- * memory for a copy the child cannot access the range: wrong values would be worse than a fault.
+ * A private mapping of the shared file would not give a child the values at the fork: it shows what the
+ * parent writes later. So the parent copies the values into private memory before the fork. Both processes
+ * have the copy afterwards, and share each page until one of them writes; the child moves its copy over the
+ * shared range, without an allocation. The parent keeps the copy until the next step: DataLoader workers are
+ * forked one by one. Without memory for a copy the child cannot access the range: a fault beats wrong values.
  */
 #include "base/forks.h"
 
@@ -24,8 +24,8 @@ struct range {
     size_t bytes;
     fsdpc_fork_choice *choice;
     const void *owner;
-    enum fsdpc_fork_kind kind; /* of the fork in progress */
-    void *copy;                /* of the last fork, or NULL */
+    enum fsdpc_fork_kind kind; /* chosen for the fork in progress */
+    void *copy;                /* the values at the last fork, or NULL */
 };
 
 static struct {
@@ -60,7 +60,7 @@ missing_bytes(void)
     return bytes;
 }
 
-/* Pages that have not changed stay the earlier children's as well. */
+/* Brings the copy up to date. Earlier children still share its unchanged parts, which are not written. */
 static void
 renew(struct range *range)
 {
@@ -124,7 +124,7 @@ part(struct range *range)
     }
 }
 
-/* In the order of the list: a range with values may lie in one that was listed before. */
+/* In the order of the list, because a range with values may lie in a range that was listed before. */
 static void
 in_child(void)
 {
@@ -177,7 +177,7 @@ done:
     return status;
 }
 
-/* The last one listed at the address: ranks that are threads of one test share mappings. */
+/* Removes the range that was listed last at `address`: ranks that are threads of one test share mappings. */
 void
 fsdpc_forks_remove(const void *address)
 {

@@ -17,8 +17,8 @@ void *fsdpc_mem_realloc(void *block, size_t count, size_t item_bytes);
 char *fsdpc_mem_strdup(const char *text);
 /* NULL is allowed. */
 void fsdpc_mem_free(void *block);
-/* The block stays as long as the process, because somebody else may still use it; leak checkers find it. NULL is
- * allowed. */
+/* Instead of fsdpc_mem_free, if another user of the block may be left: the block stays as
+ * long as the process, and stays reachable, so that no leak is reported. NULL is allowed. */
 void fsdpc_mem_leave(void *block);
 
 /* Live allocations, for leak checks in tests. */
@@ -28,7 +28,7 @@ void fsdpc_mem_fail_after(int64_t n);
 /* True if the injected failure has happened since fsdpc_mem_fail_after(). */
 bool fsdpc_mem_failed(void);
 
-/* Both return false when the result does not fit. */
+/* *out = a * b, and *out = a + b. False when the result does not fit. */
 bool fsdpc_size_mul(size_t a, size_t b, size_t *out);
 bool fsdpc_size_add(size_t a, size_t b, size_t *out);
 /* Rounds up to a multiple of `unit` (> 0); the caller ensures that the result fits. */

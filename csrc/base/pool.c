@@ -28,7 +28,7 @@ enum { CLOSED = 1 << 30, SPINS = 2000 };
 struct worker {
     fsdpc_pool *pool;
     pthread_t thread;
-    int index; /* 1-based: the caller of a loop is 0 */
+    int index; /* from 1 on: the caller of a loop counts as 0 */
 };
 
 struct fsdpc_pool {

@@ -14,16 +14,16 @@ enum { FSDPC_POOL_MAX_THREADS = 256 };
 
 typedef struct fsdpc_pool fsdpc_pool;
 
-/* Does the part [begin, end) of a loop. Called from several threads at once. */
+/* Does the part [begin, end) of a loop. Several threads may call it at once, for different parts. */
 typedef void fsdpc_pool_task(void *context, int64_t begin, int64_t end);
 
-/* Starts no thread yet. The caller frees with fsdpc_pool_free. FSDPC_E_NOMEM. */
+/* Starts no thread yet. The caller frees with fsdpc_pool_free. FSDPC_E_NOMEM without memory for the pool. */
 int fsdpc_pool_new(fsdpc_pool **out);
 /* Ends and joins the threads; no loop may be running. NULL is allowed. */
 void fsdpc_pool_free(fsdpc_pool *pool);
-/* Runs task over [0, n) in parts of `grain` elements (> 0; the last part may be shorter), on up to `threads`
- * threads, the caller included. Returns when all parts are done. If threads cannot be started, fewer
- * threads do the work. */
+/* Runs `task` over [0, n) in parts of `grain` elements (> 0; the last part may be shorter), on up to
+ * `threads` threads, the caller included; or, with one thread or while another loop runs, on the caller in
+ * one part. Returns when all parts are done. If threads cannot be started, fewer threads do the work. */
 void fsdpc_pool_run(fsdpc_pool *pool, int threads, int64_t n, int64_t grain, fsdpc_pool_task *task,
                     void *context);
 

@@ -39,8 +39,8 @@ free_on_host(void)
     return bytes;
 }
 
-/* The root of the control group file system is this process's own group inside a container, which
- * is where a limit below the host's memory is usual. */
+/* Inside a container the root of the control group file system is this process's own group; and containers
+ * are where a limit below the host's memory is usual. */
 static uint64_t
 free_in_group(void)
 {

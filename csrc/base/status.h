@@ -40,18 +40,18 @@ enum { FSDPC_ERROR_BYTES = 4096 };
 /* Sets this thread's error text (printf style, cut at 4 KiB) and returns `status`, so that
  * `return fsdpc_error(FSDPC_E_INVAL, "...")` reads in one line. */
 int fsdpc_error(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Appends errno's text to the message; status is FSDPC_E_NOMEM for ENOMEM and ENOSPC, else
- * FSDPC_E_IO. */
+/* Sets the error text to the message and the text of `errnum`. Returns FSDPC_E_NOMEM for ENOMEM and ENOSPC,
+ * else FSDPC_E_IO. */
 int fsdpc_error_errno(int errnum, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* Puts "prefix: " before this thread's error text; returns `status`. */
 int fsdpc_error_prepend(int status, const char *format, ...) __attribute__((format(printf, 2, 3)));
 /* This thread's last error text; "" if there is none. Valid until the thread's next error. */
 const char *fsdpc_error_text(void);
-/* The errno kept by fsdpc_error_errno, 0 otherwise. */
+/* The errno of this thread's last error if fsdpc_error_errno set that error; else 0. */
 int fsdpc_error_errnum(void);
 void fsdpc_error_clear(void);
-/* For clean-up that returns no status: its own failures must not replace the text of the error that led to
- * it. */
+/* Keeps an error's text during clean-up that returns no status: the clean-up's own failures must not replace
+ * that text. */
 typedef struct fsdpc_kept_error {
     char text[FSDPC_ERROR_BYTES];
     int errnum;
@@ -59,9 +59,9 @@ typedef struct fsdpc_kept_error {
 void fsdpc_error_keep(fsdpc_kept_error *kept);
 void fsdpc_error_restore(const fsdpc_kept_error *kept);
 
-/* TRY returns at once: only while nothing is held. GOTO jumps to the unwinding label with `status`
- * set (the function declares `int status = FSDPC_OK`). KEEP is for cleanup: the first error
- * wins. */
+/* TRY returns an error at once: use TRY only while nothing is held. GOTO jumps to the unwinding label with
+ * `status` set (the function declares `int status = FSDPC_OK`). KEEP is for clean-up: it keeps the first
+ * error in `status`. */
 #define FSDPC_TRY(expr)                \
     do {                               \
         int try_status_ = (expr);      \

@@ -25,7 +25,7 @@ struct cell {
 
 struct fsdpc_trace {
     _Atomic uint64_t next;  /* number of the next entry */
-    _Atomic uint64_t first; /* entries below were cleared */
+    _Atomic uint64_t first; /* entries with lower numbers were cleared */
     uint64_t capacity;      /* a power of two */
     struct cell *cells;
 };

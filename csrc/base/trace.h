@@ -21,7 +21,7 @@ typedef struct fsdpc_trace fsdpc_trace;
     X(SPARE, "spare")       /* slot conflict: private memory was mapped */ \
     X(PACK, "pack")         /* gradients packed into a reduce slot */      \
     X(REDUCE, "reduce")     /* own slice summed into the shard gradient */ \
-    X(SEND, "send")         /* bytes begun to be sent to other hosts */    \
+    X(SEND, "send")         /* a send of bytes to other hosts begins */    \
     X(ABSENT, "absent")     /* reduced without this rank's contribution */ \
     X(WAIT, "wait")         /* waited for others; bytes = nanoseconds */   \
     X(BACKWARD_END, "backward_end")
@@ -59,7 +59,7 @@ typedef struct fsdpc_trace_entry {
 /* `capacity` is rounded up to a power of two. */
 int fsdpc_trace_new(size_t capacity, fsdpc_trace **out);
 void fsdpc_trace_free(fsdpc_trace *trace);
-/* Returns the time (CLOCK_MONOTONIC, ns). If `trace` is NULL nothing else is done. */
+/* Adds an entry and returns its time (CLOCK_MONOTONIC, ns). `trace` NULL: only returns the time. */
 int64_t fsdpc_trace_add(fsdpc_trace *trace, enum fsdpc_trace_op op, enum fsdpc_phase phase,
                         uint32_t step, int32_t unit, uint64_t bytes);
 /* Copies the latest entries, at most `room`, oldest first; returns their number. */

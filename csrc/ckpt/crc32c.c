@@ -1,7 +1,7 @@
-/* CRC-32C: a register of 32 bits, which is a polynomial over GF(2) modulo the Castagnoli polynomial
- * with the coefficient of x^0 in the highest bit. Bytes that follow multiply the register by x^8
- * each, so the digest of a whole is that of its first part times a power of x, plus that of the
- * second part.
+/* CRC-32C: a register of 32 bits, which is a polynomial over GF(2) modulo the Castagnoli polynomial with
+ * the coefficient of x^0 in the highest bit. Each byte that follows multiplies the register by x^8, so the
+ * digest of a whole is the digest of its first part times a power of x, plus the digest of its second
+ * part.
  *
  * The instruction of SSE4.2 takes 8 bytes in 3 cycles but can begin every cycle: long buffers are
  * read in three lanes, whose registers are then put together by the same arithmetic.

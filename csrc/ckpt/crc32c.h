@@ -5,10 +5,10 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* The digest of what `crc` covers (0: nothing) followed by `bytes` of `data`; by the processor's
- * instruction where there is one. Any alignment; any thread. */
+/* The digest of what `crc` covers (0: nothing) followed by `bytes` bytes of `data`, computed by the
+ * processor's instruction where there is one. Any alignment; any thread. */
 uint32_t fsdpc_crc32c(uint32_t crc, const void *data, size_t bytes);
-/* The same, and into `sum` that of the whole words of 8 bytes of `data` modulo 2^64. */
+/* As fsdpc_crc32c; *sum becomes the sum of the whole words of 8 bytes of `data`, modulo 2^64. */
 uint32_t fsdpc_crc32c_and_sum(uint32_t crc, const void *data, size_t bytes, uint64_t *sum);
 /* As fsdpc_crc32c, in plain C. */
 uint32_t fsdpc_crc32c_plain(uint32_t crc, const void *data, size_t bytes);

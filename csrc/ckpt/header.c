@@ -31,7 +31,7 @@ typedef struct parser {
     bool has_metadata;
 } parser;
 
-/* Room for one more item behind `count`. */
+/* Makes room for one more item behind `count`. */
 static int
 grow(void **items, size_t count, size_t *room, size_t item_bytes)
 {

@@ -21,7 +21,7 @@ typedef struct fsdpc_header_tensor {
 } fsdpc_header_tensor;
 
 typedef struct fsdpc_header {
-    fsdpc_header_tensor *tensors; /* by their place in the file */
+    fsdpc_header_tensor *tensors; /* in the order of their place in the file */
     size_t tensor_count;
     int64_t *dims;
     fsdpc_header_text *metadata; /* key, value, key, value */

@@ -77,7 +77,7 @@ sequence(const fsdpc_json *json, size_t at)
     return too_long || no_character ? 0 : length;
 }
 
-/* The four digits of \uXXXX. */
+/* Reads the four digits of \uXXXX. */
 static int
 hex4(fsdpc_json *json, uint32_t *out)
 {
@@ -123,7 +123,7 @@ put_character(fsdpc_json *json, uint32_t code)
     put(json, 0x80 | (code & 0x3F));
 }
 
-/* Behind the "\u". */
+/* Reads an escape from behind its "\u" on. */
 static int
 unicode_escape(fsdpc_json *json)
 {
@@ -224,7 +224,7 @@ digits(const char *text, size_t at, size_t end)
     return at;
 }
 
-/* JSON's grammar of numbers. */
+/* True for a number by JSON's grammar. */
 static bool
 is_number(const char *text, size_t length)
 {
@@ -246,7 +246,7 @@ is_number(const char *text, size_t length)
     return valid && at == length;
 }
 
-/* A number, true, false or null: consumed up to the next separator and compared. */
+/* Skips a number, true, false or null: consumes up to the next separator and checks the word. */
 static int
 skip_word(fsdpc_json *json)
 {

@@ -19,15 +19,15 @@ int fsdpc_json_error(const fsdpc_json *json, const char *problem);
 char fsdpc_json_peek(fsdpc_json *json);
 /* Consumes one character, which must be `wanted`. */
 int fsdpc_json_expect(fsdpc_json *json, char wanted);
-/* After a value of an object or array that ends with `close`: consumes "," (*more) or `close`. */
+/* After a value of an object or array that ends with `close`: consumes "," (*more true) or `close`. */
 int fsdpc_json_next(fsdpc_json *json, char close, bool *more);
-/* The opening character and, for an empty object or array, the closing one (*more false). */
+/* Consumes the opening character and, of an empty object or array, the closing one (*more false). */
 int fsdpc_json_open(fsdpc_json *json, char open, char close, bool *more);
-/* A string, decoded to UTF-8 behind the strings before it. */
+/* Reads a string, decoded to UTF-8, into `strings` behind the earlier ones. */
 int fsdpc_json_string(fsdpc_json *json, const char **text, size_t *bytes);
-/* An integer from 0 to 2^63 - 1, without sign, fraction or exponent. */
+/* Reads an integer from 0 to 2^63 - 1, without sign, fraction or exponent. */
 int fsdpc_json_count(fsdpc_json *json, int64_t *out);
-/* Any value, at most 16 deep. */
+/* Consumes any value, at most 16 deep. */
 int fsdpc_json_skip(fsdpc_json *json);
 
 #endif

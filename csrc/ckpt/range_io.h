@@ -15,11 +15,11 @@
 #include "base/dtype.h"
 
 typedef struct fsdpc_file_range {
-    void *memory; /* never written when the file is; reading: NULL reads for the digest alone */
+    void *memory; /* not written when the file is; reading: NULL only computes digests */
     int64_t file_offset;
     int64_t bytes;         /* in the file */
     int64_t tensor_offset; /* bytes of the tensor before this range */
-    /* Equal: bytes are copied. Else both are floats, and the range holds whole elements. */
+    /* Equal types: bytes are copied. Else both are floats, and the range holds whole elements. */
     fsdpc_dtype memory_type, file_type;
 } fsdpc_file_range;
 
@@ -41,11 +41,11 @@ enum { FSDPC_IO_PAGE = 4096, FSDPC_IO_CHUNK = 4 << 20 };
  * a range with a cast that does not hold whole elements. */
 int64_t fsdpc_range_digests(const fsdpc_file_range *ranges, size_t count, int64_t block_bytes);
 
-/* Writes ranges, which are sorted by file_offset and do not overlap, into an existing regular file
- * and waits until all of the file is durable (fdatasync). `digests` has room for
- * fsdpc_range_digests values. Three chunks of FSDPC_IO_CHUNK bytes, one MiB more and two helper
- * threads while it runs. Errors name the file: FSDPC_E_IO, FSDPC_E_NOMEM, FSDPC_E_INVAL. What was
- * written is then undefined. */
+/* Writes ranges, which are sorted by file_offset and do not overlap, into an existing regular file and
+ * waits until all of the file is durable (fdatasync). `digests` has room for fsdpc_range_digests
+ * values. Takes, while it runs, three chunks of FSDPC_IO_CHUNK bytes, one MiB more and two helper
+ * threads. Errors name the file: FSDPC_E_IO, FSDPC_E_NOMEM, FSDPC_E_INVAL. After an error the ranges of
+ * the file are undefined. */
 int fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t count,
                       const fsdpc_write_options *options, uint32_t *digests,
                       fsdpc_write_result *result);
@@ -55,14 +55,14 @@ int fsdpc_range_write(const char *path, const fsdpc_file_range *ranges, size_t c
 int fsdpc_range_read(int fd, const char *path, const fsdpc_file_range *ranges, size_t count,
                      int64_t block_bytes, uint32_t *digests);
 
-/* Renames as a whole: onto a name that is free, or with `exchange` the two swap their names.
+/* Renames in one step, onto a name that is free; with `exchange` the two swap their names.
  * FSDPC_E_IO (EEXIST: the name is taken); FSDPC_E_UNAVAILABLE: this file system cannot swap. */
 int fsdpc_file_rename(const char *from, const char *to, bool exchange);
 
-/* A regular file, not by way of a symbolic link at its end. The caller closes *fd. */
+/* Opens a regular file; a symbolic link at the end of `path` is not followed. The caller closes *fd. */
 int fsdpc_file_open(const char *path, int flags, int *fd);
-/* FSDPC_E_IO with errno, also for a full disk: "reading FILE at byte 4096: reason". offset -1:
- * without a place. */
+/* FSDPC_E_IO with errno, also for a full disk: "reading FILE at byte 4096: reason". With offset -1 the text
+ * names no byte. */
 int fsdpc_file_error(int errnum, const char *doing, const char *path, int64_t offset);
 
 #endif

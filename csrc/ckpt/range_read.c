@@ -20,7 +20,7 @@ typedef struct reader {
     int fd;
     const fsdpc_kernels *kernels;
     int64_t block_bytes;
-    uint32_t *digest;   /* of the current part of a block */
+    uint32_t *digest;   /* where that of the current part of a block goes */
     unsigned char *own; /* STEP_BYTES */
 } reader;
 
@@ -46,7 +46,7 @@ read_exactly(const reader *self, unsigned char *to, int64_t bytes, int64_t offse
     return FSDPC_OK;
 }
 
-/* Digests of `bytes` at `offset` of a range; a new one begins with each block. */
+/* Digests `bytes` bytes at `offset` of a range; a new digest begins with each block. */
 static void
 digest(reader *self, const fsdpc_file_range *range, const unsigned char *data, int64_t bytes,
        int64_t offset)

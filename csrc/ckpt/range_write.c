@@ -24,30 +24,30 @@ enum { MOST_EDGES = 1024, EDGE_BYTES = 1 << 20 };
 enum { MEMORY_BYTES = CHUNKS * (FSDPC_IO_CHUNK + FSDPC_IO_PAGE) + SCRATCH_BYTES + EDGE_BYTES };
 
 typedef struct io_chunk {
-    unsigned char *buffer;     /* FSDPC_IO_CHUNK + FSDPC_IO_PAGE, on a page */
+    unsigned char *buffer;     /* FSDPC_IO_CHUNK + FSDPC_IO_PAGE bytes, aligned to a page */
     const unsigned char *data; /* in the buffer, once the chunk is full */
     int64_t offset;            /* in the file, of the first byte */
     int64_t bytes;
-    bool full, taken; /* handed over to the helpers; one of them writes */
+    bool full, taken; /* full: handed over to the helpers; taken: one of them writes the chunk */
     fsdpc_write_result written;
     int64_t errplace; /* where writing failed */
 } io_chunk;
 
 typedef struct writer {
     const char *path;
-    int cached_fd, direct_fd; /* direct_fd -1: the file system has no such writes */
+    int cached_fd, direct_fd; /* direct_fd -1: the file system has no direct writes */
     fsdpc_write_options options;
     const fsdpc_kernels *kernels;
     fsdpc_write_result result;
-    unsigned char *memory; /* of all chunks */
+    unsigned char *memory; /* holds all chunks, scratch and edge_bytes */
     unsigned char *scratch;
     io_chunk chunks[CHUNKS];
     int filling, writing; /* the next chunk to fill, and to be written */
     struct {
         int64_t offset, bytes;
-    } edges[MOST_EDGES]; /* set aside by the caller's thread; their bytes end to end */
+    } edges[MOST_EDGES]; /* set aside by the caller's thread; edge_bytes has their bytes in order */
     unsigned char *edge_bytes;
-    int64_t edges_used; /* of EDGE_BYTES */
+    int64_t edges_used; /* bytes of edge_bytes in use, of EDGE_BYTES */
     int edge_count;
 
     pthread_t helpers[HELPERS];
@@ -55,7 +55,7 @@ typedef struct writer {
     pthread_mutex_t lock;
     pthread_cond_t changed;
     bool ended; /* no chunk will follow */
-    int errnum; /* of the helpers' first error, and where it was */
+    int errnum; /* of the helpers' first error; errplace: where it was */
     int64_t errplace;
 } writer;
 
@@ -186,7 +186,7 @@ set_aside(writer *self, const unsigned char *from, int64_t bytes, int64_t offset
     self->edge_count++;
 }
 
-/* Leaves the chunk what the helpers write: its whole pages, or nothing where those are few. */
+/* Leaves in the chunk only what the helpers write: its whole pages, or nothing where those are few. */
 static void
 cut_edges(writer *self, io_chunk *chunk)
 {
@@ -209,7 +209,7 @@ cut_edges(writer *self, io_chunk *chunk)
     chunk->bytes = last - first;
 }
 
-/* Hands the chunk over and waits for the next one to be free. False after an error of a helper's. */
+/* Hands the chunk over and waits for the next one to be free. False after a helper's error. */
 static bool
 submit(writer *self)
 {
@@ -275,7 +275,7 @@ put_bytes(writer *self, const unsigned char *from, int64_t bytes, int64_t offset
     return true;
 }
 
-/* A part of a range that lies in one block. */
+/* Writes the part of a range that lies in one block; *crc becomes its digest. */
 static bool
 put_part(writer *self, const fsdpc_file_range *range, int64_t at, int64_t bytes, uint32_t *crc)
 {

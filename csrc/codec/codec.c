@@ -89,11 +89,11 @@ fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i)
 
 /* --- blocks -------------------------------------------------------------------------------------- */
 
-/* Infinity or NaN if any value is. */
+/* The largest magnitude; infinity or NaN if any value is. */
 INLINE float
 largest(const float *values, int64_t n)
 {
-    int32_t most = 0; /* patterns of floats without sign are in the order of integers */
+    int32_t most = 0; /* as integers, floats without sign keep their order */
     for (int64_t i = 0; i < n; i++) {
         const int32_t bits = (int32_t)(f32_bits(values[i]) & 0x7fffffffu);
         most = bits > most ? bits : most;
@@ -166,7 +166,7 @@ decode_mxfp8(const uint8_t *codes, int64_t n, const uint8_t *scale, float *value
     }
 }
 
-/* Two to a byte, the first one in the upper half. levels[n] is there. */
+/* Packs two codes to a byte, the first one in the upper half. levels[n] has room for a zero. */
 INLINE void
 pack_levels(int32_t *levels, int64_t n, uint8_t *codes)
 {
@@ -176,7 +176,7 @@ pack_levels(int32_t *levels, int64_t n, uint8_t *codes)
     }
 }
 
-/* `scale` is that of the block, of values that are lifted. Returns that of the part. */
+/* Codes one part of a block. `scale`: the block's, of lifted values. Returns the part's scale. */
 INLINE uint8_t
 encode_part(const float *values, int64_t n, float lift, float scale, int32_t *levels)
 {
@@ -190,7 +190,7 @@ encode_part(const float *values, int64_t n, float lift, float scale, int32_t *le
     return part;
 }
 
-/* The order of operations is torchao's, but that parts of the smallest numbers have scales below 2^-6. */
+/* The order of operations is torchao's; but here parts of the smallest numbers have scales below 2^-6. */
 INLINE void
 encode_nvfp4(const float *values, int64_t n, uint8_t *codes, uint8_t *scale)
 {
@@ -380,7 +380,7 @@ loops_of(const fsdpc_kernels *kernels)
 
 /* --- rows -------------------------------------------------------------------------------------- */
 
-/* Of all that work on a stretch of at most STRETCH elements: from a block's begin to a block's end, in one row. */
+/* This function and the next ones work on up to STRETCH elements of a row, which end where a block ends. */
 static int
 encode_wide(fsdpc_codec codec, const fsdpc_kernels *kernels, const float *wide, int64_t n,
             uint8_t *codes, uint8_t *scales)

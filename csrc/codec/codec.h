@@ -35,25 +35,25 @@
 int fsdpc_codec_from_name(const char *name, fsdpc_codec *out);
 const char *fsdpc_codec_name(fsdpc_codec codec);
 
-/* Of `rows` rows of `row` elements (>= 0, > 0), whole multiples of 16. 0 for FSDPC_UNCODED. */
+/* The bytes of `rows` (>= 0) coded rows of `row` (> 0) elements, a multiple of 16; 0 for FSDPC_UNCODED. */
 size_t fsdpc_codec_bytes(fsdpc_codec codec, int64_t rows, int64_t row);
-/* Of these bytes, where the scales begin. */
+/* Where in these bytes the scales begin. */
 size_t fsdpc_codec_scales(fsdpc_codec codec, int64_t rows, int64_t row);
 /* The first element from element i of a matrix on that begins a block. */
 int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
 
-/* For all three: a codec, and contiguous rows of `row` elements of a floating-point dtype. An error is one of the
- * choice of kernels (kernels.h).
+/* The three functions below take a codec and contiguous rows of `row` elements of a floating-point dtype. An
+ * error is one of the choice of kernels (kernels.h).
  *
  * `lost` (NULL: none) has one float per element, which is added to the values; after the call it is what coding lost of
  * these sums. In blocks that are not finite, and in blocks of zeros, it stays as it was. */
 int fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
                        int64_t row, float *lost, void *coded);
-/* n elements from element `begin` of the rows on, which begins a block. */
+/* Decodes n elements, from element `begin` of the rows on, which begins a block. */
 int fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row,
                        int64_t begin, int64_t n, void *values, fsdpc_dtype type);
-/* What decoding gives of n elements of `src`, of which the first begins a block, `at` elements behind the begin
- * of its row; they end where a block ends. */
+/* Writes to `dst` what coding and decoding make of n elements of `src`. The first one begins a block, `at`
+ * elements behind the begin of its row; the last one ends a block. */
 int fsdpc_codec_round(fsdpc_codec codec, const void *src, fsdpc_dtype src_type, int64_t row,
                       int64_t at, int64_t n, void *dst, fsdpc_dtype dst_type);
 

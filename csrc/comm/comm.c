@@ -110,7 +110,7 @@ fsdpc_comm_check(const fsdpc_comm *comm)
     return fsdpc_error(comm->failed_status, "%s", comm->failed_text);
 }
 
-/* FSDPC_E_TIMEOUT: not reached within a second. */
+/* Waits at most a second; FSDPC_E_TIMEOUT if the event is not reached by then. */
 static int
 poll_once(fsdpc_comm *comm, fsdpc_event *reached, const char *what)
 {
@@ -156,7 +156,7 @@ done:
     return status;
 }
 
-/* Two threads, or a callback that starts another collective, would mix their bytes. */
+/* Two collectives at once, from two threads or from a callback of the first one, would mix their bytes. */
 int
 fsdpc_comm_enter(fsdpc_comm *comm, const char *what)
 {
@@ -203,7 +203,7 @@ fsdpc_comm_land_before(fsdpc_comm *comm, uint64_t number)
     }
 }
 
-/* [Note: landed in order] in flight.h. */
+/* See [Note: landed in order] in flight.h. */
 static int
 begin_collective(fsdpc_comm *comm, const char *what)
 {

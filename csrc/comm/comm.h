@@ -1,10 +1,10 @@
 /* Communicators: collectives among the ranks of a group.
  *
  * Kinds: "self" (one rank), "shm" (ranks of one host), "c10d" (callbacks into another library, in
- * practice torch.distributed), "nccl" (GPUs; comm_nccl.h). All collectives are in place, block
- * until done (or are enqueued, on an asynchronous device), must be called by all ranks of the group
- * in the same order, and end by the group's deadline at the latest. After a failure the
- * communicator is broken: later calls return the first error at once. "shm", "self" and a
+ * practice torch.distributed), "nccl" (GPUs; comm_nccl.h). All collectives but all-to-all are in place,
+ * block until done (or are enqueued, on an asynchronous device), must be called by all ranks of the
+ * group in the same order, and end by the deadline (of "c10d": its library's) at the latest. After a
+ * failure the communicator is broken: later calls return the first error at once. "shm", "self" and a
  * "c10d" that flies (flight.h) sum in rank order in F32 (F64 for F64), so that two runs agree to the
  * bit; "nccl" and any other "c10d" sum as their library does.
  */
@@ -52,7 +52,7 @@ typedef struct fsdpc_comm_callbacks {
 } fsdpc_comm_callbacks;
 
 int fsdpc_comm_self(fsdpc_device *device, fsdpc_comm **out);
-/* Collective; arguments as fsdpc_shm_create. */
+/* Collective. The arguments after `device` are those of fsdpc_shm_create. */
 int fsdpc_comm_shm(fsdpc_device *device, int rank, int world, const char *name, double timeout_s,
                    fsdpc_comm **out);
 /* Copies the callbacks. */
@@ -66,13 +66,13 @@ int fsdpc_comm_staged(fsdpc_device *device, fsdpc_comm *inner, void (*release)(v
                       void *context, fsdpc_comm **out);
 /* Local; does not wait for peers. NULL is allowed. */
 void fsdpc_comm_free(fsdpc_comm *comm);
-/* Breaks the group on all ranks ("shm"), else on this rank. Includes the twin. Local. */
+/* Breaks the communicator and its twin, on all ranks ("shm") or on this rank (other kinds). Local. */
 void fsdpc_comm_abort(fsdpc_comm *comm, const char *text);
 /* Breaks the communicator and its twin on this rank, because another rank is known to have failed.
  * Local. */
 void fsdpc_comm_fail(fsdpc_comm *comm, int status, const char *text);
-/* Leaves the group: peers that still wait for this rank get an error ("shm"). Collectives in flight
- * get a few seconds to end. No call but free may follow. Includes the twin. Local. */
+/* Leaves the group, with the twin: peers that still wait for this rank get an error ("shm"). Collectives
+ * in flight get a few seconds to end. No call but fsdpc_comm_free may follow. Local. */
 void fsdpc_comm_close(fsdpc_comm *comm);
 
 /* The failure that broke the communicator, or FSDPC_OK. Call it before results of enqueued
@@ -81,10 +81,10 @@ int fsdpc_comm_check(const fsdpc_comm *comm);
 /* Host sync with the device's current stream, which ends early if the group fails. Never in a step.
  * Local. */
 int fsdpc_comm_drain(fsdpc_comm *comm, const char *what);
-/* Host sync with an event, which ends early when `check(argument)` fails. There may be any number of
- * collectives before the event: each ends by the group's deadline, so the sync needs none of its own, and
- * FSDPC_E_TIMEOUT after a day is for a kernel that never ends. FSDPC_E_INTERRUPT after Ctrl-C, which aborts
- * the group. */
+/* Host sync with an event. The sync ends early when `check(argument)` fails. There may be any number of
+ * collectives before the event: each ends by the group's deadline, so the sync needs no deadline of its own,
+ * and FSDPC_E_TIMEOUT after a day is for a kernel that never ends. FSDPC_E_INTERRUPT after Ctrl-C, which
+ * aborts the group. */
 int fsdpc_comm_await(fsdpc_comm *comm, fsdpc_event *reached, int (*check)(const void *),
                      const void *argument, const char *what);
 
@@ -93,12 +93,12 @@ typedef struct fsdpc_comm_caps {
     bool one_memory;      /* the ranks share a segment: see fsdpc_comm_segment */
     bool names_absentees; /* agree and barrier name the ranks that did not come by the deadline */
     /* Sums of low precision types are rounded after each rank, unless fsdpc_comm_is_symmetric.
-     * False for "c10d", whose sums are its backend's. */
+     * False for "c10d", although its backend may round so. */
     bool rounds_sums;
 } fsdpc_comm_caps;
 const fsdpc_comm_caps *fsdpc_comm_get_caps(const fsdpc_comm *comm);
-/* The group's deadline in seconds, for other waits on its behalf. fsdpc_timeout() for "self" and "c10d",
- * which have none. */
+/* The group's deadline in seconds, for callers that wait for its ranks by other means. fsdpc_timeout() for
+ * "self" and "c10d", which have no deadline here. */
 double fsdpc_comm_timeout(const fsdpc_comm *comm);
 int fsdpc_comm_rank(const fsdpc_comm *comm);
 int fsdpc_comm_world(const fsdpc_comm *comm);
@@ -108,26 +108,26 @@ fsdpc_device *fsdpc_comm_device(const fsdpc_comm *comm);
  * gathers; `comm` owns the twin. Without a twin, `comm` is used for both. */
 void fsdpc_comm_set_twin(fsdpc_comm *comm, fsdpc_comm *twin);
 fsdpc_comm *fsdpc_comm_for_reductions(fsdpc_comm *comm);
-/* The text that errors begin with where the ranks of this communicator have other numbers than in the whole program:
- * "ranks 2-3 are called 0-1 here". The text is copied; the twin gets a copy, too. FSDPC_E_NOMEM; FSDPC_E_STATE where
- * the communicator has a text already. Local. */
+/* Sets the text that errors begin with if ranks have other numbers in this communicator than in the whole
+ * program: "ranks 2-3 are called 0-1 here". The text is copied, for the twin as well. FSDPC_E_NOMEM without
+ * memory for a copy; FSDPC_E_STATE if the communicator has a text already. Local. */
 int fsdpc_comm_set_numbers(fsdpc_comm *comm, const char *text);
-const char *fsdpc_comm_numbers(const fsdpc_comm *comm); /* that text; empty: none was set */
-/* Puts that text before this thread's error, if the error names a rank and lacks the text. Returns `status`. */
+const char *fsdpc_comm_numbers(const fsdpc_comm *comm); /* that text, or "" if none is set */
+/* Puts that text before this thread's error, once, if the error names a rank. Returns `status`. */
 int fsdpc_comm_say_numbers(const fsdpc_comm *comm, int status);
 /* The shared segment of an "shm" communicator, NULL for other kinds. */
 fsdpc_shm *fsdpc_comm_segment(const fsdpc_comm *comm);
-/* For a communicator that flies (flight.h) and has ranks which share a host: names[r] is equal for ranks of one host,
- * which share memory from now on. `segment` and `timeout_s` as name and deadline of fsdpc_comm_shm; each host has
- * another segment. Collective over the ranks of each host. */
+/* Lets ranks of one host share memory from now on, in a communicator that flies (flight.h). names[r] is equal
+ * for ranks of one host. `segment` and `timeout_s` are name and deadline for fsdpc_comm_shm; the name differs
+ * from host to host. Collective over the ranks of each host. */
 int fsdpc_comm_set_hosts(fsdpc_comm *comm, const int *names, const char *segment, double timeout_s);
-/* NULL without fsdpc_comm_set_hosts. */
+/* Which ranks share a host; NULL without fsdpc_comm_set_hosts. */
 const struct fsdpc_hosts *fsdpc_comm_hosts(const fsdpc_comm *comm);
-/* How many ranks of other hosts send this rank its gradients of a unit. */
+/* How many ranks send this rank gradients of a unit: one per other host; all others if hosts are not set. */
 int fsdpc_comm_senders(const fsdpc_comm *comm);
-/* Of how many ranks of other hosts this rank sends gradients of a unit; 0 where flights are blocking collectives. */
+/* To how many ranks this rank sends their gradients of a unit; 0 where flights are blocking collectives. */
 int fsdpc_comm_receivers(const fsdpc_comm *comm);
-/* Ranks of each host that share memory inside a group of several hosts; 0: not, or not equally many. */
+/* How many ranks each host has; 0 if the numbers differ, or without fsdpc_comm_set_hosts. */
 int fsdpc_comm_ranks_per_host(const fsdpc_comm *comm);
 
 /* `what` (e.g. "gather of unit layers.3") goes into error texts; borrowed for the call.
@@ -137,8 +137,8 @@ int fsdpc_comm_ranks_per_host(const fsdpc_comm *comm);
 int fsdpc_comm_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
 int fsdpc_comm_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,
                               fsdpc_dtype dtype, const char *what);
-/* Several collectives of one kind, with the result of one call per part; the kind "nccl" makes one
- * grouped call, "c10d" sends small parts together. Parts without elements are skipped. */
+/* Several all-gathers (or reduce-scatters, or sums): the result is that of one call per part. "nccl" makes
+ * one grouped call, "c10d" sends small parts together. Parts without elements are skipped. */
 typedef struct fsdpc_comm_part {
     void *buffer;
     int64_t piece_numel;
@@ -148,11 +148,11 @@ int fsdpc_comm_all_gather_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, 
                                 const char *what);
 int fsdpc_comm_reduce_scatter_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                     const char *what);
-/* Sums of piece_numel elements at `buffer`. */
+/* In each part, piece_numel elements at `buffer` are summed over all ranks. */
 int fsdpc_comm_all_reduce_parts(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                                 const char *what);
-/* Only the kind "nccl" has an all-to-all; others: FSDPC_E_UNAVAILABLE. The i-th other rank, in the order of ranks, gets the
- * `bytes` bytes at pieces + i * bytes; what that rank has for this one is at landing + i * bytes afterwards. */
+/* "nccl" only; other kinds return FSDPC_E_UNAVAILABLE. The i-th other rank, in rank order, gets the bytes at
+ * pieces + i * bytes; what that rank has for this one is at landing + i * bytes afterwards. */
 bool fsdpc_comm_has_all_to_all(const fsdpc_comm *comm);
 int fsdpc_comm_all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes,
                           const char *what);
@@ -177,8 +177,8 @@ bool fsdpc_comm_registers(const fsdpc_comm *comm);
  * types are summed in F32 and rounded once. */
 bool fsdpc_comm_is_symmetric(const fsdpc_comm *comm);
 
-/* The same collectives on host memory for every kind (comm_host.c), for messages outside of steps.
- * Sums are in rank order, in F32 (F64 for F64). */
+/* Collectives on host memory for every kind (comm_host.c), for messages outside of steps; otherwise as
+ * above. Sums are in rank order, in F32 (F64 for F64). */
 int fsdpc_comm_host_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes,
                                const char *what);
 int fsdpc_comm_host_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,

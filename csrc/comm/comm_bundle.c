@@ -1,7 +1,7 @@
 /* Small parts of a collective together, for kinds whose calls cost more than a copy.
  *
- * Parts that are small in sum are copied to a buffer that is laid out rank by rank, which one collective
- * serves; larger parts go in place, one by one. Sizes alone decide, so all ranks make the same calls.
+ * Consecutive small parts are copied to a buffer that is laid out rank by rank, and go by one collective;
+ * larger parts go in place, one by one. Sizes and types alone decide, so all ranks make the same calls.
  *
  *   parts a, b, 2 ranks: | a0 a1 |  | b0 b1 |    the bundle: | a0 b0 | a1 b1 |
  */
@@ -26,7 +26,7 @@ room_for(const fsdpc_comm_part *part)
     return fsdpc_round_up(bytes_of(part), STEP_BYTES);
 }
 
-/* How many of the parts go together, from the first on; *piece: bytes of one rank. */
+/* How many of the parts, from the first on, go together; *piece: their bytes of one rank in the bundle. */
 static int
 count_together(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count, bool one_dtype,
                size_t *piece)
@@ -65,7 +65,7 @@ call(fsdpc_comm *comm, const fsdpc_comm_part *part, bool scatter, const char *wh
                : comm->ops->all_gather(comm, part->buffer, bytes_of(part), what);
 }
 
-/* A gather takes one rank's pieces in and all ranks' out, a reduction the other way round. */
+/* A gather copies this rank's pieces in, the others' out; a reduction all ranks' in, this rank's out. */
 static int
 call_together(fsdpc_comm *comm, char *bundle, const fsdpc_comm_part *parts, int count, size_t piece,
               bool scatter, const char *what)

@@ -1,6 +1,6 @@
 /* The communicator whose collectives are callbacks into another library.
  *
- * Deadlines are that library's. agree is an all-gather of the records of agree.h.
+ * That library decides on deadlines. agree is an all-gather of the records of agree.h.
  */
 #include <stdio.h>
 

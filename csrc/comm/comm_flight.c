@@ -13,14 +13,14 @@
 enum {
     DATA_TAG = 1 << 30, /* programs that send by themselves use small tags */
     KEY_TAG = DATA_TAG + FSDPC_FLIGHT_KEYS,
-    MARKS_TAG = DATA_TAG - 1, /* in the order of flights */
+    MARKS_TAG = DATA_TAG - 1, /* of marks, unless they have a key: match in the order of flights */
 };
 
-static const fsdpc_mark begun = {.words = {1}}; /* of flights with a key */
+static const fsdpc_mark begun = {.words = {1}}; /* the mark of flights with a key */
 
 struct fsdpc_flight {
     fsdpc_comm *comm;
-    void *data, *marking; /* transfers of the kind, NULL: none, or landed */
+    void *data, *marking; /* the kind's transfers of data, and of marks; NULL: none, or landed */
     fsdpc_mark *marks;    /* one per rank */
     bool *skip;           /* ranks with other marks; allocated before anything is posted */
     fsdpc_moves moves;
@@ -55,7 +55,7 @@ fsdpc_comm_receivers(const fsdpc_comm *comm)
     return count;
 }
 
-/* Equal on ranks that mean the same flight: what the others send for another one finds no taker. */
+/* The tag is equal on ranks that mean the same flight: data sent for another flight finds no taker. */
 static uint32_t
 tag_of(const fsdpc_comm *comm, const fsdpc_mark *mark)
 {
@@ -120,7 +120,7 @@ marks_agree(const fsdpc_flight *flight)
 
 /* --- the flight ---------------------------------------------------------------------------------- */
 
-/* The mark comes last: where it is, the data is. */
+/* The mark is posted after the data: where a rank's mark has come, its data has come. */
 static int
 take_off_by_key(fsdpc_flight *flight, const fsdpc_load *load, uint32_t key, const char *what)
 {
@@ -130,7 +130,7 @@ take_off_by_key(fsdpc_flight *flight, const fsdpc_load *load, uint32_t key, cons
     return post_marks(flight, tag, what);
 }
 
-/* key NULL: in the order of flights. */
+/* `key` NULL: the flight has its place in the order of flights. */
 static int
 take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, const uint32_t *key,
          const char *what)
@@ -148,8 +148,8 @@ take_off(fsdpc_flight *flight, const fsdpc_load *load, const fsdpc_mark *mark, c
     return post_data(flight, load, tag, what);
 }
 
-/* The same by a blocking collective, where nothing travels in the background: first the marks, then, if all are
- * equal, the data. */
+/* The flight as blocking collectives, where nothing travels in the background: first of the marks, then, if
+ * all marks are equal, of the data. */
 static int
 go_at_once(fsdpc_flight *flight, const fsdpc_load *load, const char *what)
 {
@@ -166,7 +166,7 @@ go_at_once(fsdpc_flight *flight, const fsdpc_load *load, const char *what)
                           : fsdpc_comm_all_gather_parts(comm, load->parts, load->count, what);
 }
 
-/* All ranks' marks begin as this rank's own: a fake process group, which moves nothing, leaves them equal. */
+/* All marks begin as this rank's own: a fake process group, which moves nothing, leaves them equal. */
 static int
 make(fsdpc_comm *comm, const fsdpc_mark *mark, const char *what, fsdpc_flight **out)
 {
@@ -242,7 +242,7 @@ fsdpc_flight_by_key(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
     return begin(comm, &load, NULL, &key, what, out);
 }
 
-/* The library may be writing the marks. */
+/* Reads atomically, because the library may be writing the marks. */
 bool
 fsdpc_flight_is_here(const fsdpc_flight *flight)
 {
@@ -255,8 +255,8 @@ fsdpc_flight_is_here(const fsdpc_flight *flight)
     return true;
 }
 
-/* With ranks of other marks nothing moves. What the others send has to arrive, or the library could not receive
- * anything behind it. */
+/* With ranks of other marks nothing moves. What ranks of equal marks send has to arrive, or the library could
+ * not receive anything behind it. */
 static int
 land_data(fsdpc_flight *flight, const char *what)
 {

@@ -1,4 +1,4 @@
-/* See flight_moves.h. All ranks list a pair's transfers in one order: they match by it. */
+/* See flight_moves.h. Both ranks of a pair list its transfers in the same order, by which they match. */
 #include "comm/flight_moves.h"
 
 #include <string.h>
@@ -8,16 +8,16 @@
 #include "comm/hosts.h"
 
 enum {
-    CHUNK_BYTES = 1 << 20,  /* one large message each way would take turns with the other */
+    CHUNK_BYTES = 1 << 20,  /* large messages of the two directions would take turns */
     SMALL_BYTES = 64 << 10, /* copied in less time than another transfer takes */
 };
 
-/* Counts first, with no memory in `out`; then the same again, into it. */
+/* Lists twice: the first time `out` has no memory, and only counts change; then `out` is filled. */
 struct lister {
     const fsdpc_comm *comm;
     const fsdpc_load *load;
     fsdpc_moves *out;
-    size_t packet_bytes; /* of one peer, one way; 0: nothing is packed */
+    size_t packet_bytes; /* of the packet to, or from, one peer; 0: nothing is packed */
 };
 
 /* --- who sends what to whom ----------------------------------------------------------------------- */
@@ -28,7 +28,7 @@ piece_bytes(const fsdpc_comm_part *part)
     return (size_t)part->piece_numel * fsdpc_dtype_bytes(part->dtype);
 }
 
-/* Every rank begins with another peer, so that no rank gets all at once. */
+/* Every rank begins with another peer, so that no rank gets all ranks' data at once. */
 static int
 peer_at(const fsdpc_comm *comm, int step, bool send)
 {
@@ -46,7 +46,7 @@ landing_of(const struct lister *l, int peer, int part)
            landing->offsets[part];
 }
 
-/* Where this rank's piece for `peer` lies, or where the peer's comes. */
+/* The place of the piece that this rank sends to `peer` or, without `send`, gets from `peer`. */
 static char *
 place_of(const struct lister *l, int part, int peer, bool send)
 {
@@ -58,7 +58,7 @@ place_of(const struct lister *l, int part, int peer, bool send)
     return (char *)p->buffer + piece_bytes(p) * (size_t)(own ? l->comm->rank : peer);
 }
 
-/* `from` sends to `to`: in a gather its own piece, in a reduction the receiver's. */
+/* True if `from` sends to `to`: in a gather the piece of `from`, in a reduction the piece of `to`. */
 static bool
 sends(const struct lister *l, int from, int to)
 {

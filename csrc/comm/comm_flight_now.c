@@ -75,7 +75,7 @@ fsdpc_flight_reduce_scatter_now(fsdpc_comm *comm, void *buffer, int64_t piece_nu
     return scatter(comm, buffer, piece_numel, dtype, FSDPC_NOW_SCATTER, what);
 }
 
-/* Every rank gets all of the others' elements: for a few. */
+/* A sum of few elements: every rank gets all elements of all other ranks. */
 static int
 sum_whole(fsdpc_comm *comm, char *buffer, int64_t numel, fsdpc_dtype dtype, const char *what)
 {

@@ -129,7 +129,7 @@ combine(const host_sum *sum, void *dst, int64_t n)
     return fsdpc_device_cast(sum->device, dst, sum->dtype, sum->wide, FSDPC_F32, n, 1.0);
 }
 
-/* All ranks' `values` together into dst, in rank order; dst NULL: the result is another rank's. */
+/* Reduces all ranks' `values` into `dst`, in rank order; `dst` NULL: another rank wants the result. */
 static int
 sum_values(const host_sum *sum, void *dst, const char *values, int64_t numel)
 {

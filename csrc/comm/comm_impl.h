@@ -24,7 +24,7 @@ typedef struct fsdpc_comm_ops {
     int (*broadcast)(fsdpc_comm *comm, void *buffer, size_t bytes, int root, const char *what);
     int (*barrier)(fsdpc_comm *comm, const char *what);
     int (*agree)(fsdpc_comm *comm, const char *text, const char *what);
-    /* (optional) one by one */
+    /* (optional) NULL: comm.c makes one call per part */
     int (*all_gather_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                             const char *what);
     int (*reduce_scatter_parts)(fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
@@ -33,26 +33,26 @@ typedef struct fsdpc_comm_ops {
                             const char *what);
     int (*all_to_all)(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes,
                       const char *what); /* (optional) */
-    /* (optional, all or none) Transfers in the background, see flight.h. They match by tag, and in the order of
-     * posting among equal tags. land waits for those with ranks that are not in `skip` (NULL: for all), and ends
-     * the transfers whatever it returns; those with the others find no match. drop leaves them to themselves:
-     * their memory stays, because other ranks may still match them. */
+    /* (optional, all or none) Transfers in the background, see flight.h. They match by tag, and in the order
+     * of posting among equal tags. land waits for the transfers with ranks that `skip` does not mark (NULL:
+     * with all ranks); those with marked ranks find no match. Whatever land returns, it ends the transfers.
+     * drop leaves transfers to themselves: their memory stays, because other ranks may still match them. */
     bool (*flies)(const fsdpc_comm *comm);
     int (*post)(fsdpc_comm *comm, const fsdpc_comm_move *moves, int count, uint32_t tag,
                 const char *what, void **transfers);
     int (*land)(fsdpc_comm *comm, void *transfers, const bool *skip, const char *what);
     void (*drop)(fsdpc_comm *comm, void *transfers);
-    void (*abort)(fsdpc_comm *comm, const char *text);            /* (optional): no-op */
-    void (*fail)(fsdpc_comm *comm, int status, const char *text); /* (optional): no-op */
-    void (*close)(fsdpc_comm *comm);                              /* (optional): no-op */
-    fsdpc_shm *(*segment)(const fsdpc_comm *comm);                /* (optional): NULL */
+    void (*abort)(fsdpc_comm *comm, const char *text);            /* NULL: no-op */
+    void (*fail)(fsdpc_comm *comm, int status, const char *text); /* NULL: no-op */
+    void (*close)(fsdpc_comm *comm);                              /* NULL: no-op */
+    fsdpc_shm *(*segment)(const fsdpc_comm *comm);                /* NULL: no segment */
     /* (optional) An all-gather of host memory, for kinds whose other collectives work on device
      * memory; without it the other collectives take host memory. */
     int (*exchange)(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what);
     int (*register_memory)(fsdpc_comm *comm, void *buffer, size_t bytes); /* (optional) */
-    void (*unregister_memory)(fsdpc_comm *comm, void *buffer);            /* with the former */
-    bool (*registers)(const fsdpc_comm *comm);                            /* (optional): false */
-    bool (*is_symmetric)(const fsdpc_comm *comm);                         /* (optional): false */
+    void (*unregister_memory)(fsdpc_comm *comm, void *buffer);            /* (optional) */
+    bool (*registers)(const fsdpc_comm *comm);                            /* NULL: false */
+    bool (*is_symmetric)(const fsdpc_comm *comm);                         /* NULL: false */
     void (*free)(fsdpc_comm *comm); /* includes the struct itself */
 } fsdpc_comm_ops;
 
@@ -62,19 +62,19 @@ struct fsdpc_comm {
     const fsdpc_comm_ops *ops;
     fsdpc_device *device; /* borrowed: devices live as long as the process */
     fsdpc_comm *twin;     /* owned, or NULL */
-    fsdpc_comm *local;    /* fsdpc_comm_set_hosts: of this host's ranks; owned, or NULL */
+    fsdpc_comm *local;    /* fsdpc_comm_set_hosts: the ranks of this host; owned, or NULL */
     struct fsdpc_hosts *hosts;
     struct fsdpc_lander *landers; /* flight.h */
     char *_Atomic numbers;        /* fsdpc_comm_set_numbers; owned, or NULL */
     int rank, world;
     int forks;         /* fsdpc_forks() when made */
     int agreements;    /* calls of fsdpc_comm_agree that have ended: equal on all ranks */
-    uint32_t keys;     /* the latest key of a flight: equal on all ranks */
-    uint64_t flights;  /* begun: equal on all ranks */
+    uint32_t keys;     /* the latest of fsdpc_comm_next_keys: equal on all ranks */
+    uint64_t flights;  /* begun without a key: equal on all ranks */
     double timeout_s;  /* 0: the default */
     bool lost;         /* fsdpc_comm_has_lost */
     _Atomic bool busy; /* a collective is in progress */
-    _Atomic int state; /* the texts below are readable when it is BROKEN */
+    _Atomic int state; /* the two fields below are readable once this is BROKEN */
     int failed_status;
     char failed_text[FSDPC_COMM_TEXT_BYTES];
 };
@@ -84,24 +84,24 @@ void fsdpc_hosts_free(struct fsdpc_hosts *hosts);
 /* Keeps the first failure, and tells the other ranks of this host; later calls change nothing. */
 void fsdpc_comm_break(fsdpc_comm *comm, int status, const char *text);
 
-/* A communicator runs one collective at a time: enter before one (FSDPC_E_STATE if another is in progress),
- * leave after it with its status, which is returned and breaks the communicator. */
+/* A communicator runs one collective at a time. Call enter before it (FSDPC_E_STATE if another is in
+ * progress) and leave after it, with its status: leave returns that, and an error breaks the communicator. */
 int fsdpc_comm_enter(fsdpc_comm *comm, const char *what);
 int fsdpc_comm_leave(fsdpc_comm *comm, int status);
 /* Checks the sizes of all parts before any part is sent, and that the communicator is not broken. */
 int fsdpc_comm_check_parts(const fsdpc_comm *comm, const fsdpc_comm_part *parts, int count,
                            const char *what);
 
-/* dst[i] = max or min over the sources; NaN wins, as it would in a sum. dst may be a source. */
+/* dst[i] = max or min over the sources; a NaN wins, as in a sum. dst may be one of the sources. */
 void fsdpc_comm_extreme(void *dst, const void *const *src, int count, fsdpc_dtype dtype, int64_t n,
                         bool largest);
 
 /* --- comm_flight_now.c ----------------------------------------------------------------------------
  *
- * A flying kind's own all_gather, reduce_scatter and sum: flights that land at once. FSDPC_E_MISMATCH if a rank
- * makes another collective or one of another size. */
+ * A flying kind's own all_gather, reduce_scatter and sum: flights that land at once. FSDPC_E_MISMATCH if
+ * another rank makes another collective, or one of another size. */
 
-/* Inside a collective of the kind: a gather, or (`landing`) a reduction of one part, landed. In comm_flight.c. */
+/* Begins and lands a gather or (with `landing`) a reduction of one part, in a collective (comm_flight.c). */
 struct fsdpc_landing;
 struct fsdpc_mark;
 int fsdpc_flight_now(fsdpc_comm *comm, const fsdpc_comm_part *part,
@@ -116,8 +116,8 @@ int fsdpc_flight_sum_now(fsdpc_comm *comm, void *buffer, int64_t numel, fsdpc_dt
 
 /* --- comm_bundle.c --------------------------------------------------------------------------- */
 
-/* all_gather_parts, or (`scatter`) reduce_scatter_parts, for a kind that works on host memory: small parts by
- * one call of the kind's own entry. *bundle is NULL or memory of an earlier call; the caller frees it. */
+/* all_gather_parts, or (`scatter`) reduce_scatter_parts, for a kind that works on host memory: small
+ * parts share one collective. *bundle: NULL, or memory of an earlier call; the caller frees *bundle. */
 int fsdpc_comm_bundle(fsdpc_comm *comm, char **bundle, const fsdpc_comm_part *parts, int count,
                       bool scatter, const char *what);
 

@@ -93,7 +93,7 @@ all_to_all(fsdpc_comm *comm, void *pieces, void *landing, size_t bytes, const ch
     return fsdpc_nccl_run(of(comm), &o, what);
 }
 
-/* Only wakes the thread, because ncclCommAbort may take long. */
+/* Breaks the communicator and wakes the thread, which calls ncclCommAbort: that may take long. */
 static void
 abort_comm(fsdpc_comm *comm, const char *text)
 {
@@ -255,7 +255,7 @@ make(fsdpc_device *device, int rank, int world, const fsdpc_comm_nccl_options *o
     return FSDPC_OK;
 }
 
-/* With `calls` held, because the watching thread exists already. */
+/* The caller holds `calls`, because the watching thread exists already. */
 static int
 rendezvous(nccl_comm *comm, const char *id)
 {

@@ -17,18 +17,18 @@ enum { FSDPC_COMM_NCCL_ID_BYTES = 128 };
 
 typedef struct fsdpc_comm_nccl_options {
     const char *name; /* for texts: "gather"; NULL: "nccl" */
-    double timeout_s; /* of the start and of each collective; > 0 */
-    int poll_ms;      /* of the watching thread; 0: 50 */
-    bool registers;   /* fsdpc_comm_register is of use: [Note: registration]; alike on all ranks */
+    double timeout_s; /* deadline of the start and of each collective; > 0 */
+    int poll_ms;      /* between two polls of the watching thread; 0: 50 */
+    bool registers;   /* try to register memory: [Note: registration]; equal on all ranks */
     /* (optional) The host's channel, for agree, barrier and small collectives on host memory: an
-     * all-gather of host memory with its own deadline; returns a status with its text. Without a
-     * channel these are staged through the GPU. */
+     * all-gather of host memory with a deadline of its own, which returns a status with its text.
+     * Without this channel such collectives are staged through the GPU. */
     int (*exchange)(void *context, void *buffer, size_t piece_bytes, const char *what);
     void *context;
     void (*release)(void *context); /* (optional) called once, when the communicator is freed */
 } fsdpc_comm_nccl_options;
 
-/* Made on one rank and sent to the others. FSDPC_E_UNAVAILABLE without NCCL. */
+/* The id of a new communicator: one rank makes it, for all ranks. FSDPC_E_UNAVAILABLE: no NCCL. */
 int fsdpc_comm_nccl_id(char id[FSDPC_COMM_NCCL_ID_BYTES]);
 /* Collective. `device` owns the memory that will be passed; if it is not asynchronous, a CUDA
  * context must be current. FSDPC_E_TIMEOUT when a rank is missing. Copies the options and the name.
@@ -38,14 +38,14 @@ int fsdpc_comm_nccl(fsdpc_device *device, int rank, int world,
                     fsdpc_comm **out);
 /* True if the functions below accept `comm`. */
 bool fsdpc_comm_is_nccl(const fsdpc_comm *comm);
-/* Seconds since the oldest collective in flight of `comm` or its twin was enqueued, 0 if none is in
- * flight; `text` names this collective, or the last completed one. Local, any thread, does not
- * wait. */
+/* Seconds since the oldest collective in flight of `comm` or its twin was
+ * enqueued or became the oldest; 0 if none is in flight. `text` names what is in
+ * flight, or the last completed collective. Local, any thread, does not wait. */
 double fsdpc_comm_nccl_stall(fsdpc_comm *comm, char *text, size_t bytes);
-/* Sets what is known of the other ranks, for the text of a passed deadline; "" clears it. Local,
- * any thread. */
+/* Sets what is known of the other ranks, for the text of a passed deadline, on `comm` and its twin; ""
+ * clears the text. Local, any thread. */
 void fsdpc_comm_nccl_note_others(fsdpc_comm *comm, const char *text);
-/* "NCCL 2.28.3 (/path/libnccl.so.2)" into `text`. */
+/* Writes "NCCL 2.28.3 (/path/libnccl.so.2)" into `text`. */
 int fsdpc_comm_nccl_describe(char *text, size_t bytes);
 
 #endif

@@ -1,7 +1,7 @@
 /* Host memory over an NCCL communicator: exchange, agree, barrier, and the host sync they need.
  *
- * Up to FSDPC_NCCL_CHANNEL_BYTES go over the host's channel. Larger exchanges, and all of them
- * without a channel, are staged through the GPU, FSDPC_NCCL_STAGE_BYTES of each rank at a time.
+ * The host's channel carries agree, barrier and exchanges of up to FSDPC_NCCL_CHANNEL_BYTES. The rest, and
+ * all without a channel, is staged through the GPU, FSDPC_NCCL_STAGE_BYTES of each rank at a time.
  */
 #include <string.h>
 
@@ -10,7 +10,7 @@
 #include "base/mem.h"
 #include "base/status.h"
 
-/* Breaks the communicator: collectives in flight are aborted. */
+/* After Ctrl-C: breaks the communicator, so that collectives in flight are aborted. */
 static int
 interrupt_wait(fsdpc_comm *base)
 {
@@ -64,7 +64,7 @@ staged_bytes(const nccl_comm *comm)
     return (size_t)comm->base.world * FSDPC_NCCL_STAGE_BYTES;
 }
 
-/* Made once, on the first use. */
+/* Allocates what staging needs, once, on the first use. */
 static int
 need_scratch(nccl_comm *comm, const char *what)
 {
@@ -89,7 +89,7 @@ need_scratch(nccl_comm *comm, const char *what)
         "%s: a stream", what);
 }
 
-/* All-gather in comm->pinned, in place. Host sync. */
+/* An all-gather of what is in comm->pinned, in place. Host sync. */
 static int
 exchange_staged(nccl_comm *comm, size_t piece_bytes, const char *what)
 {
@@ -136,8 +136,8 @@ exchange_over_gpu(nccl_comm *comm, char *buffer, size_t piece_bytes, const char 
     return FSDPC_OK;
 }
 
-/* A failure of the host's channel breaks the communicator: the ranks are out of step on the GPU as
- * well. */
+/* Without a channel, over the GPU. A failure of the host's channel breaks the communicator: the ranks are
+ * then out of step on the GPU as well. */
 static int
 exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
@@ -151,7 +151,7 @@ exchange_on_host(nccl_comm *comm, void *buffer, size_t piece_bytes, const char *
     return status;
 }
 
-/* The GPU is much faster than the channel for large exchanges. */
+/* Large exchanges go over the GPU, which is much faster than the host's channel. */
 int
 fsdpc_nccl_exchange(fsdpc_comm *comm, void *buffer, size_t piece_bytes, const char *what)
 {
@@ -167,7 +167,7 @@ record_of(const void *context, int rank)
     return (const fsdpc_agree_record *)context + rank;
 }
 
-/* Digests only: on many ranks all texts are megabytes for each. */
+/* Exchanges digests only: with many ranks, all texts would be megabytes on each rank. */
 static int
 compare_digests(nccl_comm *comm, const fsdpc_agree_record *mine, bool *alike, const char *what)
 {
@@ -189,7 +189,7 @@ compare_digests(nccl_comm *comm, const fsdpc_agree_record *mine, bool *alike, co
     return status;
 }
 
-/* Every rank gets the same digests, so all exchange their texts or none does. */
+/* Every rank gets the same digests, so either all ranks exchange their texts or none does. */
 int
 fsdpc_nccl_agree(fsdpc_comm *base, const char *text, const char *what)
 {
@@ -220,7 +220,7 @@ end:
     return status;
 }
 
-/* Of the hosts only: collectives on streams may still be in flight. */
+/* A barrier of the hosts only: collectives on streams may still be in flight. */
 int
 fsdpc_nccl_barrier(fsdpc_comm *comm, const char *what)
 {

@@ -27,7 +27,7 @@ typedef struct fsdpc_nccl_entry {
     uint64_t sequence;
     char what[FSDPC_NCCL_WHAT_BYTES];
     size_t bytes;
-    double since_s;       /* enqueued, or became the oldest: whichever is later */
+    double since_s;       /* when it was enqueued or became the oldest, whichever is later */
     fsdpc_cu_event event; /* made once for the ring's entry, reused */
 } fsdpc_nccl_entry;
 
@@ -44,7 +44,7 @@ typedef struct fsdpc_nccl_buffer {
  *
  *   state      event                                       by      next
  *   UNWATCHED  the thread starts                           owner   WATCHING
- *              free: there is no thread; NCCL is aborted   owner   (freed)
+ *              free: neither thread nor handle exists     owner   (freed)
  *   WATCHING   the communicator is broken; NCCL is aborted thread  ABORTED
  *              close, free                                 owner   STOPPING
  *   ABORTED    close, free                                 owner   STOPPING
@@ -53,7 +53,7 @@ typedef struct fsdpc_nccl_buffer {
  *              free: NCCL has not returned in time         owner   ORPHANED
  *   ENDED      free: the thread is joined                  owner   (freed)
  *   LEFT       free: the thread is joined                  owner   (kept reachable, never freed)
- *   ORPHANED   NCCL has returned                           thread  ENDED or LEFT, then as there
+ *   ORPHANED   NCCL has returned                           thread  ENDED or LEFT; the thread frees or keeps
  *
  * Whether the communicator is broken is in `base` alone (fsdpc_comm_check), in every state. */
 enum fsdpc_nccl_life {
@@ -77,7 +77,7 @@ typedef struct nccl_comm {
     /* Held by the one thread that calls NCCL. */
     pthread_mutex_t calls;
     fsdpc_nccl_comm handle; /* NULL once aborted or destroyed; under `calls` */
-    fsdpc_nccl_comm made;   /* written by NCCL, even after a start that was given up */
+    fsdpc_nccl_comm made;   /* NCCL may write here even after a start that was given up */
     enum fsdpc_nccl_way way;
     bool shares; /* its windows are symmetric memory */
     fsdpc_nccl_buffer *buffers;
@@ -86,18 +86,18 @@ typedef struct nccl_comm {
     char *pinned;
     fsdpc_cu_stream staging;
     bool has_graphs; /* a graph may hold collectives */
-    bool on_board;   /* its thread has shown a wait there */
+    bool on_board;   /* the thread shows a wait on the board (board.h) */
 
     /* Guards what follows; never held while NCCL is called. */
     pthread_mutex_t lock;
-    pthread_cond_t changed; /* `life`, or the communicator is broken */
+    pthread_cond_t changed; /* when `life` changes or the communicator breaks */
     enum fsdpc_nccl_life life;
     pthread_t thread;
     fsdpc_nccl_entry ring[FSDPC_NCCL_RING];
     uint64_t first, next;                 /* sequences: [first, next) are in flight */
     char others[FSDPC_NCCL_OTHERS_BYTES]; /* what is known of the other ranks */
 
-    pid_t owner; /* a forked child has no such thread, and none of NCCL's */
+    pid_t owner; /* the process that made it: a forked child has neither the thread nor NCCL's */
     struct nccl_comm *next_left;
 } nccl_comm;
 
@@ -113,7 +113,7 @@ typedef struct fsdpc_nccl_order {
     enum fsdpc_nccl_kind kind;
     char *buffer;
     char *landing; /* ALL_TO_ALL */
-    size_t count;  /* of a piece */
+    size_t count;  /* elements of a piece */
     fsdpc_dtype dtype;
     fsdpc_nccl_op op;
     int root;
@@ -123,7 +123,7 @@ typedef struct fsdpc_nccl_order {
 /* comm_nccl_common.c */
 double fsdpc_nccl_now_s(void);
 void fsdpc_nccl_nap(int us);
-/* The calling thread may have no CUDA context. */
+/* Makes the communicator's CUDA context current: the calling thread may have none. */
 int fsdpc_nccl_use_context(const nccl_comm *comm);
 /* True in a forked child of the communicator's process: the child has no watching thread, and a
  * lock may be held by a thread of the parent. */
@@ -133,11 +133,11 @@ void fsdpc_nccl_fail(nccl_comm *comm, int status, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 
 /* comm_nccl_issue.c */
-/* Polls until the NCCL call that returned `result` is no longer in progress; its status. `calls` is
- * held. */
+/* Polls until the NCCL call that returned `result` is no longer in progress; returns its outcome as a
+ * status. The caller holds `calls`. */
 int fsdpc_nccl_complete(nccl_comm *comm, fsdpc_nccl_result result, const char *what);
-/* Breaks the communicator by this thread's failure, whose text is set. An interrupt is returned
- * once; later calls return FSDPC_E_COMM. */
+/* Breaks the communicator with this thread's error text. An interrupt breaks it with FSDPC_E_COMM: only
+ * the call that was interrupted returns FSDPC_E_INTERRUPT. */
 void fsdpc_nccl_break(nccl_comm *comm, int status);
 /* Enqueues a collective and adds it to the ring. */
 int fsdpc_nccl_run(nccl_comm *comm, fsdpc_nccl_order *o, const char *what);
@@ -156,7 +156,7 @@ int fsdpc_nccl_barrier(fsdpc_comm *comm, const char *what);
 /* comm_nccl_register.c */
 int fsdpc_nccl_register(fsdpc_comm *comm, void *buffer, size_t bytes);
 void fsdpc_nccl_unregister(fsdpc_comm *comm, void *buffer);
-/* With `calls` held. */
+/* Ends all registrations. The caller holds `calls`. */
 void fsdpc_nccl_delist_all(nccl_comm *comm);
 /* Collective: sets `way` and `shares`. */
 int fsdpc_nccl_try_registration(nccl_comm *comm);
@@ -164,10 +164,10 @@ int fsdpc_nccl_try_registration(nccl_comm *comm);
 /* comm_nccl_ring.c */
 /* Adds the collective that has just been enqueued. */
 int fsdpc_nccl_watch_add(nccl_comm *comm, fsdpc_cu_stream stream, const char *what, size_t bytes);
-/* The oldest collective in flight, for texts. */
+/* Describes the oldest collective in flight, for error texts. */
 void fsdpc_nccl_oldest(nccl_comm *comm, char text[FSDPC_NCCL_OLDEST_BYTES]);
-/* Removes completed collectives. FSDPC_CU_SUCCESS: none is in flight. FSDPC_CU_NOT_READY: the
- * oldest one has been in flight for `waited` seconds. Else the device's error. */
+/* Removes completed collectives. FSDPC_CU_SUCCESS: none is in flight. FSDPC_CU_NOT_READY: the oldest
+ * has been in flight for *waited seconds. Any other result is the device's error. */
 fsdpc_cu_result fsdpc_nccl_sweep(nccl_comm *comm, double *waited);
 
 /* comm_nccl_watch.c */

@@ -22,7 +22,7 @@ refused(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
                        comm->nccl->last_error(comm->handle));
 }
 
-/* `calls` is held. NCCL must not be called once this is not FSDPC_OK. */
+/* FSDPC_OK while NCCL may be called; an error once NCCL's communicator is gone. The caller holds `calls`. */
 static int
 still_there(const nccl_comm *comm, const char *what)
 {
@@ -33,8 +33,8 @@ still_there(const nccl_comm *comm, const char *what)
     return fsdpc_error(FSDPC_E_STATE, "%s: the communicator is closed", what);
 }
 
-/* Releases `calls` meanwhile: the interpreter may run a signal handler that calls this
- * communicator. */
+/* Checks for Ctrl-C. `calls` is released meanwhile, because the interpreter may run a signal handler that
+ * calls this communicator. */
 static int
 check_signals(nccl_comm *comm, const char *what)
 {
@@ -71,7 +71,7 @@ late_call(const nccl_comm *comm, const char *what)
     return fsdpc_late_error(&late);
 }
 
-/* `result` of the call just made; `calls` is held. */
+/* `result` is that of the call just made. The caller holds `calls`. */
 int
 fsdpc_nccl_complete(nccl_comm *comm, fsdpc_nccl_result result, const char *what)
 {
@@ -106,7 +106,7 @@ stream_of(const nccl_comm *comm)
     return stream;
 }
 
-/* NCCL makes one kernel of a group, in which all transfers make progress. The group must be closed after a failure as well. */
+/* Ends a group even after a failure. NCCL makes one kernel of it, in which all transfers make progress. */
 static fsdpc_nccl_result
 end_group(const fsdpc_nccl *nccl, fsdpc_nccl_result result)
 {
@@ -167,7 +167,7 @@ bytes_of(const nccl_comm *comm, const fsdpc_nccl_order *o)
                : bytes * (size_t)comm->base.world;
 }
 
-/* One of several parts as an order. */
+/* The order that enqueues one of several parts. */
 static fsdpc_nccl_order
 order_of(enum fsdpc_nccl_kind kind, const fsdpc_comm_part *part, fsdpc_cu_stream stream)
 {
@@ -201,7 +201,7 @@ fsdpc_nccl_break(nccl_comm *comm, int status)
                     fsdpc_error_text());
 }
 
-/* One order, or (o NULL) several parts of one kind. */
+/* Enqueues one order, or (`o` NULL) several parts of one kind, and adds that to the ring. */
 static int
 put(nccl_comm *comm, fsdpc_nccl_order *o, enum fsdpc_nccl_kind kind, const fsdpc_comm_part *parts,
     int count, const char *what)

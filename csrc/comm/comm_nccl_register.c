@@ -3,8 +3,8 @@
  * [Note: registration] A communicator tries once, at its start, what it can register, on a piece of
  * memory made for that: the ranks must treat every later buffer alike. Registering a window is
  * collective. Where one GPU cannot access the other ranks' memory, NCCL returns no window (2.29 and
- * later) or one of this rank alone (2.28, 2.27), without an error. A window is an address: in
- * device memory if the ranks share it, else in host memory. 2.27 always returns one in host memory,
+ * later) or a window of this rank alone (2.28, 2.27), without an error. A window is an address: in
+ * device memory if the ranks share it, else in host memory. 2.27 always returns a window in host memory,
  * so its windows never count as shared. Registered memory must consist of pieces (device.h), with
  * address and size in whole grains: NCCL refuses memory of cuMemAlloc. A failed trial may leave
  * NCCL's communicator unusable; then all ranks return FSDPC_E_UNAVAILABLE and may start again
@@ -14,7 +14,7 @@
 #include "base/mem.h"
 #include "base/status.h"
 
-/* With `calls` held. Without a handle NCCL has dropped the registration already. */
+/* The caller holds `calls`. Without comm->handle NCCL has dropped the registration already. */
 static void
 delist(nccl_comm *comm, fsdpc_nccl_buffer *gone)
 {
@@ -39,9 +39,9 @@ fsdpc_nccl_delist_all(nccl_comm *comm)
     }
 }
 
-/* With `calls` held. Since 2.28 window_register returns success while in progress: poll
- * async_error. NCCL may write the handle after we have given up, so the handle's memory stays in
- * the list. */
+/* The caller holds `calls`. Since 2.28 window_register returns success while in progress: poll
+ * async_error. NCCL may write `window` or `own` even after this function gives up, so `made` stays in
+ * the list then. */
 static int
 enlist(nccl_comm *comm, void *buffer, size_t bytes, enum fsdpc_nccl_way way)
 {
@@ -147,7 +147,7 @@ close_trial(trial *gone)
 
 enum outcome { SPOILT = -1, REFUSED, WORKS, SHARES };
 
-/* A call that failed after it had begun leaves NCCL's communicator in error for good. */
+/* True if NCCL's communicator is in error for good, as after a call that had begun and then failed. */
 static bool
 is_spoilt(const nccl_comm *comm)
 {
@@ -166,7 +166,7 @@ is_on_device(const nccl_comm *comm, fsdpc_nccl_window window)
            type == FSDPC_CU_DEVICE_MEMORY;
 }
 
-/* The outcome of what has just been registered. */
+/* The outcome of the registration that has just ended without an error. */
 static enum outcome
 registration_outcome(const nccl_comm *comm, enum fsdpc_nccl_way way)
 {
@@ -192,7 +192,7 @@ outcome_of(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way)
     return outcome;
 }
 
-/* On all ranks, or on none. */
+/* Sets `way` if it works on all ranks; then all ranks use it, else none does. Also sets `shares`. */
 static int
 try_way(nccl_comm *comm, const trial *on, enum fsdpc_nccl_way way, bool offered)
 {

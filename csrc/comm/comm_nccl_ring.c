@@ -1,5 +1,5 @@
-/* The ring of an NCCL communicator's collectives in flight, each with an event recorded behind
- * it. */
+/* The ring of an NCCL communicator's collectives in flight, each with an event that is recorded behind the
+ * collective. */
 #include <stdio.h>
 
 #include "base/deadline.h"
@@ -57,8 +57,8 @@ make_room(nccl_comm *comm)
     }
 }
 
-/* A captured collective has no event to query: NCCL's error is polled, but no deadline holds for
- * it. */
+/* A captured collective has no event to query: NCCL's error is polled, but the collective has no
+ * deadline. */
 static int
 is_captured(const nccl_comm *comm, fsdpc_cu_stream stream, bool *captured)
 {

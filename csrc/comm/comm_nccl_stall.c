@@ -6,7 +6,7 @@
 
 #include "comm/comm_nccl_impl.h"
 
-/* The oldest collective in flight, or else the last completed one. False: none is in flight. */
+/* Reads the oldest collective in flight (true) or, if none is in flight, the last completed one (false). */
 static bool
 read_ring(nccl_comm *comm, fsdpc_nccl_entry *entries)
 {

@@ -23,7 +23,7 @@
 #define BOARD_S 0.2
 
 enum {
-    STACK_BYTES = 4 * 1024 * 1024, /* NCCL ends on it, and the driver gives memory back */
+    STACK_BYTES = 4 * 1024 * 1024, /* on this stack NCCL ends and the driver frees memory */
     END_MS = 1000,
     PEACE_MS = 10000,
     QUIET_S = 2,
@@ -32,7 +32,7 @@ enum {
 
 /* --- checks for failures ---------------------------------------------------------------------- */
 
-/* What this rank's GPU waits for, once that is more than a moment. */
+/* Shows on the board what this rank's GPU waits for, once the wait has lasted BOARD_S. */
 static void
 show_on_board(nccl_comm *comm, double waited)
 {
@@ -101,8 +101,8 @@ check_nccl(nccl_comm *comm)
 
 /* --- ending NCCL's side ----------------------------------------------------------------------- */
 
-/* ncclCommFinalize and ncclCommDestroy, for a communicator without a failure: peers may still be in
- * its last collective. Finalizing does not end while a graph with its collectives exists. */
+/* Calls ncclCommFinalize and ncclCommDestroy, for a communicator without a failure: peers may still be in its
+ * last collective. Finalizing does not end while a graph with the communicator's collectives exists. */
 static bool
 ended_in_peace(nccl_comm *comm)
 {
@@ -123,7 +123,7 @@ is_idle(nccl_comm *comm)
     return fsdpc_nccl_sweep(comm, NULL) == FSDPC_CU_SUCCESS;
 }
 
-/* True: NCCL's communicator stays, because a graph may still use it. */
+/* Ends or aborts NCCL's communicator. True: it stays instead, because a graph may still use it. */
 static bool
 end_nccl(nccl_comm *comm)
 {
@@ -148,7 +148,7 @@ end_nccl(nccl_comm *comm)
     return stays;
 }
 
-/* NCCL still points to its name: kept reachable, so that leak checkers find it. */
+/* NCCL still points to `name` in it, so `comm` is kept, and reachable, so that no leak is reported. */
 static void
 leave_behind(nccl_comm *comm)
 {
@@ -156,7 +156,7 @@ leave_behind(nccl_comm *comm)
     comm->next_left = atomic_exchange(&left, comm);
 }
 
-/* Frees memory, events and locks, once NCCL's communicator is gone. */
+/* Frees what `comm` holds and `comm`; but if NCCL's communicator stays (LEFT), `comm` itself stays. */
 static void
 dispose(nccl_comm *comm)
 {
@@ -187,7 +187,7 @@ dispose(nccl_comm *comm)
 
 /* --- the thread ------------------------------------------------------------------------------- */
 
-/* Sleeps until the next poll, or until there is something to do; the state then. */
+/* Sleeps until the next poll, or until there is something to do. Returns the state after that. */
 static enum fsdpc_nccl_life
 sleep_until_poll(nccl_comm *comm)
 {
@@ -226,7 +226,7 @@ poll_failures(nccl_comm *comm)
     pthread_mutex_unlock(&comm->lock);
 }
 
-/* Under the lock, so that exactly one of owner and thread frees. */
+/* Decides under the lock, so that exactly one of owner and thread frees `comm`. */
 static void
 leave_thread(nccl_comm *comm, bool stays)
 {
@@ -263,7 +263,7 @@ watch(void *argument)
     return NULL;
 }
 
-/* All events at the start: none is made in a step. */
+/* Makes all events at the start, so that no step makes one. */
 static int
 make_events(nccl_comm *comm)
 {
@@ -299,8 +299,8 @@ fsdpc_nccl_watch_start(nccl_comm *comm)
     return fsdpc_error_errno(rc, "starting the thread that watches NCCL");
 }
 
-/* Returns when the thread has left or NCCL has not returned in time; the state then. A thread that is still
- * inside NCCL at exit may crash the process, so an orderly end gets the longer limit. */
+/* Waits until the thread has left, or NCCL has not returned in time; returns the state then. A thread that is
+ * still inside NCCL at exit may crash the process, so an orderly end gets the longer limit. */
 static enum fsdpc_nccl_life
 stop_thread(nccl_comm *comm)
 {
@@ -335,7 +335,7 @@ fsdpc_nccl_close(nccl_comm *comm)
     (void)stop_thread(comm);
 }
 
-/* Returns true if the watcher is inside an NCCL call; the watcher then frees the communicator. */
+/* True if the thread has not ended yet, because NCCL has not returned: the thread then frees `comm`. */
 static bool
 orphan(nccl_comm *comm)
 {

@@ -19,8 +19,8 @@
 enum {
     STAGE_BYTES = 512 * 1024, /* of one half: small enough to stay in a cache */
     TILE_NUMEL = 64 * 1024,   /* sums of 16-bit types go through F32 in tiles */
-    /* From here on an all_reduce among more than two ranks splits the work instead of repeating
-     * it. */
+    /* Above this size an all_reduce among more than two ranks splits the work among them; below it
+     * every rank does all of it. */
     SPLIT_BYTES = 64 * 1024,
 };
 
@@ -34,15 +34,15 @@ enum shm_call_op {
     CALLS,
 };
 
-/* What a rank calls, compared in every round. Ranks that call different collectives, or one collective for different
- * reasons (a barrier of a save, a barrier of a load), get an error instead of each other's bytes. */
+/* What a rank calls, compared in every round. Ranks that call different collectives, or one collective for
+ * different reasons (barrier of a save, barrier of a load), get an error instead of each other's bytes. */
 typedef struct shm_call {
     uint16_t op;
     uint16_t dtype;
     uint32_t detail; /* root or reduction */
     uint64_t count;  /* bytes or elements */
     uint64_t reason; /* reason_of(what) */
-    char what[40];   /* cut to fit, for error texts */
+    char what[40];   /* the argument `what`, cut to fit, for error texts */
 } shm_call;
 
 typedef struct shm_call_line {
@@ -114,7 +114,7 @@ compare_calls(const shm_group *self, int one, int other, int half, const char *w
                              "%s: the ranks call different collectives: rank %d %s, rank %d %s",
                              what, one, here, other, there);
     if ((first->op == CALL_AGREE) != (second->op == CALL_AGREE)) {
-        fsdpc_shm_abort(self->shm, fsdpc_error_text()); /* an agreement has a second barrier */
+        fsdpc_shm_abort(self->shm, fsdpc_error_text()); /* else agree waits in a 2nd barrier */
     }
     return status;
 }
@@ -128,7 +128,7 @@ check_calls(const shm_group *self, int half, const char *what)
     return FSDPC_OK;
 }
 
-/* A hash of the first two words: ranks may write a path that follows them differently. */
+/* A hash of the first two words of `what` only: ranks may write a path behind them differently. */
 static uint64_t
 reason_of(const char *what)
 {
@@ -148,8 +148,8 @@ publish_call(shm_group *self, const shm_call *call, const char *what, int half)
     snprintf(own->what, sizeof own->what, "%s", what);
 }
 
-/* `status` of a barrier. Behind a timeout the calls of the ranks that have come are compared: a mismatch among them is
- * a better error than the name of the rank that is missing. */
+/* The error of a barrier that returned `status`. After a timeout the calls of the ranks that have come are
+ * compared: a mismatch among them is a better error than the name of the rank that is missing. */
 static int
 explain(const shm_group *self, int half, int status, const char *what)
 {
@@ -177,7 +177,7 @@ join_round(shm_group *self, const shm_call *call, const char *what)
 
 /* --- arithmetic ----------------------------------------------------------------------------- */
 
-/* Through F32 in tiles: the sum is rounded once, at the end. */
+/* Sums 16-bit types through F32, tile by tile: each sum is rounded once, at the end. */
 static int
 sum_narrow(shm_group *self, char *dst, const void *const *src, fsdpc_dtype dtype, int64_t n)
 {
@@ -276,7 +276,7 @@ reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel, fsdpc_dtype 
     return FSDPC_OK;
 }
 
-/* One chunk; every rank computes all of it. */
+/* An all_reduce of one chunk: every rank computes the whole chunk. */
 static int
 reduce_whole(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fsdpc_op op,
              const shm_call *call, const char *what)
@@ -290,7 +290,7 @@ reduce_whole(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fs
     return combine(self, chunk, src, dtype, op, n);
 }
 
-/* One chunk; each rank computes its slice, a second round spreads the results. */
+/* An all_reduce of one chunk: each rank computes its slice, and a second round spreads the results. */
 static int
 reduce_split(shm_group *self, char *chunk, int64_t n, fsdpc_dtype dtype, enum fsdpc_op op,
              const shm_call *call, const char *what)
@@ -381,11 +381,11 @@ agree(fsdpc_comm *comm, const char *text, const char *what)
     const int agreed = fsdpc_shm_agree(self->shm, text, &wait);
     int status = explain(self, half, agreed, what);
     if (status != agreed) {
-        fsdpc_comm_break(comm, status, fsdpc_error_text()); /* not a mismatch that all ranks find */
+        fsdpc_comm_break(comm, status, fsdpc_error_text()); /* not all ranks find this mismatch */
         return status;
     }
     if (status == FSDPC_OK || status == FSDPC_E_MISMATCH) {
-        self->round++; /* first: after a mismatch the group goes on, and a slow rank still reads this half */
+        self->round++; /* first: the group outlives a mismatch; slow ranks still read this half */
         FSDPC_TRY(check_calls(self, half, what));
     }
     return status;

@@ -56,7 +56,7 @@ make_room(staged_comm *self, size_t bytes)
     return FSDPC_OK;
 }
 
-/* From the device to `room` + `at`. Host sync. */
+/* Copies from the device at `buffer` + `at` to the same place of `room`. Host sync. */
 static int
 fetch(staged_comm *self, const void *buffer, size_t at, size_t bytes, const char *what)
 {
@@ -65,7 +65,7 @@ fetch(staged_comm *self, const void *buffer, size_t at, size_t bytes, const char
     return fsdpc_comm_drain(&self->base, what);
 }
 
-/* From `room` to the device. Host sync, so that `room` may be reused. */
+/* Copies from `room` to the device. Host sync, so that `room` may be reused. */
 static int
 put_back(staged_comm *self, void *buffer, size_t at, size_t bytes, const char *what)
 {

@@ -1,5 +1,5 @@
-/* What a flight moves: the transfers with each peer, in chunks. Small pieces travel to a peer as one packet, because a
- * transfer costs tens of microseconds whatever its size: the sender copies them into it, the receiver out of it.
+/* What a flight moves: the transfers with each peer, in chunks. Small pieces travel to a peer as one packet,
+ * which the sender fills and the receiver copies out: a transfer costs tens of microseconds, small or large.
  */
 #ifndef FSDPC_FLIGHT_MOVES_H
 #define FSDPC_FLIGHT_MOVES_H
@@ -10,11 +10,11 @@
 typedef struct fsdpc_load {
     const fsdpc_comm_part *parts;
     int count;
-    const fsdpc_landing *landing; /* NULL: a gather, which brings the others' pieces in place */
+    const fsdpc_landing *landing; /* NULL: a gather, whose pieces come in place */
     fsdpc_route route;
 } fsdpc_load;
 
-/* A small piece on its way out of a packet. */
+/* A small piece to copy out of a received packet. */
 typedef struct fsdpc_small_piece {
     char *to;
     const char *from;
@@ -25,18 +25,18 @@ typedef struct fsdpc_small_piece {
 typedef struct fsdpc_moves {
     fsdpc_comm_move *moves;
     int count;
-    uint64_t sent_bytes; /* to other hosts */
+    uint64_t sent_bytes; /* to ranks of other hosts */
     char *packets;       /* NULL: nothing is small */
     fsdpc_small_piece *small;
     int small_count;
 } fsdpc_moves;
 
-/* Lists the transfers and fills the packets that this rank sends. After a failure there is nothing to free. */
+/* Lists the transfers and fills the packets that this rank sends. After a failure nothing is left to free. */
 int fsdpc_moves_make(const fsdpc_comm *comm, const fsdpc_load *load, const char *what,
                      fsdpc_moves *out);
 /* After landing: small pieces of ranks that are not skipped (`skip` NULL: of all) go to their places. */
 void fsdpc_moves_unpack(const fsdpc_moves *moves, const bool *skip);
-/* landed false: other ranks may still send to the packets, which stay as long as the process. */
+/* `landed` false: other ranks may still send to the packets, so their memory stays as long as the process. */
 void fsdpc_moves_free(fsdpc_moves *moves, bool landed);
 
 #endif

@@ -1,8 +1,8 @@
 /* Which ranks of a communicator share a host, and who carries whose elements between hosts.
  *
- * On every other host each rank has one carrier, which alone gets and sends that rank's elements there, so that each
- * byte travels once per host. Ranks of one host share memory. The positions of ranks on their hosts say who carries
- * whom, so hosts may have different numbers of ranks.
+ * On every other host each rank has one carrier, which alone gets and sends that rank's elements there, so
+ * that each byte travels once per host. Ranks of one host share memory. The positions of ranks on their hosts
+ * decide who carries whom, so hosts may have different numbers of ranks.
  *
  *   host 0   rank 0 <-----> rank 2   host 1     rank 2 carries 0 and rank 3 carries 1 on host 1;
  *            rank 1 <-----> rank 3              rank 0 carries 2 and rank 1 carries 3 on host 0
@@ -16,30 +16,30 @@
 
 enum {
     FSDPC_HOSTS_TURNS = 64
-}; /* more flights than a rank can be ahead of the others of its host */
+}; /* marks that a rank keeps: when it is more flights ahead, it overwrites the oldest */
 
 /* Written by one rank, read by the others of its host. */
 struct fsdpc_turns {
-    _Atomic uint64_t said; /* one above the last flight of which this rank has said the mark */
+    _Atomic uint64_t said; /* one above the number of the last flight whose mark is in `marks` */
     _Atomic uint64_t marks[FSDPC_HOSTS_TURNS];
     char pad[64 - sizeof(uint64_t)];
 };
 
 typedef struct fsdpc_hosts {
-    fsdpc_shm *shm;              /* of this host's ranks; borrowed */
+    fsdpc_shm *shm;              /* this host's segment; borrowed */
     int host_count, host;        /* hosts are numbered by their first ranks */
     int local_world, local_rank; /* ranks of this host, and this rank's position among them */
-    int *host_of;                /* per rank */
-    int *ranks;                  /* of this host, ascending */
-    int *carriers;               /* per host, per rank */
-    struct fsdpc_turns *turns;   /* per rank of this host, in shared memory */
+    int *host_of;                /* the host's number, per rank */
+    int *ranks;                  /* the ranks of this host, ascending */
+    int *carriers;               /* [host * world + rank]: who carries `rank` on `host` */
+    struct fsdpc_turns *turns;   /* one per rank of this host, in shared memory; or NULL */
 } fsdpc_hosts;
 
 /* True if `carrier` is the rank that carries `owner`'s elements on another host than the owner's. */
 bool fsdpc_hosts_carries(const fsdpc_comm *comm, int carrier, int owner);
-/* What this rank's next flight is, for the other ranks of its host. Without shared memory a no-op. */
+/* Tells the other ranks of this host the mark of this rank's next flight. Without shared memory a no-op. */
 void fsdpc_comm_say_turn(const fsdpc_comm *comm, const fsdpc_mark *mark);
-/* True if a rank of this host has said another mark for the flight that comes next here. */
+/* True if a rank of this host has told another mark than `mark` for the flight that is this rank's next. */
 bool fsdpc_hosts_disagree(const fsdpc_comm *comm, const fsdpc_mark *mark);
 
 #endif

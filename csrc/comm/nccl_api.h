@@ -111,13 +111,13 @@ typedef struct fsdpc_nccl {
     char path[256]; /* of the library; "" if unknown */
 } fsdpc_nccl;
 
-/* Loads NCCL at the first call. Optional entries are NULL if the library lacks them. FSDPC_E_UNAVAILABLE,
- * with one sentence, if there is no library or it is older than 2.18; the next call tries again. Thread
- * safe. *out has static storage. */
+/* Loads NCCL at the first call. Optional entries are NULL if the library lacks them. FSDPC_E_UNAVAILABLE if
+ * there is no library, if it is older than 2.18, or if NCCL_COMM_BLOCKING is set (not 0); the next call tries
+ * again. Thread safe. *out has static storage. */
 int fsdpc_nccl_get(const fsdpc_nccl **out);
-/* FSDPC_NCCL_UINT8 for BYTES. */
+/* NCCL's element type for `dtype`: FSDPC_NCCL_UINT8 for FSDPC_BYTES. */
 fsdpc_nccl_type fsdpc_nccl_type_of(fsdpc_dtype dtype);
-/* Non-blocking; all other fields are unset. */
+/* A configuration for non-blocking calls; all other settings are unset. */
 fsdpc_nccl_config fsdpc_nccl_config_new(void);
 
 #endif

@@ -1,6 +1,6 @@
 /* Finding and starting the CUDA driver. See cuda_driver.h.
  *
- * Only cuGetProcAddress_v2 is found as a symbol; it returns the rest at the version whose
+ * Only cuGetProcAddress_v2 is looked up as a symbol. It returns all other entries, each at the version whose
  * prototype stands in our table, so that a newer driver cannot give an entry of another shape.
  */
 #include "device/cuda_driver.h"
@@ -166,11 +166,11 @@ fsdpc_cuda_check(const fsdpc_cuda_driver *driver, fsdpc_cu_result result, const 
     va_start(arguments, format);
     vsnprintf(what, sizeof what, format, arguments);
     va_end(arguments);
-    /* A child has the table of the process that it was forked from, but no driver. */
+    /* A forked child has its parent's table of entries, but no initialised driver. */
     if (result == FSDPC_CU_NOT_INITIALIZED) {
         return fsdpc_error(status_of(result), "%s: %s", what, FORKED);
     }
-    /* Both give NULL for an unknown number. */
+    /* error_name and error_string give NULL for an unknown result. */
     (void)driver->error_name(result, &name);
     (void)driver->error_string(result, &text);
     return fsdpc_error(status_of(result), "%s: %s (%u): %s", what,

@@ -1,12 +1,12 @@
 /* The CUDA driver without CUDA: our own declarations of what we call, found at run time.
  *
  * Nothing of CUDA is needed to build, link or import. The library is opened and initialised by the
- * first fsdpc_cuda_driver_get(), never earlier: a process that forks before it touches a GPU stays
- * able to. Types, values and prototypes are the driver's stable binary interface;
- * tests/c/test_cuda_abi.c holds them against cuda.h where the toolkit is installed.
+ * first fsdpc_cuda_driver_get(), never earlier, so that a process can fork as long as it has not touched a
+ * GPU. Types, values and prototypes are the driver's stable binary interface;
+ * tests/c/test_cuda_abi.c compares them with cuda.h where the toolkit is installed.
  *
- * Every entry is requested by its name without suffix, at the version given here, with the legacy
- * default stream (torch's). FSDPC_LIBCUDA names another library file.
+ * Every entry is requested by its name without suffix, at the version in FSDPC_CUDA_ENTRIES, with the legacy
+ * default stream (torch's). FSDPC_LIBCUDA names another file for the library.
  */
 #ifndef FSDPC_CUDA_DRIVER_H
 #define FSDPC_CUDA_DRIVER_H
@@ -50,16 +50,16 @@ enum {
 enum {
     FSDPC_CU_STREAM_NON_BLOCKING = 1,
     FSDPC_CU_EVENT_DISABLE_TIMING = 2,
-    FSDPC_CU_HOST_PORTABLE = 1, /* of cuMemHostAlloc */
+    FSDPC_CU_HOST_PORTABLE = 1, /* a flag of cuMemHostAlloc */
     FSDPC_CU_MEMORY_PINNED = 1,
     FSDPC_CU_HANDLE_POSIX = 1,
     FSDPC_CU_LOCATION_DEVICE = 1,
-    FSDPC_CU_POINTER_MEMORY_TYPE = 2, /* of cuPointerGetAttribute; FSDPC_CU_DEVICE_MEMORY */
+    FSDPC_CU_POINTER_MEMORY_TYPE = 2, /* an attribute; its value may be FSDPC_CU_DEVICE_MEMORY */
     FSDPC_CU_DEVICE_MEMORY = 2,
     FSDPC_CU_ACCESS_READWRITE = 3,
     FSDPC_CU_GRANULARITY_RECOMMENDED = 1,
-    FSDPC_CU_LEGACY_STREAM = 1,   /* of cuGetProcAddress */
-    FSDPC_CU_CAPTURE_RELAXED = 2, /* a thread's calls do not end captures of others */
+    FSDPC_CU_LEGACY_STREAM = 1,   /* a flag of cuGetProcAddress */
+    FSDPC_CU_CAPTURE_RELAXED = 2, /* this thread's calls end no capture of another thread */
 };
 
 typedef struct fsdpc_cu_location {
@@ -165,15 +165,15 @@ typedef struct fsdpc_cuda_driver {
     bool stand_in;    /* simulated: device memory is host memory */
 } fsdpc_cuda_driver;
 
-/* The initialised driver; entries that are not required may be NULL in an old one. FSDPC_E_UNAVAILABLE
+/* The initialised driver; entries that are not required may be NULL for an old driver. FSDPC_E_UNAVAILABLE
  * with one sentence when there is no library, only the toolkit's stub, no GPU, or a driver older
- * than 12.0. Such a failure is kept out of the process's state: the next call tries again. Thread
+ * than 12.0. A failure is not remembered: the next call tries again. Thread
  * safe. */
 int fsdpc_cuda_driver_get(const fsdpc_cuda_driver **out);
 
-/* A driver's result as a status with the driver's own name and text for it behind the words given;
- * FSDPC_OK for success. Out of memory is FSDPC_E_DEVMEM, unsupported FSDPC_E_UNAVAILABLE, the rest
- * FSDPC_E_INTERNAL. */
+/* A driver's result as a status. Its text is the given words, then the driver's name and text for the result.
+ * Success is FSDPC_OK, out of memory FSDPC_E_DEVMEM; not initialised, no device or not supported is
+ * FSDPC_E_UNAVAILABLE; the rest is FSDPC_E_INTERNAL. */
 int fsdpc_cuda_check(const fsdpc_cuda_driver *driver, fsdpc_cu_result result, const char *format,
                      ...) __attribute__((format(printf, 3, 4)));
 

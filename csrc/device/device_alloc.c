@@ -1,6 +1,6 @@
 /* Memory of a device: its own, or a foreign allocator's.
  *
- * A block has a reference to its allocator and is freed by it, also after another one was set. An
+ * A block refers to its allocator, which frees the block even after another allocator was set. An
  * allocator lives until its last block is freed. Callbacks run without the lock: they may take locks of
  * their own (an interpreter's).
  */
@@ -29,7 +29,7 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 
 /* --- allocators ---------------------------------------------------------------------------------- */
 
-/* The device's allocator, with a reference; NULL: none is set. */
+/* The device's foreign allocator, with a reference that the caller drops; NULL: none is set. */
 static struct fsdpc_source *
 take_source(fsdpc_device *device)
 {
@@ -98,7 +98,7 @@ fsdpc_device_foreign_bytes(const fsdpc_device *device)
 
 /* --- blocks --------------------------------------------------------------------------------------- */
 
-/* With a host sync, so that the block is zero for every stream. */
+/* Zeroes a block; the host waits for that, so that the block is zero for every stream. */
 static int
 zero(fsdpc_device *device, void *block, size_t bytes)
 {
@@ -181,7 +181,7 @@ fsdpc_device_alloc(fsdpc_device *device, size_t bytes, void **out)
                   : device->i->alloc(device->context, bytes, out);
 }
 
-/* Removes a block from the list; NULL: the block is the device's own. */
+/* Takes the block at an address off the list; NULL: the memory is the device's own. */
 static struct fsdpc_block *
 take_block(fsdpc_device *device, const void *address)
 {

@@ -1,9 +1,9 @@
 /* The CPU device: mapped memory, and the kernels split over the threads of a pool.
  *
  * A big buffer is cut into parts that the threads take one after the other; each part is one call
- * of the kernel. A small one is a single call on the caller. Norms are always cut in the same way
+ * of the kernel. A small buffer is a single call on the calling thread. Norms are always cut in the same way,
  * whatever the number of threads, and their parts are added in order, so that the result does not
- * depend on it.
+ * depend on that number.
  */
 #include "device/device_impl.h"
 
@@ -24,11 +24,11 @@ enum {
     HUGE_BYTES = 2 << 20,
     CACHE_LINE_BYTES = 64,
     PART_BYTES = 256 << 10, /* less than this is not worth waking a thread for */
-    PART_ITEMS = 1024,      /* parts start at multiples of it, so never inside a cache line */
+    PART_ITEMS = 1024,      /* parts start at multiples of this, so never inside a cache line */
     PARTS_PER_THREAD = 4,   /* evens out threads that lose their processor for a while */
     NORM_PARTS = 256,
     NORM_PART_ITEMS = 32 << 10,
-    SOURCES_MAX = 256, /* reduce of more than this stays on one thread */
+    SOURCES_MAX = 256, /* a reduce of more sources than this stays on one thread */
 };
 
 struct cpu {
@@ -115,7 +115,7 @@ struct call {
     bool add;
 };
 
-/* Items a part, for at most `parts` parts of at least `least` items. */
+/* How many items a part has, if n items are cut into at most `parts` parts of at least `least` items. */
 static int64_t
 part_items(int64_t n, int64_t parts, int64_t least)
 {
@@ -275,7 +275,7 @@ norm_task(void *context, int64_t begin, int64_t end)
 static double
 larger(double a, double b)
 {
-    return isnan(a) || a >= b ? a : b; /* b when it is NaN, as no comparison holds */
+    return isnan(a) || a >= b ? a : b; /* b if b is NaN, as no comparison holds then */
 }
 
 static fsdpc_norm
@@ -421,7 +421,7 @@ set_up(void)
     return FSDPC_OK;
 }
 
-/* A failed first call is no lasting state: the next one tries again. */
+/* A failed first call leaves nothing behind: the next call tries again. */
 int
 fsdpc_device_cpu(fsdpc_device **out)
 {

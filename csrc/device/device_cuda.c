@@ -1,8 +1,8 @@
 /* The CUDA device: one GPU in its primary context. See device.h, device_cuda_impl.h.
  *
  * Everything that a step needs is made here or when a unit is set up: the context, the loaded
- * kernels, memory. A step then only records and waits for events, launches, and copies; the host
- * never waits for the GPU but in fsdpc_device_finish, which has a deadline.
+ * kernels, memory. A step then only records and waits for events, launches, and copies; in a step the
+ * host waits for the GPU only in fsdpc_device_finish, which has a deadline.
  */
 #include "device/device_cuda_impl.h"
 
@@ -184,7 +184,7 @@ fail:
     return status;
 }
 
-/* A failed first call is no lasting state: the next one tries again. */
+/* A failed first call leaves nothing behind: the next call tries again. */
 int
 fsdpc_device_cuda(int ordinal, fsdpc_device **out)
 {

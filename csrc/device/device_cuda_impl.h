@@ -20,14 +20,14 @@ struct fsdpc_event {
     fsdpc_event *next; /* in the pool */
 };
 
-struct fsdpc_cuda_stream; /* an own stream */
+struct fsdpc_cuda_stream; /* a stream that the device made */
 struct
     fsdpc_cuda_stage; /* pinned memory and its twin on the device, for lists that do not fit a launch */
 
 struct fsdpc_cuda {
     const fsdpc_cuda_driver *driver;
     fsdpc_cu_device device;
-    fsdpc_cu_context context; /* the primary one, retained */
+    fsdpc_cu_context context; /* the GPU's primary context, retained */
     int multiprocessors;
     int urgent; /* highest priority of a stream */
     char title[96], note[160];
@@ -39,15 +39,15 @@ struct fsdpc_cuda {
     size_t granule;
     fsdpc_cu_memory memory; /* how physical memory is requested */
 
-    pthread_mutex_t lock; /* of the lists */
-    fsdpc_event *events;  /* not in use */
+    pthread_mutex_t lock; /* guards the lists below */
+    fsdpc_event *events;  /* the pool: events that are not in use */
     struct fsdpc_cuda_stream *streams;
     struct fsdpc_cuda_stage *stages;
 
-    _Atomic int64_t waits; /* of the host, so far */
+    _Atomic int64_t waits; /* how often the host has waited */
 
-    pthread_mutex_t norm_lock; /* of what follows: one norm for the host at a time */
-    void *norm_parts;          /* on the device; the total behind them */
+    pthread_mutex_t norm_lock; /* guards the memory below: one norm for the host at a time */
+    void *norm_parts;          /* on the device; the total lies behind the parts */
     void *norm_host;           /* pinned */
 };
 
@@ -74,7 +74,7 @@ void fsdpc_cuda_stream_free(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_use(void *context, fsdpc_stream *stream);
 fsdpc_stream *fsdpc_cuda_current_stream(void *context);
 int fsdpc_cuda_capture(void *context, uint64_t *id);
-/* What this thread may call while anything is captured anywhere; returns what it was. */
+/* Sets which calls this thread may make while any stream is captured; returns the setting before. */
 unsigned fsdpc_cuda_exchange_mode(const struct fsdpc_cuda *cuda, unsigned mode);
 int fsdpc_cuda_event_new(void *context, fsdpc_event **out);
 void fsdpc_cuda_event_free(void *context, fsdpc_event *event);
@@ -86,13 +86,13 @@ int64_t fsdpc_cuda_waits(void *context);
 int fsdpc_cuda_free_bytes(void *context, size_t *free_bytes, size_t *total);
 /* The host waits for what has been queued on the current stream; for set-up and for results. */
 int fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what);
-/* The same for all own streams, the current and the default one: before memory is taken away. */
+/* As fsdpc_cuda_sync, for the current, the default and all the device's own streams: before memory goes. */
 int fsdpc_cuda_sync_all(struct fsdpc_cuda *cuda, const char *what);
 void fsdpc_cuda_drop_streams(struct fsdpc_cuda *cuda);
 
 /* device_cuda_memory.c */
 
-/* Finds out how memory can be had. */
+/* Finds out whether memory can be mapped behind addresses, and with which handles. */
 int fsdpc_cuda_memory_init(struct fsdpc_cuda *cuda);
 int fsdpc_cuda_alloc(void *context, size_t bytes, void **out);
 void fsdpc_cuda_free(void *context, void *block, size_t bytes);
@@ -104,7 +104,7 @@ int fsdpc_cuda_copy(void *context, void *dst, const void *src, size_t bytes);
 int fsdpc_cuda_zero(void *context, void *dst, size_t bytes);
 int fsdpc_cuda_poison(void *context, void *dst, fsdpc_dtype type, int64_t n);
 
-/* Physical memory behind addresses; the mapping alone keeps it after mem_release. */
+/* Maps physical memory at an address; the mapping alone keeps the memory after mem_release. */
 int fsdpc_cuda_map(const struct fsdpc_cuda *cuda, fsdpc_cu_ptr address, size_t bytes,
                    fsdpc_cu_handle physical);
 
@@ -125,7 +125,7 @@ int fsdpc_cuda_kernels_init(struct fsdpc_cuda *cuda);
 void fsdpc_cuda_kernels_fini(struct fsdpc_cuda *cuda);
 int fsdpc_cuda_launch(const struct fsdpc_cuda *cuda, enum fsdpc_cuda_kernel kernel, int64_t blocks,
                       const void *params);
-/* FSDPC_E_INVAL when a float would lie across its own boundary, where a GPU cannot read it. */
+/* FSDPC_E_INVAL if the address is not a multiple of the type's size: a GPU cannot read such elements. */
 int fsdpc_cuda_check_aligned(const char *what, const void *pointer, fsdpc_dtype type);
 int fsdpc_cuda_cast_any(void *context, void *dst, fsdpc_dtype dst_type, const void *src,
                         fsdpc_dtype src_type, int64_t n, double scale);

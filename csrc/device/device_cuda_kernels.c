@@ -15,13 +15,13 @@
 
 enum {
     THREAD_ITEMS = 8, /* elements per thread of a block before a launch gets another block */
-    WAVES = 2, /* blocks for each block that is resident at a time: a slow one holds up less */
+    WAVES = 2,        /* blocks of a launch per resident block: a slow one holds up less */
 };
 
 /* --- loading -------------------------------------------------------------------------------------- */
 
 /* FSDPC_CUDA_IMAGE names a file to use in place of the image in the extension: one for other GPUs or
- * older drivers. It stays mapped, as the driver may read it as long as it is loaded. */
+ * older drivers. The file stays mapped, as the driver may read it while the image is loaded. */
 static int
 image_from_file(const char *file, const void **image)
 {
@@ -167,7 +167,7 @@ fsdpc_cuda_cast_any(void *context, void *dst, fsdpc_dtype dst_type, const void *
 
 /* --- lists of spans ------------------------------------------------------------------------------- */
 
-/* A span that gets `blocks` blocks behind *total others. */
+/* Fills a span that gets `blocks` blocks, behind the *total blocks of earlier spans. */
 static int
 add_span(fsdpc_cuda_span *span, const fsdpc_stretch *from, int64_t blocks, int64_t *total)
 {

@@ -1,5 +1,5 @@
-/* Memory of the CUDA device: physical pieces shown behind reserved addresses, so that it can be
- * registered with collectives; plain allocations where that does not exist, and for small blocks.
+/* Memory of the CUDA device: physical pieces mapped behind reserved addresses, so that it can be
+ * registered with collectives; plain allocations for small blocks, and on GPUs without virtual memory.
  */
 #include "device/device_cuda_impl.h"
 
@@ -8,7 +8,7 @@
 
 #include "base/mem.h"
 
-/* Smaller blocks would waste most of a granule. */
+/* True for blocks that are mapped: smaller ones would waste most of a granule. */
 static bool
 is_mapped(const struct fsdpc_cuda *cuda, size_t bytes)
 {

@@ -3,7 +3,7 @@
  * The destinations of the tensors are constant and lie in device memory from the start (a plan). Their
  * sources are parameters of the launch; a list that is too long for that, or strides, go through a stage:
  * pinned memory that the same stream copies to device memory. A stage is reused when the event behind its
- * launch is done; the host never waits for one. The stage of a captured launch is not reused: the graph
+ * launch is done; the host never waits for a stage. The stage of a captured launch is not reused: the graph
  * copies the stage again each time it runs.
  */
 #include "device/device_cuda_impl.h"
@@ -18,11 +18,11 @@ struct fsdpc_cuda_stage {
     struct fsdpc_cuda_stage *next;
     size_t bytes;
     char *host, *device;
-    fsdpc_event *read; /* the launch that reads it */
+    fsdpc_event *read; /* the launch that reads the stage is done */
     bool taken;
 };
 
-/* Of a pack plan: entries, gaps among them, and the entry of each tile. */
+/* The device's part of a pack plan: the entries, gaps among them, and the entry of each tile. */
 struct plan {
     void *block;
     size_t block_bytes;
@@ -48,7 +48,7 @@ free_stage(struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage)
     fsdpc_mem_free(stage);
 }
 
-/* Not zeroed: a copy comes before the launch that reads it. */
+/* The stage's device memory. It is not zeroed: a copy fills it before the launch that reads it. */
 static int
 make_twin(const struct fsdpc_cuda *cuda, struct fsdpc_cuda_stage *stage)
 {
@@ -111,7 +111,7 @@ find_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
     return FSDPC_OK;
 }
 
-/* The kernel that adds needs a base. */
+/* Where there is a base, the kernel that adds; else the plain one. */
 static int
 launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
 {
@@ -120,7 +120,7 @@ launch_pack(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_params *params)
                              params->tiles, params);
 }
 
-/* While anything is captured, queries and allocations need this thread's relaxed mode. */
+/* While any stream is captured, this thread may query and allocate only in its relaxed mode. */
 static int
 take_stage(struct fsdpc_cuda *cuda, size_t bytes, struct fsdpc_cuda_stage **out)
 {
@@ -161,7 +161,7 @@ tiles_of(int64_t n, fsdpc_dtype type)
     return (n + items - 1) / items;
 }
 
-/* Calls `visit` for each target and each gap. */
+/* Calls `visit` for each target and each gap; returns the number of tiles. */
 static int64_t
 for_each_entry(const fsdpc_pack_plan *plan, void (*visit)(void *, const fsdpc_cuda_pack_entry *),
                void *argument)
@@ -271,7 +271,7 @@ fsdpc_cuda_plan_free(void *context, fsdpc_pack_plan *plan)
 
 /* --- sources ---------------------------------------------------------------------------------------- */
 
-/* *strided false: the elements are contiguous in memory, whatever the strides. */
+/* *strided false: the elements are contiguous in memory, whatever the strides say. */
 static int
 simplify_source(const fsdpc_pack_source *source, fsdpc_kernel_view *view, bool *strided)
 {
@@ -302,8 +302,8 @@ write_view(fsdpc_cuda_view *out, const void *data, const fsdpc_kernel_view *view
     memcpy(out->strides, view->strides, sizeof view->strides);
 }
 
-/* Words into `words`; strided tensors' views into `views` if it is there, their addresses counted
- * from `device_views`. *view_count is the number of such tensors. */
+/* Writes the sources' words to `words` and strided tensors' views to `views`; either may be NULL. On the
+ * device the views lie from `device_views` on. *view_count becomes the number of strided tensors. */
 static int
 list_sources(const fsdpc_pack_plan *plan, const fsdpc_pack_source *sources,
              fsdpc_cuda_source *words, fsdpc_cuda_view *views, uint64_t device_views,
@@ -397,7 +397,7 @@ fsdpc_cuda_pack_onto(void *context, const fsdpc_pack_plan *plan, void *buffer, c
     return pack_staged(context, plan, sources, &params, views);
 }
 
-/* One tensor, from a stage: its entry, then its view. */
+/* Packs one strided tensor; the stage holds its entry, then its view. */
 static int
 pack_view(struct fsdpc_cuda *cuda, const fsdpc_cuda_pack_entry *entry, char *dst,
           const fsdpc_kernel_view *view, const void *src, fsdpc_dtype src_type, double scale)

@@ -8,7 +8,7 @@
 #include "base/mem.h"
 
 enum {
-    SPINS = 200, /* queries before the first sleep: short waits end without one */
+    SPINS = 200, /* queries before the first sleep: short waits end without a sleep */
     SHORTEST_SLEEP_NS = 20000,
     LONGEST_SLEEP_NS = 1000000,
 };
@@ -18,7 +18,7 @@ struct fsdpc_cuda_stream {
     struct fsdpc_cuda_stream *next;
 };
 
-/* Of this thread: work of torch's threads (forward, autograd) never mixes. */
+/* This thread's current stream: work of torch's threads (forward, autograd) never mixes. */
 static _Thread_local struct {
     const struct fsdpc_cuda *cuda;
     fsdpc_cu_stream stream;
@@ -287,7 +287,7 @@ fsdpc_cuda_waits(void *context)
     return atomic_load_explicit(&cuda->waits, memory_order_relaxed);
 }
 
-/* Until `end`, which several streams share. */
+/* The host waits for one stream until `end`, a deadline that several streams share. */
 static int
 sync_stream(struct fsdpc_cuda *cuda, fsdpc_cu_stream stream, double end, const char *what)
 {
@@ -308,7 +308,7 @@ fsdpc_cuda_sync(struct fsdpc_cuda *cuda, const char *what)
     return sync_stream(cuda, fsdpc_cuda_current(cuda), now() + fsdpc_timeout(), what);
 }
 
-/* The own stream number `index`; NULL: there are fewer. */
+/* Stream number `index` of the device's own; NULL: there are fewer. */
 static fsdpc_cu_stream
 own_stream(struct fsdpc_cuda *cuda, int index)
 {

@@ -16,12 +16,12 @@ typedef struct fsdpc_device_i {
     int api_version; /* FSDPC_DEVICE_API_VERSION of the implementer */
     const char *name;
 
-    /* (optional) NULL: the device has no helper threads, 1 is the only value accepted. */
+    /* (optional) NULL: the device has no helper threads and accepts only 1 thread. */
     int (*set_threads)(void *context, int threads);
     int (*threads)(void *context);
     const char *(*kernels_name)(void *context);
 
-    /* bytes > 0. Zeroed. */
+    /* bytes > 0. The block is zeroed. */
     int (*alloc)(void *context, size_t bytes, void **out);
     void (*free)(void *context, void *block, size_t bytes);
     int (*discard)(void *context, void *block, size_t bytes); /* (optional) default: nothing */
@@ -59,7 +59,7 @@ typedef struct fsdpc_device_i {
     int (*finish)(void *context, fsdpc_event *event, double timeout, const char *what);
     int64_t (*waits)(void *context); /* NULL: the host never waits */
     int (*free_bytes)(void *context, size_t *free_bytes, size_t *total); /* NULL: unknown */
-    /* The host waits for all streams that free names. */
+    /* The host waits for all streams that fsdpc_device_free waits for. */
     int (*drain)(void *context, const char *what);
     int (*host_alloc)(void *context, size_t bytes, void **out);
     void (*host_free)(void *context, void *block);
@@ -104,7 +104,7 @@ struct fsdpc_device {
     const fsdpc_device_i *i;
     void *context; /* owned by the implementer */
     fsdpc_device_caps caps;
-    /* Of device_alloc.c, whose lock holds for them. */
+    /* The fields below belong to device_alloc.c, whose lock guards them. */
     struct fsdpc_source *source; /* NULL: the device itself */
     struct fsdpc_block *blocks;
     size_t foreign_bytes;

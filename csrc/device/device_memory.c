@@ -1,5 +1,5 @@
-/* Host memory, copies, and pieces of memory behind addresses. On a device that does not queue a copy is
- * a copy, and host memory is its own.
+/* Host memory, copies, and pieces of memory behind addresses. On a device that does not queue, a copy is a
+ * memcpy, and host memory is the device's own memory.
  */
 #include "device/device_impl.h"
 
@@ -37,7 +37,7 @@ check_copy(size_t bytes, const void *a, const void *b)
                : fsdpc_error(FSDPC_E_INVAL, "copy: a buffer of %zu bytes is NULL", bytes);
 }
 
-/* `own`: the device's way to copy so, NULL for one in the processor's memory. */
+/* `own`: the device's entry for this direction; NULL: a copy in the processor's memory. */
 static int
 copy_by(int (*own)(void *, void *, const void *, size_t), const fsdpc_device *device, void *dst,
         const void *src, size_t bytes)

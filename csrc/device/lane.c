@@ -72,7 +72,7 @@ fsdpc_lane_device(const fsdpc_lane *lane)
     return lane->device;
 }
 
-/* An event outside of a capture has no effect in it, so the order would be lost. */
+/* An event that was recorded outside of a capture has no effect in it, so the order would be lost. */
 static int
 refuse_capture(const fsdpc_lane *lane)
 {

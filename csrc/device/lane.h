@@ -32,15 +32,15 @@ fsdpc_device *fsdpc_lane_device(const fsdpc_lane *lane);
 /* Later copies come behind all work of the caller's current stream so far. FSDPC_E_STATE: that stream is
  * captured into a graph. */
 int fsdpc_lane_begin(fsdpc_lane *lane);
-/* Pinned memory. Source and destination stay as they are until the copy is done. */
+/* `host` is pinned memory. The caller leaves source and destination as they are until the copy is done. */
 int fsdpc_lane_out(fsdpc_lane *lane, void *host, const void *src, size_t bytes);
 int fsdpc_lane_in(fsdpc_lane *lane, void *dst, const void *host, size_t bytes);
 /* *mark: stands for all copies so far; marks rise from 1 on. */
 int fsdpc_lane_mark(fsdpc_lane *lane, int64_t *mark);
-/* No call of the driver where the stream waited for this mark, or a later one, or the host did.
- * FSDPC_E_INVAL: no such mark. */
+/* The caller's current stream waits for the mark; without a call of the driver if that stream or the host has
+ * waited for this mark or a later one already. FSDPC_E_INVAL: no such mark. */
 int fsdpc_lane_join(fsdpc_lane *lane, int64_t mark);
-/* FSDPC_E_TIMEOUT naming `what` after the process's deadline. */
+/* The host waits for the mark. FSDPC_E_TIMEOUT, naming `what`, after the process's deadline. */
 int fsdpc_lane_finish(fsdpc_lane *lane, int64_t mark, const char *what);
 void fsdpc_lane_count(const fsdpc_lane *lane, fsdpc_lane_counts *out);
 

@@ -21,7 +21,7 @@ enum { REQUEST_BYTES = 1 << 20, MOST_REQUESTS = 64, SPARE_REQUESTS = 16, ZEROS =
 
 typedef struct buffer_state {
     int on_way;
-    int errnum; /* of its first failed transfer since the last wait */
+    int errnum; /* of the buffer's first failed transfer since the last wait */
     int64_t offset, bytes;
     bool write, ended; /* ended: a read has reached end of file */
 } buffer_state;
@@ -31,7 +31,7 @@ struct fsdpc_disk {
     void *buffers[FSDPC_DISK_MAX_BUFFERS];
     char *folder;
     pid_t owner;
-    int cached_fd, direct_fd; /* direct_fd -1: the file system has no such transfers */
+    int cached_fd, direct_fd; /* direct_fd -1: the file system has no direct transfers */
     bool in_memory, direct;
     int64_t bytes, read_bytes, written_bytes, request_bytes;
     const fsdpc_disk_way *way;
@@ -88,7 +88,7 @@ open_file(fsdpc_disk *self)
     return FSDPC_OK;
 }
 
-/* Where the file system cannot reserve: bytes that are written are there. */
+/* For file systems that cannot reserve space: they have it once the bytes are written. */
 static int
 write_zeros(fsdpc_disk *self, int64_t bytes)
 {
@@ -184,7 +184,7 @@ note_failure(buffer_state *state, const fsdpc_disk_transfer *transfer, int errnu
     }
 }
 
-/* Starts a transfer that ended early again, for its remaining bytes. */
+/* Takes the result of a transfer; starts one that ended early once more, for its remaining bytes. */
 static int
 complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
 {
@@ -193,7 +193,7 @@ complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
     if (result == -EINTR || result == -EAGAIN) {
         return submit(self, transfer);
     }
-    /* A file system may open files with O_DIRECT and refuse the transfers. */
+    /* A file system may let files be opened with O_DIRECT and then refuse the transfers. */
     if (result == -EINVAL && transfer->fd == self->direct_fd) {
         self->direct = false; /* others on their way still use the descriptor */
         return submit(self, transfer);
@@ -226,7 +226,7 @@ deadline_from_now(struct timespec *until)
     until->tv_nsec = (long)(nanoseconds - (nanoseconds >= 1e9 ? 1e9 : 0));
 }
 
-/* One transfer ends, and goes on if the file took or gave less than all. */
+/* Waits for one transfer, which goes on if the file took or gave less than all. */
 static int
 reap_one(fsdpc_disk *self, const struct timespec *until)
 {

@@ -22,12 +22,12 @@ typedef struct fsdpc_disk_options {
     int rank;           /* for error texts */
     void *const *buffers;
     int buffer_count;
-    int64_t buffer_bytes; /* of each; addresses and bytes are multiples of FSDPC_DISK_PAGE */
+    int64_t buffer_bytes; /* of each buffer; addresses and bytes are multiples of FSDPC_DISK_PAGE */
     fsdpc_disk_io io;
     bool direct; /* past the page cache, where the file system can */
 } fsdpc_disk_options;
 
-/* Bytes of the file and their place in a buffer, in whole pages. */
+/* Whole pages: `bytes` bytes at `offset` of the file, and their place in a buffer. */
 typedef struct fsdpc_disk_part {
     int64_t offset, bytes, place;
 } fsdpc_disk_part;
@@ -42,17 +42,17 @@ typedef struct fsdpc_disk_info {
 
 typedef struct fsdpc_disk fsdpc_disk;
 
-/* An empty file; the caller frees with fsdpc_disk_close and keeps the buffers until then. E_IO,
+/* Makes an empty file; the caller closes it with fsdpc_disk_close and keeps the buffers until then. E_IO,
  * E_NOMEM; E_UNAVAILABLE: io_uring was requested and the kernel refuses it. */
 int fsdpc_disk_open(const fsdpc_disk_options *options, fsdpc_disk **out);
-/* Makes the file `bytes` long and reserves space for all of it; new bytes are zero. E_IO with the
- * bytes that are needed and free; the file keeps its length then. */
+/* Makes the file `bytes` long and reserves space for all of it; new bytes are zero. E_IO, whose text has the
+ * bytes that are needed and free: the file keeps its length then. */
 int fsdpc_disk_grow(fsdpc_disk *disk, int64_t bytes);
 /* Starts transfers between a buffer that has none on its way and parts of the file. An error of a
  * transfer comes from fsdpc_disk_wait. */
 int fsdpc_disk_start(fsdpc_disk *disk, bool write, int buffer, const fsdpc_disk_part *parts,
                      int count);
-/* Waits until a buffer has no transfer on its way; the first error of any of them. E_TIMEOUT after
+/* Waits until a buffer has no transfer on its way; returns the first error of its transfers. E_TIMEOUT after
  * the process's deadline: the buffer stays busy then. */
 int fsdpc_disk_wait(fsdpc_disk *disk, int buffer);
 void fsdpc_disk_describe(const fsdpc_disk *disk, fsdpc_disk_info *out);

@@ -21,7 +21,7 @@ typedef struct fsdpc_disk_way {
     int (*submit)(void *self, fsdpc_disk_transfer *transfer);
     /* Passes what was submitted on to the kernel. */
     int (*flush)(void *self);
-    /* A transfer that has ended. FSDPC_E_TIMEOUT: none has before `until` (CLOCK_MONOTONIC). */
+    /* Waits for a transfer to end. FSDPC_E_TIMEOUT: none ends before `until` (CLOCK_MONOTONIC). */
     int (*reap)(void *self, const struct timespec *until, fsdpc_disk_transfer **out);
     void (*free)(void *self); /* no transfer may be on its way */
 } fsdpc_disk_way;

@@ -151,7 +151,7 @@ fsdpc_exchange_set_clock(fsdpc_exchange *x, enum fsdpc_phase phase, uint32_t ste
     x->step = step;
 }
 
-/* A child of the only rank goes on by itself: what was gathered at the fork is there, other slots are blank. */
+/* A forked child of the only rank goes on alone: it has what was gathered by then, other slots are blank. */
 static int
 enter_child(fsdpc_exchange *x)
 {
@@ -218,7 +218,7 @@ explain(const fsdpc_exchange *x, int status, const char *op, const fsdpc_unit *u
     return fsdpc_comm_say_numbers(x->comm, status);
 }
 
-/* Values that the program has changed end with the gather; a module may scale its weight and put it back. */
+/* Writes of the program into gathered values end here: an error unless it has put the old values back. */
 static int
 end_writes(fsdpc_exchange *x, fsdpc_unit *unit)
 {

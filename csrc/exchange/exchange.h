@@ -1,19 +1,19 @@
 /* Gathering units' values and reducing their gradients over the ranks of one communicator.
  *
- * An exchange serves the units of one tree that share one communicator. Three kinds:
+ * An exchange serves the units of one tree that share one communicator. There are three kinds:
  *
  * shared  The ranks of a host see one set of slots (exchange_shared*.c). A gather
  *         casts every rank's piece into the slot. A rank that is early also casts the pieces of late
  *         ranks, straight out of their master shards, so that no rank waits for another one to reach
  *         the same unit: ranks may gather different units in different order. Gradients are packed
  *         into this rank's reduce slot, and every rank sums its own slice of all of them.
- * wire    Each rank (of several hosts: each host) has its own slots, and flights (comm/flight.h) carry the values, in the
- *         background where the communicator can do that (exchange_wire.c). All ranks must gather and reduce units in the same order.
- * stream  The same on a device with streams (exchange_stream.c): calls return when the work is
- *         queued, and the caller's stream waits for the events it depends on.
+ * wire    Each rank (of several hosts: each host) has its own slots. Flights (comm/flight.h) carry values, in
+ *         the background if the communicator can (exchange_wire.c). All ranks gather and reduce in one order.
+ * stream  Like wire, on a device with streams (exchange_stream.c): a call returns when its work is queued,
+ *         and the caller's stream waits for the events that its own work depends on.
  *
- * A tag names a pass: (finished synchronised backwards) << FSDPC_TAG_BITS | (a number that grows with root
- * forwards since, see next_pass in tree.c). A
+ * A tag names a pass: (finished synchronised backwards) << FSDPC_TAG_BITS | (a number that grows with
+ * the root forwards since the last of these backwards, see next_pass in tree.c). A
  * rank's master shard does not change while the rank is in the pass of one tag.
  */
 #ifndef FSDPC_EXCHANGE_H
@@ -30,76 +30,76 @@ enum { FSDPC_TAG_BITS = 36, FSDPC_PASS_BITS = 20 };
 
 typedef struct fsdpc_exchange_plan {
     fsdpc_comm *comm;    /* borrowed */
-    fsdpc_unit **units;  /* borrowed, copied array; ids are positions in it */
-    const int *unit_ids; /* numbers for the trace */
+    fsdpc_unit **units;  /* borrowed; the array is copied; a unit's id is its position in it */
+    const int *unit_ids; /* the units' numbers in the trace */
     int unit_count;
     const int *slot_of;       /* gather slot of each unit, -1 for direct ones */
     const size_t *slot_bytes; /* per slot */
     int slot_count;
-    int reduce_slots; /* packed gradients in flight per rank before waiting, >= 1 */
+    int reduce_slots; /* how many buffers for packed gradients each rank has, >= 1 */
     bool poison;      /* reading the values of a released unit gives NaN */
-    bool trust_order; /* on a wire: do not compare which unit each rank means */
+    bool trust_order; /* "wire", "stream": ranks do not compare which unit each is at */
     fsdpc_trace *trace;
 } fsdpc_exchange_plan;
 
-/* Collective. FSDPC_E_STATE for a unit that is in another exchange. */
+/* Collective. FSDPC_E_STATE: a unit is in another exchange, or a CUDA graph is being captured. */
 int fsdpc_exchange_new(const fsdpc_exchange_plan *plan, fsdpc_exchange **out);
-/* Local; before the units are freed. NULL is allowed. */
+/* Local. Call it before the units are freed. NULL is allowed. */
 void fsdpc_exchange_free(fsdpc_exchange *exchange);
 
-/* For the trace. */
+/* Sets the phase and step of later entries of the trace. */
 void fsdpc_exchange_set_clock(fsdpc_exchange *exchange, enum fsdpc_phase phase, uint32_t step);
-/* Before fsdpc_exchange_begin of a root forward: kind "shared" finds out whether this rank's masters have
- * changed since the pass before. `touched`: the caller knows of a write to them. A forward without gradients
- * then fails with FSDPC_E_MISMATCH where it would read some ranks' masters from before a change and others'
- * from after. */
+/* Before fsdpc_exchange_begin of a root forward: kinds "shared" and "wire" find out whether this
+ * rank's masters have changed since the pass before. `touched`: the caller knows of a write to
+ * the masters. A forward without gradients then fails with FSDPC_E_MISMATCH where it would read
+ * some ranks' masters from before a change and other ranks' masters from after the change. */
 void fsdpc_exchange_compare(fsdpc_exchange *exchange, uint64_t tag, bool grad, bool touched);
 /* A root forward (or a further backward) begins: this rank's masters are final for `tag`. */
 int fsdpc_exchange_begin(fsdpc_exchange *exchange, uint64_t tag);
-/* The outermost forward has ended or failed, whatever follows: prefetched values that were not used
- * stay, and their gather is ordered before the caller's next write to its masters. Local. */
+/* Call it when the outermost forward has ended or failed, whatever follows. Prefetched values that were
+ * not used stay, and their gather is ordered before the caller's next write to its masters. Local. */
 int fsdpc_exchange_rest(fsdpc_exchange *exchange);
-/* A forward without a backward has ended on this rank. Returns when the other ranks have ended theirs
- * (or wait for this rank elsewhere): then this rank may change its master shard. */
+/* A forward without a backward has ended on this rank. Returns when the other ranks have ended that forward
+ * too (or wait for this rank elsewhere): then this rank may change its master shard. */
 int fsdpc_exchange_leave(fsdpc_exchange *exchange);
 
-/* One more reference to the unit's values; returns when they are readable. */
+/* Takes a reference to the unit's values: readable on return ("stream": for later work of the stream). */
 int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* Starts a gather if that needs no wait, else is a no-op; takes no reference. */
 int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* True if the next unit's gather should be begun while a forward runs even where the user asks for no forward
  * prefetch: the caller's thread waits for values, so that it does not run ahead of them as it does on a GPU. */
 bool fsdpc_exchange_prefetches(const fsdpc_exchange *exchange);
-/* The same, of an exchange that is still to be made over `comm`. */
+/* fsdpc_exchange_prefetches of an exchange that is still to be made over `comm`. */
 bool fsdpc_exchange_would_prefetch(const fsdpc_comm *comm);
-/* One reference less; at zero the slot may be refilled. */
+/* Drops one reference to the unit's values; when none is left, the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
-/* 0 for a unit that is in no exchange. */
+/* How many references to the unit's values there are; 0 for a unit that is in no exchange. */
 int fsdpc_unit_refs(const fsdpc_unit *unit);
-/* References that fsdpc_exchange_drop leaves. A no-op for a unit that is in no exchange. */
+/* Sets how many references fsdpc_exchange_drop leaves. A no-op for a unit that is in no exchange. */
 void fsdpc_unit_set_floor(fsdpc_unit *unit, int refs);
 
 /* Packs and sends this rank's gradients of a unit. Gradients of a second call in the same backward are
  * accumulated on this rank and sent by fsdpc_exchange_end. The shard gradient holds the sum when
- * fsdpc_exchange_end has returned, or earlier. grads[i] per parameter; NULL: only gradients kept under
- * no_sync. The sources may be freed on return. */
+ * fsdpc_exchange_end has returned, or earlier. grads[i] is the gradient of parameter i; grads NULL: only
+ * gradients kept under no_sync are sent. The sources may be freed on return. */
 int fsdpc_exchange_reduce(fsdpc_exchange *exchange, fsdpc_unit *unit, const fsdpc_tensor *grads);
-/* True if units may be reduced in any order; false if all ranks must call reduce for every
- * trainable unit, first calls in one order. */
+/* True if units may be reduced in any order. False: all ranks must call reduce for every trainable
+ * unit, and the first call for each unit must come in one order on all ranks. */
 bool fsdpc_exchange_any_order(const fsdpc_exchange *exchange);
 /* True if the shard gradient of a unit that this rank has reduced holds the sum of all ranks' gradients (on
- * a device with streams: for later work of the caller's stream), and none of them needs this rank's master
- * for what it has sent. False: not yet, or not known before the end. After true the caller may clear the
+ * a device with streams: for later work of the caller's stream), and no rank still needs this rank's master
+ * for its part of that sum. False: not yet, or not known before the end. After true the caller may clear the
  * unit's used bits (fsdpc_unit_used): the end of this backward leaves them as they are. */
 bool fsdpc_exchange_is_summed(fsdpc_exchange *exchange, const fsdpc_unit *unit);
-/* Before fsdpc_exchange_reduce, where units step in backward: kind "stream" makes the wait of the caller's
- * stream that reduce would make, so that the sum which the wait is for is known. A no-op for other kinds. */
+/* Before fsdpc_exchange_reduce, where units step in backward: makes the wait for a reduce slot that reduce
+ * would make, so that fsdpc_exchange_is_summed knows of the sum in that slot. A no-op for kind "shared". */
 int fsdpc_exchange_make_room(fsdpc_exchange *exchange, const fsdpc_unit *unit);
-/* End of a synchronised backward: all sums are in the shard gradients afterwards, fsdpc_unit_used
+/* End of a synchronised backward: afterwards all sums are in the shard gradients, and fsdpc_unit_used
  * returns which parameters got a gradient on some rank. Collective. */
 int fsdpc_exchange_end(fsdpc_exchange *exchange);
-/* With `apart`, fsdpc_exchange_end does not wait for units whose values lie in host memory: before the
- * processor reads one's gradient or writes its master, it calls settle, a host sync for that unit alone. */
+/* With `apart`, fsdpc_exchange_end does not wait for offloaded units: before the CPU reads such a unit's
+ * gradient or writes its master, the caller calls fsdpc_exchange_settle, a host sync for that unit alone. */
 void fsdpc_exchange_settle_apart(fsdpc_exchange *exchange, bool apart);
 int fsdpc_exchange_settle(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* Drops prefetches, and references down to each unit's floor (fsdpc_unit_set_floor). Local. */
@@ -118,12 +118,12 @@ size_t fsdpc_exchange_largest_slot(const fsdpc_exchange *exchange);
 int fsdpc_exchange_reduce_slots(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_gather_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_reduce_bytes(const fsdpc_exchange *exchange);
-/* Part of gather_bytes and reduce_bytes: memory beside the slots (gathered codes, and the error that coding left), which on
- * a GPU is in torch's allocator. */
+/* The part of gather_bytes and reduce_bytes that lies beside the slots: gathered codes,
+ * and the error that coding left. On a GPU this memory is in torch's allocator. */
 size_t fsdpc_exchange_coded_bytes(const fsdpc_exchange *exchange);
 size_t fsdpc_exchange_spare_bytes(const fsdpc_exchange *exchange);
 uint64_t fsdpc_exchange_spare_count(const fsdpc_exchange *exchange);
-/* To other hosts so far, for kind "wire"; to other ranks over NCCL, as calls were made, for kind "stream". */
+/* Bytes sent so far: by kind "wire" to other hosts, by kind "stream" to other ranks over NCCL. */
 uint64_t fsdpc_exchange_sent_bytes(const fsdpc_exchange *exchange);
 /* Adds an entry to the trace; unit NULL: an entry of no unit. */
 void fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit *unit,
@@ -133,12 +133,12 @@ int fsdpc_exchange_unit_count(const fsdpc_exchange *exchange);
 fsdpc_unit *fsdpc_exchange_unit(const fsdpc_exchange *exchange, int id);
 const char *fsdpc_exchange_kind(const fsdpc_exchange *exchange);
 
-/* This rank is about to allocate a gradient for a parameter that was frozen, which is collective (unit NULL: a unit of
- * another exchange). Ranks that are still in passes before `tag` do not wait for this rank. If another rank begins the next
+/* Before the collective that allocates an unfrozen parameter's gradient (unit NULL: it is in another
+ * exchange). Ranks still in passes before `tag` do not wait for this rank. If another rank begins the next
  * pass with gradients, both fail with FSDPC_E_MISMATCH. A no-op for kinds that cannot detect the mismatch. */
 int fsdpc_exchange_announce(fsdpc_exchange *x, uint64_t tag, const fsdpc_unit *unit, int param);
 
-/* Drops what coding lost of gradients and would be added to the next ones. Between passes. */
+/* Drops the error that coding left in gradients and that the next ones would get. Call it between passes. */
 int fsdpc_exchange_forget(fsdpc_exchange *x);
 
 /* Before the collectives of a communication hook, `what`: fails with FSDPC_E_MISMATCH if another rank gathers

@@ -10,7 +10,7 @@ fsdpc_exchange_note(fsdpc_exchange *x, enum fsdpc_trace_op op, const fsdpc_unit 
                     uint64_t bytes)
 {
     if (unit && fsdpc_unit_layout(unit)->param_count == 0) {
-        return; /* it only marks a pass */
+        return; /* a unit without parameters only marks a pass */
     }
     const int64_t now_ns = fsdpc_trace_add(
         x->trace, op, x->phase, x->step, unit ? x->trace_ids[fsdpc_unit_use(unit)->id] : -1, bytes);

@@ -39,7 +39,7 @@ fsdpc_shared_samples_bytes(const fsdpc_exchange *x)
     return fsdpc_weights_bytes(x) * (size_t)x->world;
 }
 
-/* Of `all`: the samples that ranks publish, or those that this rank has seen. */
+/* Compares the rank's values with its samples in `all`: those that ranks publish, or this rank has seen. */
 static enum fsdpc_found
 compare_rank(const fsdpc_exchange *x, _Atomic uint64_t *all, int rank, bool keep)
 {
@@ -72,7 +72,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
         atomic_store(&own->before, before);
         atomic_store(&own->changed, tag);
     }
-    /* Last: who finds the samples as the values are finds the change in the tags. */
+    /* Samples are stored after these tags: a rank that finds new samples finds the change in the tags too. */
     (void)(found != FSDPC_SAME && compare_rank(x, x->shared->samples, x->rank, true));
     const fsdpc_pass pass = {tag, grad, touched};
     fsdpc_weights_number(x, &x->shared->numbers, own->known, &pass, found);
@@ -82,7 +82,7 @@ fsdpc_shared_compare(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
 
 /* --- checking -------------------------------------------------------------------------------- */
 
-/* unit NULL: at the end of a forward. */
+/* Returns FSDPC_E_MISMATCH and ends the group. unit NULL: at the end of a forward. */
 static int
 refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
 {
@@ -98,8 +98,8 @@ refuse(fsdpc_exchange *x, const fsdpc_unit *unit, int changed, int unchanged)
     return status;
 }
 
-/* True if this rank's weights changed after the pass `since` of this step; *before: the pass before the change. Not
- * just before this pass: a rank that gathers nothing in a pass checks nothing. */
+/* True if this rank's weights changed after pass `since` of this step; *before: the pass before the change.
+ * The change may be older than this pass: a rank that gathers nothing in a pass checks nothing in it. */
 static bool
 changed_here(const fsdpc_exchange *x, uint64_t since, uint64_t *before)
 {
@@ -109,9 +109,9 @@ changed_here(const fsdpc_exchange *x, uint64_t since, uint64_t *before)
     return changed > since && changed >> FSDPC_TAG_BITS == x->tag >> FSDPC_TAG_BITS;
 }
 
-/* Of a rank that has begun no pass since `ready`, before this rank's last change: it has not made that change, or
- * nobody can tell. It may have made this rank's change before the last one after its last pass, or have begun none:
- * then what this rank has read of it since tells. */
+/* For a rank r that has begun no pass since `ready`, before this rank's last change. True: r has not
+ * made that change, or nobody can tell. If r has begun no pass at all, or may have made this rank's
+ * last change but one after its own last pass, only what this rank has read of r since then tells. */
 static bool
 lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
 {
@@ -123,8 +123,8 @@ lacks_change(const fsdpc_exchange *x, int r, uint64_t ready)
     return compare_rank(x, seen ? s->seen : s->samples, r, false) == FSDPC_SAME;
 }
 
-/* True if the weights of the two ranks, which have both begun this pass, have different numbers; *who: the rank whose
- * change is the later one. */
+/* True if the weights of this rank and of rank r have different numbers (both
+ * have begun this pass); *who: the rank whose change is the later one. */
 static bool
 other_number(const fsdpc_exchange *x, int r, int *who)
 {
@@ -136,7 +136,7 @@ other_number(const fsdpc_exchange *x, int r, int *who)
     return own != other && fsdpc_weights_alike(x, r, own, other);
 }
 
-/* A rank that waits elsewhere has weights again that it has had before, and this rank has other ones. */
+/* True if rank r, which waits elsewhere, is back at weights that it had before, and this rank has others. */
 static bool
 older_number(const fsdpc_exchange *x, int r)
 {
@@ -153,7 +153,7 @@ older_number(const fsdpc_exchange *x, int r)
     return found && atomic_load(&other->known[own % FSDPC_KNOWN_WEIGHTS]) != hash;
 }
 
-/* A rank waits elsewhere, and this rank has read its values: one of the two has changed its weights. */
+/* Rank r waits elsewhere, and this rank has read its values. True if one of them has changed its weights. */
 static bool
 waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
 {
@@ -176,8 +176,8 @@ waits_elsewhere(fsdpc_exchange *x, int r, uint64_t touched, int *who)
     return differs;
 }
 
-/* Rank r has ended this forward, or a later one, without this rank, and may change its weights while this rank reads them.
- * One sample that differs is enough: the change may have just begun. */
+/* True if rank r has ended this forward, or a later one, without waiting for this rank, and changed weights
+ * that this rank may still read. One sample that differs is enough: the change may have just begun. */
 static bool
 is_changed_behind(const fsdpc_exchange *x, int r)
 {
@@ -185,8 +185,8 @@ is_changed_behind(const fsdpc_exchange *x, int r)
            compare_rank(x, x->shared->samples, r, false) != FSDPC_SAME;
 }
 
-/* The rank's values belong to other weights than this rank's in this pass; *who: the rank whose weights have
- * changed. */
+/* True if rank r's values belong to other weights than this rank's in this pass; *who: the rank whose weights
+ * have changed. */
 static bool
 differs(fsdpc_exchange *x, int r, int *who)
 {

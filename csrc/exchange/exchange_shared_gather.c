@@ -107,8 +107,8 @@ segment_at(const fsdpc_layout *layout, size_t byte)
     return low;
 }
 
-/* The first element at or behind a byte of the segment; of a coded one, the first that begins a block, so that a
- * chunk has the blocks that begin in it. */
+/* The first element at or behind a byte of the segment; in a coded segment the first
+ * one there that begins a block, so that a chunk has the blocks that begin in it. */
 static int64_t
 element_at(const fsdpc_segment *seg, size_t byte)
 {
@@ -175,8 +175,8 @@ all_final(fsdpc_exchange *x, bool older)
     return true;
 }
 
-/* Waits, or fails if it needs the master shard of a rank that has left in good order. Such a rank may have
- * finished its master just before, so what is read first is that the rank has left. */
+/* Waits, or fails if this rank needs the master shard of a rank that has left in good order. Such a rank
+ * may have finished its master just before it left: so this reads first that it has left, then its tag. */
 static int
 wait_for_masters(fsdpc_exchange *x, struct fsdpc_shared_wait *wait, enum fsdpc_shm_way way)
 {
@@ -280,7 +280,7 @@ done:
 
 /* --- gather ---------------------------------------------------------------------------------- */
 
-/* Whether this rank could fill unclaimed chunks if it accepted masters whose tag is older than this pass's. */
+/* True if this rank could fill unclaimed chunks if it accepted masters with an older tag than this pass's. */
 static bool
 older_helps(fsdpc_exchange *x, struct fsdpc_slot_ctl *slot, uint32_t chunks)
 {
@@ -321,7 +321,7 @@ done:
     return status;
 }
 
-/* Private memory behind the range, filled by this rank alone. */
+/* Gathers into private memory behind the range, which this rank fills alone. */
 static int
 gather_spare(fsdpc_exchange *x, fsdpc_unit *unit)
 {

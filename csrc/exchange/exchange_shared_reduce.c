@@ -4,8 +4,8 @@
  * have posted a unit, every rank sums its own slice of all posts, in rank order and in the
  * accumulate dtype, so that two runs agree to the bit, and acknowledges; a slot whose post has been
  * acknowledged by all is free again. A rank waits within a backward only when all its slots are in
- * flight. At the end of backward each rank sets "ended": units that it has not posted by then it did
- * not run, and its gradients of them count as absent.
+ * flight. At the end of backward each rank sets "ended": it did not run the units that it has not
+ * posted by then, and its gradients of those units count as absent.
  *
  *   rank 0  pack A | pack B        | pack C | ended
  *   rank 1     pack A    | pack B  |          ended      C: the sum is rank 0's alone
@@ -83,7 +83,7 @@ acknowledge(fsdpc_exchange *x, int rank, int slot)
     }
 }
 
-/* Another rank has posted a unit whose gradients this rank keeps. */
+/* FSDPC_E_MISMATCH: another rank has posted a unit whose gradients this rank keeps. */
 static int
 differs_in_sync(fsdpc_exchange *x, const fsdpc_unit *unit, uint64_t round)
 {
@@ -119,7 +119,7 @@ consume(fsdpc_exchange *x, fsdpc_unit *unit, uint64_t round)
     FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));
     for (int r = 0; r < x->world; r++) {
         struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);
-        if (atomic_load(&post->round) == round) { /* slots of no bytes have no address */
+        if (atomic_load(&post->round) == round) { /* sources[r] is NULL for slots of no bytes too */
             acknowledge(x, r, (int)post->slot);
         }
     }
@@ -192,7 +192,7 @@ free_base_slot(fsdpc_exchange *x)
     return -1;
 }
 
-/* A rank that has left in good order will not end this backward. */
+/* Fails if a rank has left in good order without ending this backward: it will never end it. */
 static int
 check_missing_left(fsdpc_exchange *x, const fsdpc_wait *what)
 {
@@ -223,7 +223,7 @@ acquire_slot(fsdpc_exchange *x, fsdpc_unit *unit, int *slot)
             }
         }
         FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);
-        /* Nobody has a fallback here: the rank must acknowledge this unit's first post. */
+        /* WAY_NONE, because there is no fallback here: every rank must acknowledge this unit's first post. */
         FSDPC_GOTO(way == FSDPC_WAY_NONE ? check_missing_left(x, &wait.what) : FSDPC_OK, done);
         if (fsdpc_shared_must_act(x, &wait, way)) {
             *slot = x->reduce_slots + fsdpc_unit_use(unit)->id;
@@ -316,7 +316,7 @@ discard_overflow(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* Units with local gradients that were posted `times` times so far. */
+/* Posts all units with local gradients that were posted `times` times so far. */
 static int
 post_what_waits(fsdpc_exchange *x, uint64_t times)
 {

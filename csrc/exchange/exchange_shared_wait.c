@@ -8,8 +8,8 @@
 /* The longest sleep before a wait examines its condition again. */
 static const int64_t slice_ns = 20000000;
 
-/* [Note: patience] A rank that waits for a slot may wait for a rank that waits for this one outside of
- * fsdpc: in a collective of torch's inside a forward, in another group. Private memory is always correct,
+/* [Note: patience] While this rank waits for a slot, the rank that has the slot may wait for this one outside
+ * of fsdpc: in a torch collective inside a forward, or in another group. Private memory is always correct,
  * so it is used when the wait has lasted for the patience without another rank computing, and after ten
  * times the patience in any case. Such a deadlock repeats in each step, so it lowers the patience; a wait
  * that ended by itself raises it. */
@@ -55,7 +55,7 @@ start_waiting(fsdpc_exchange *x, struct fsdpc_shared_wait *wait)
     fsdpc_shm_stand_begin(x->shm);
 }
 
-/* Of a gather slot, which a rank gives back after a few stores. */
+/* True if the rank has the lock of a gather slot, which a rank gives back after a few stores. */
 static bool
 has_lock(const fsdpc_exchange *x, int rank)
 {
@@ -66,8 +66,8 @@ has_lock(const fsdpc_exchange *x, int rank)
     return any;
 }
 
-/* The rank has slept a moment ago (its own deadline may have just passed), in no collective that this rank has not called;
- * or it stands in a wait, and has no slot's lock: who stopped with one stands, too, but has not slept since. */
+/* True if the rank slept just now (its deadline may be just over), in no barrier that waits for this one; or
+ * if it stands in a wait without a slot's lock: one that stopped with it stands too, but has not slept. */
 static bool
 seems_to_wait(const fsdpc_exchange *x, int rank)
 {

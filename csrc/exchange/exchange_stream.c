@@ -68,7 +68,7 @@ open_slots(fsdpc_exchange *x, struct fsdpc_streams *s)
     return fsdpc_stream_slots_open(x);
 }
 
-/* The used bits of a rank that used all of its parameters. */
+/* Fills `all` with the used bits of a rank that used all of its parameters. */
 static int
 fill_all(fsdpc_exchange *x, struct fsdpc_streams *s, size_t bytes)
 {
@@ -127,7 +127,7 @@ open_streams(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_bits(x, s);
 }
 
-/* Until `end_ns`: all events of a close share one deadline. */
+/* Waits until `end_ns` at most: all events of a close share one deadline. */
 static void
 await_event(const struct fsdpc_streams *s, fsdpc_event *event, int64_t end_ns)
 {
@@ -229,7 +229,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
     return fsdpc_device_record(s->device, s->masters);
 }
 
-/* On the gather stream. */
+/* On the gather stream: waits for the masters to be final, and for the slot's last reader. */
 static int
 await_slot(struct fsdpc_streams *s, const fsdpc_unit *unit)
 {
@@ -347,8 +347,8 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
     return FSDPC_OK;
 }
 
-/* What the caller does next may write the shards of units that were prefetched and not used. The last of
- * their gathers is behind the others. Between passes a capture may have begun or ended. */
+/* What the caller does next may write the shards of units that were prefetched and not used: its stream waits
+ * for the last of their gathers. Only gathers of this capture count: it may have begun or ended since. */
 static int
 rest(fsdpc_exchange *x)
 {

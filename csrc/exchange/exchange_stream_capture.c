@@ -2,7 +2,7 @@
  *
  * Addresses never change and a step allocates nothing, so a step without host syncs can be captured.
  * Events recorded outside of the capture are not waited for: the launch of the graph is ordered behind
- * earlier work by its caller. At the end of a pass the caller's stream waits for both own streams, or
+ * earlier work by its caller. At the end of a pass the caller's stream waits for the exchange's streams, or
  * the capture could not end. An operation that needs a host sync is refused by name.
  */
 #include "exchange/exchange_stream_impl.h"

@@ -1,9 +1,9 @@
-/* Gradients that travel coded from GPU to GPU, on the reduce stream. A reduce-scatter sums by itself, so ranks send each
- * other pieces, and each decodes what has landed on its way into the sum, which is that of a wire to the bit.
+/* Gradients that travel coded between GPUs, on the reduce stream. A reduce-scatter would sum codes, so ranks
+ * send each other pieces, and decode what lands on its way into the sum, which has the same bits as a wire's.
  *
- * Behind the packed gradients of a reduce slot lies one stretch per receiver, with this rank's pieces of all segments as
- * they are sent, and then one per sender. One launch codes the former, one call of the communicator exchanges, one launch
- * sums. All of it is in the stream's order, and the slot is free when `summed` is recorded, so no wait is added.
+ * Behind the packed gradients of a reduce slot lies one stretch per receiver, with this rank's pieces of
+ * all segments as sent, then one stretch per sender. One launch codes, one call exchanges, one launch sums.
+ * All of it is in the stream's order, and the slot is free when `summed` is recorded, so no wait is added.
  */
 #include "base/mem.h"
 #include "base/status.h"

@@ -1,9 +1,9 @@
 /* A unit's values on the gather stream: one launch that casts this rank's pieces into their place in
  * the slot, whatever the number of dtypes, and one call of the communicator for all segments.
  *
- * Segments that travel coded take one launch before that call, which codes this rank's pieces into memory beside the
- * slots, and one behind it, which decodes all ranks' into the slot. The stream is in order, so that memory serves all
- * units, and nothing has to wait for it.
+ * Segments that travel coded take one launch before that call, which codes this rank's pieces into
+ * memory beside the slots, and one launch behind that call, which decodes all ranks' pieces into the
+ * slot. The stream is in order, so one such memory serves all units, and nothing has to wait for it.
  */
 #include <stdio.h>
 
@@ -34,7 +34,7 @@ plan_unit(fsdpc_exchange *x, const fsdpc_unit *unit, fsdpc_pack_plan **out)
             .dtype = seg->compute,
         };
     }
-    /* The gaps between this rank's pieces are the other ranks' pieces, or decoded: kept. */
+    /* Gaps between this rank's pieces are kept: there lie other ranks' pieces, and decoded segments. */
     FSDPC_GOTO(count > 0 ? fsdpc_device_pack_plan(x->streams->device, targets, NULL, count,
                                                   layout->full_bytes, true, out)
                          : FSDPC_OK,
@@ -120,7 +120,7 @@ cast_pieces(fsdpc_exchange *x, fsdpc_unit *unit)
                                   fsdpc_unit_full(unit), NULL, s->pieces, 1.0);
 }
 
-/* This rank's pieces to codes, or those of all ranks back. */
+/* Codes this rank's pieces (`encode`), or decodes the pieces of all ranks. */
 static int
 code(fsdpc_exchange *x, fsdpc_unit *unit, bool encode)
 {

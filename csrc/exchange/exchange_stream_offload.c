@@ -33,7 +33,7 @@ in_flight(const fsdpc_exchange *x, enum fsdpc_which which)
     return count;
 }
 
-/* Sums of communication hooks are not made on the reduce stream. */
+/* Waits for the sums of communication hooks, which are not made on the reduce stream. */
 static int
 join_hooked(fsdpc_exchange *x)
 {

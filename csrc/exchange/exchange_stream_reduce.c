@@ -11,7 +11,7 @@
 #include "exchange/exchange_used.h"
 #include "base/status.h"
 
-/* In place, on the reduce stream. */
+/* Reduce-scatters `buffer` in place, on the reduce stream. */
 static int
 scatter(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
 {
@@ -156,9 +156,9 @@ caller_is_behind(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return false;
 }
 
-/* Only at the end is it known which parameters other ranks used, so a unit of which this rank left parameters
- * unused counts as summed at the end only. An offloaded unit never counts here: the processor reads its sum after
- * fsdpc_exchange_settle. */
+/* Which parameters other ranks used is known only at the end, so a unit of which this rank left parameters
+ * unused counts as summed only at the end. An offloaded unit never counts as summed here: the CPU reads its
+ * sum after fsdpc_exchange_settle. */
 bool
 fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -173,7 +173,7 @@ fsdpc_stream_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 
 /* --- the end of backward ----------------------------------------------------------------------- */
 
-/* This rank used all of the unit's parameters. */
+/* True if other ranks' used bits of the unit do not matter here, as when this rank used all parameters. */
 static bool
 needs_no_bits(const fsdpc_unit *unit)
 {
@@ -251,7 +251,7 @@ share_used(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* Later work on the caller's stream waits for the last sum: the reduce stream makes them in order. */
+/* Later work on the caller's stream waits for the last sum: the reduce stream makes all sums in order. */
 static int
 await_sums(fsdpc_exchange *x)
 {
@@ -267,8 +267,8 @@ await_sums(fsdpc_exchange *x)
     return s->all_offloaded ? FSDPC_OK : fsdpc_device_wait(s->device, s->slots[last].summed);
 }
 
-/* Local gradients are sent if the unit was reduced more than once, even if there are none: so ranks that
- * ran the same modules make the same collectives. One rank alone sends only if there are some. */
+/* Local gradients are sent if the unit was reduced more than once, even if this rank has none: so ranks that
+ * ran the same modules make the same collectives. One rank alone sends only local gradients that it has. */
 static int
 send_kept(fsdpc_exchange *x, fsdpc_unit *unit)
 {

@@ -9,7 +9,7 @@
 #include "exchange/exchange_stream_impl.h"
 #include "base/status.h"
 
-/* Of the first parts. */
+/* All-reduces the first `count` parts over the unit's replicas. */
 static int
 all_reduce(fsdpc_exchange *x, const fsdpc_unit *unit, int count, const char *what)
 {
@@ -19,7 +19,7 @@ all_reduce(fsdpc_exchange *x, const fsdpc_unit *unit, int count, const char *wha
     return fsdpc_comm_all_reduce_parts(comm, parts, count, what);
 }
 
-/* A buffer that is laid out like the shard gradient; its gaps are zero. */
+/* Sums over replicas a buffer that is laid out like the shard gradient; its gaps are zero. */
 static int
 sum_wide(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
 {
@@ -32,7 +32,7 @@ sum_wide(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *wh
     return all_reduce(x, unit, count, what);
 }
 
-/* This rank's pieces of a reduced slot. */
+/* Sums over replicas this rank's pieces of a reduced slot. */
 static int
 sum_pieces(fsdpc_exchange *x, const fsdpc_unit *unit, char *buffer, const char *what)
 {
@@ -85,7 +85,7 @@ fsdpc_stream_sum_partial(fsdpc_exchange *x, fsdpc_unit *unit, const char *what)
 
 /* --- used bits --------------------------------------------------------------------------------- */
 
-/* One all-reduce for consecutive units with the same replicas. */
+/* Makes one all-reduce for consecutive units with the same replicas. */
 int
 fsdpc_stream_join_replicas(fsdpc_exchange *x, const char *what)
 {

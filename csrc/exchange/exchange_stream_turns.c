@@ -2,7 +2,7 @@
  * a rank in another order would get wrong values; a comparison before each collective would be a host sync
  * in every step.
  *
- * A turn is one collective in the sequence of a pass, a path the hash of all turns up to one. Paths on which
+ * A turn is one collective in the sequence of a pass; a path is the hash of all turns up to one. Paths where
  * the ranks have agreed once are kept in a set, and a turn on a known path is not compared. A turn on a new
  * path is compared before its collective, by one word of each rank and a host sync: in the first step, and
  * where the order changes. Ranks may still take different known paths: a digest of the path travels with the
@@ -29,7 +29,7 @@ write_extremes(uint64_t digest, float pair[2])
     pair[1] = -pair[0];
 }
 
-/* Of a reduced pair: all ranks had the same digest. */
+/* True if all ranks had the same digest, by the pair that was reduced. */
 static bool
 extremes_are_equal(const float pair[2])
 {
@@ -165,7 +165,7 @@ explain(const fsdpc_exchange *x, const struct fsdpc_turns *t, int rank, int othe
                                                                 : "");
 }
 
-/* On the current stream, that of the communicator. */
+/* On the current stream, which is the communicator's: fails if a rank has another word. */
 static int
 compare(fsdpc_exchange *x, fsdpc_comm *comm, uint64_t word, const char *what)
 {
@@ -292,7 +292,7 @@ fsdpc_stream_turns_end(fsdpc_exchange *x)
     if (t->off || x->streams->capture != 0) {
         return FSDPC_OK;
     }
-    /* The gathers of this step end with it. */
+    /* The path of this step's gathers ends here, and becomes a turn of the reductions. */
     t->path[1] = mix(t->path[1], t->path[0]);
     if (x->world >
         1) { /* with one rank per shard group only reductions are compared, over replicas */

@@ -1,5 +1,5 @@
-/* What the communicators of an exchange are asked: waits of the host for streams, which end when one has failed, and what
- * has been sent. */
+/* An exchange and its communicators: waits of the host for streams, which
+ * end when a communicator has failed, and counts of what was sent. */
 #include <string.h>
 
 #include "exchange/exchange_stream_impl.h"

@@ -1,15 +1,15 @@
 /* What a rank knows of its weights: whether they have changed since a pass before, and how often.
  *
- * [Note: numbers of weights] Since all ranks met (a backward, a training forward, full parameters) a rank numbers the weights
- * that it has had: weights that are put back have the number they had before. They are told apart by samples, so the
- * ranks' numbers are comparable where each rank holds a part of what is sampled of the other. A rank that is not sure has number 0:
- * something has changed, but not in most units.
+ * [Note: numbers of weights] A rank numbers the weights that it has had since all ranks met (a backward,
+ * a training forward, full parameters): weights that are put back get their old number. Weights are told
+ * apart by samples, so two ranks' numbers are comparable where each rank holds a part of what is sampled
+ * of the other. A rank that is not sure has number 0: something has changed, but not in most units.
  */
 #include <string.h>
 
 #include "exchange/exchange_weights.h"
 
-enum { EACH = 8, SAMPLES = 2 * EACH }; /* of the first parameter, then of the last one */
+enum { EACH = 8, SAMPLES = 2 * EACH }; /* EACH of the first parameter, then EACH of the last one */
 
 size_t
 fsdpc_weights_bytes(const fsdpc_exchange *x)
@@ -48,7 +48,7 @@ read_samples(const fsdpc_unit *unit, const char *master, int rank, int param, ui
     }
 }
 
-/* How many of EACH samples differ from the values; `keep`: they become the values. */
+/* How many of the parameter's EACH samples differ from its values; `keep`: the values become the samples. */
 static int
 compare_param(const fsdpc_unit *unit, const char *master, int rank, int param,
               _Atomic uint64_t *samples, bool keep)
@@ -65,7 +65,7 @@ compare_param(const fsdpc_unit *unit, const char *master, int rank, int param,
     return changed;
 }
 
-/* Where this rank reads the rank's shard; NULL: the rank holds nothing of the unit that is trained. */
+/* Where this rank reads rank `rank`'s shard of a unit; NULL: `rank` holds no trainable element of it. */
 static const char *
 master_of(const fsdpc_exchange *x, int unit, int rank)
 {
@@ -114,7 +114,7 @@ fsdpc_weights_hash(const fsdpc_exchange *x, int rank)
     return hash ? hash : 1;
 }
 
-/* In most units the rank `other` holds a part of a parameter that is sampled of `rank`. */
+/* True if in most units rank `other` holds a part of a parameter of which rank `rank` has samples. */
 bool
 fsdpc_weights_share(const fsdpc_exchange *x, int rank, int other)
 {
@@ -167,7 +167,7 @@ forget_numbers(fsdpc_numbers *own, _Atomic uint64_t *known)
     }
 }
 
-/* A pass with gradients goes on with the numbers of those before it, whose ranks may read its values. */
+/* A pass with gradients keeps the numbers of the passes before it: ranks in those may read its values. */
 void
 fsdpc_weights_number(const fsdpc_exchange *x, fsdpc_numbers *own, _Atomic uint64_t *known,
                      const fsdpc_pass *pass, enum fsdpc_found found)

@@ -1,12 +1,12 @@
-/* Gathering and reducing over a communicator that carries bytes: each rank has its own slots, or shares them with the
- * other ranks of its host (exchange_wire_host.c).
+/* Gathering and reducing over a communicator that carries bytes: each rank has its
+ * own slots, or shares slots with the other ranks of its host (exchange_wire_host.c).
  *
  * A gather casts this rank's pieces into their place in the slot, and a flight (comm/flight.h) brings the
- * others' there. A prefetch only begins the flight, which lands when the values, or those of a later one, are needed. A reduction packs
- * into the next of a few buffers and begins a flight that brings every rank its own pieces of all ranks'
- * gradients; this rank sums them in the order of ranks when the buffer is needed again, or at the end of
- * backward. Gradients that travel coded (exchange_wire_coded.c) are coded behind the packed ones, and decoded for the
- * sum. So transfers go on while the caller computes.
+ * other ranks' pieces there. A prefetch only begins its flight, which lands when its values, or those of a
+ * later flight, are needed. A reduction packs into the next of a few buffers and begins a flight that brings
+ * every rank its own pieces of all ranks' gradients; this rank sums them in the order of ranks when the
+ * buffer is needed again, or at the end of backward. Gradients that travel coded (exchange_wire_coded.c) are
+ * coded behind the packed ones, and decoded for the sum. So transfers go on while the caller computes.
  *
  *   gather slot     begin: cast, post           ... compute ...   land
  *   reduce buffer   begin: pack, post           ... compute ...   land, sum
@@ -78,8 +78,8 @@ open_wire(fsdpc_exchange *x, const fsdpc_exchange_plan *plan)
     return open_reduces(x, wire);
 }
 
-/* Flights are left only after a failure: at the end of each pass they have landed. True: this rank's memory is
- * its own. */
+/* True if all memory is this rank's own again. Flights are left only
+ * after a failure: at the end of each pass all flights have landed. */
 static bool
 give_up_flights(fsdpc_exchange *x)
 {
@@ -103,7 +103,7 @@ free_buffers(fsdpc_exchange *x)
     fsdpc_mem_free(wire->bits);
 }
 
-/* Memory of lost flights stays as long as the process, the slots' too. */
+/* After a flight was lost, the memory of flights and of slots stays as long as the process. */
 static void
 close_wire(fsdpc_exchange *x)
 {
@@ -144,7 +144,7 @@ begin(fsdpc_exchange *x, uint64_t tag)
 
 /* --- gathers ------------------------------------------------------------------------------------- */
 
-/* What this rank brings is NaN until the flight lands. */
+/* What this rank's flight brings is NaN until the flight lands. */
 static int
 poison_flight(fsdpc_exchange *x, fsdpc_unit *unit, fsdpc_route route)
 {
@@ -195,7 +195,7 @@ fill(fsdpc_exchange *x, fsdpc_unit *unit, int32_t turn, fsdpc_route route)
     return FSDPC_OK;
 }
 
-/* The parts of the other ranks of this host. */
+/* Waits for the parts that the other ranks of this host bring into a shared slot. */
 static int
 await_others(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -213,7 +213,7 @@ slot_shows(const fsdpc_exchange *x, const fsdpc_unit *unit)
     return x->slot_unit[use->slot] == use->id && x->slot_tag[use->slot] == x->tag;
 }
 
-/* What was prefetched into the slot and not used has to come first: it would overwrite the values. */
+/* A prefetch into the slot that was not used must land first: it would overwrite the new values. */
 static int
 empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -230,8 +230,8 @@ empty_slot(fsdpc_exchange *x, const fsdpc_unit *unit)
                                 unit);
 }
 
-/* Beside another unit in the same slot: in memory of this rank's own, which goes with the unit's release, so that no
- * gather that is in flight before may fail in place of this one. */
+/* Another unit is in use in the slot: gathers into memory of this rank's own, which goes with the
+ * unit's release. Gathers in flight land first, so that none of them fails in place of this one. */
 static int
 start_apart(fsdpc_exchange *x, fsdpc_unit *unit)
 {
@@ -268,7 +268,7 @@ start(fsdpc_exchange *x, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-/* A gather that fails while another one has still to land before it stays in flight. */
+/* If an earlier gather fails, which must land first, this unit's gather stays in flight. */
 static int
 gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
 {

@@ -2,16 +2,16 @@
  * coded pieces of other ranks there, and all of them are decoded into the slot. In a reduction a rank codes the packed
  * gradients that it sends; those that have landed are decoded on their way to the sum (grad.c).
  *
- * [Note: error feedback] What coding loses of a gradient is kept here, by the rank that codes, and added to the unit's next
- * gradient. So a sum over steps is off by what is kept, not by what all steps lost. Blocks that are
- * not finite, and blocks of zeros, change nothing. What is kept lives as long as the exchange. */
+ * [Note: error feedback] What coding loses of a gradient is kept here, by the rank that codes, and added to
+ * the unit's next gradient. So a sum over steps is off by what is kept, not by what all steps lost. Blocks
+ * that are not finite, and blocks of zeros, do not change what is kept. It lives as long as the exchange. */
 #include <string.h>
 
 #include "base/mem.h"
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
 
-/* The last one is for gathers beside a slot in use, which land at once. */
+/* The room of the unit's slot; the last room is for gathers beside a slot in use, which land at once. */
 static struct fsdpc_exchange_room *
 coded_of(const fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -25,7 +25,7 @@ grow(struct fsdpc_exchange_room *coded, size_t bytes)
     coded->bytes = bytes > coded->bytes ? bytes : coded->bytes;
 }
 
-/* One for all units: sums are made one after the other. */
+/* One room serves all units, because sums are made one after the other. */
 static int
 open_sum_room(fsdpc_exchange *x)
 {

@@ -1,5 +1,5 @@
-/* Ranks that share a host in a group of several hosts: one set of gather slots, and reduce buffers that all of them
- * read. What a rank has done with them it says in words of the host's segment.
+/* Ranks that share a host in a group of several hosts: one set of gather slots, and reduce buffers that all
+ * ranks of the host read. A rank says in words of the host's segment what it has done with slots and buffers.
  *
  *   gather   say CLEARED, wait for every rank's; cast, fly by carriers; land, say FILLED; wait for every rank's
  *   reduce   pack, say PACKED; at the next reduction: wait for every rank's, sum the pieces of the ranks that this
@@ -11,13 +11,13 @@
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
 
-/* Followed by the words of each rank. */
+/* The head of the control memory; the words of each rank follow. */
 struct header {
     _Atomic uint32_t changes, closed;
     char pad[64 - 8];
 };
 
-/* Shared by the ranks of this host; a rank that is alone there gets private memory. */
+/* Maps memory that the ranks of this host share; a rank that is alone on its host gets private memory. */
 static int
 map_memory(fsdpc_exchange *x, size_t *bytes, uint64_t *offset, char **out)
 {
@@ -81,7 +81,7 @@ fsdpc_wire_host_open(fsdpc_exchange *x, int slot_count)
         host->word_at[word] = (int)host->words;
         host->words += (size_t)counts[word];
     }
-    host->words = fsdpc_round_up(host->words, 8); /* no cache line of two ranks */
+    host->words = fsdpc_round_up(host->words, 8); /* no cache line holds words of two ranks */
     host->ctl_bytes =
         sizeof(struct header) + sizeof(uint64_t) * host->words * (size_t)hosts->local_world;
     FSDPC_TRY(map_memory(x, &host->ctl_bytes, &host->ctl_offset, &host->ctl));

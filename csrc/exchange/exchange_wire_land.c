@@ -75,7 +75,7 @@ fsdpc_wire_land_gather(fsdpc_exchange *x, int id)
     return flight ? fsdpc_comm_land_before(x->comm, fsdpc_flight_number(flight) + 1) : FSDPC_OK;
 }
 
-/* All ranks have begun the same prefetches when a pass ends. */
+/* When a pass ends, all ranks have begun the same prefetches, so all of them land. */
 int
 fsdpc_wire_land_gathers(fsdpc_exchange *x)
 {
@@ -100,7 +100,7 @@ fsdpc_wire_land(fsdpc_exchange *x, fsdpc_flight **flight, const char *what, bool
     return status;
 }
 
-/* Collectives of different turns that meet would end the process or give wrong values. */
+/* Compares the ranks' turns: different collectives that meet would end the process or give wrong values. */
 static int
 compare_turns(fsdpc_exchange *x, int32_t next, bool without_data, const char *what)
 {

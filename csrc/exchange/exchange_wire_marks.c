@@ -4,7 +4,7 @@
 #include "base/status.h"
 #include "exchange/exchange_wire_impl.h"
 
-/* Below zero: the unit and number of a parameter that is unfrozen. */
+/* Turns below zero: they stand for the unit and the number of a parameter that is unfrozen. */
 enum { THAWS_UNKNOWN = -1, THAWS = -2, THAW_PARAMS = 1 << 12 };
 
 int32_t
@@ -14,7 +14,7 @@ fsdpc_wire_thaw_turn(int unit, int param)
     return fits ? THAWS - (unit * THAW_PARAMS + param) : THAWS_UNKNOWN;
 }
 
-/* One of two ranks unfreezes a parameter, the other does not. */
+/* The error of two ranks of which one unfreezes a parameter and the other does not. */
 static int
 thaw_mismatch(const fsdpc_exchange *x, int32_t own, int rank, int32_t other)
 {
@@ -44,7 +44,7 @@ turn_text(const fsdpc_exchange *x, int32_t turn, const char *hook, char text[FSD
     return text;
 }
 
-/* What the ranks compare: two models over the same ranks have the same turns. */
+/* What the ranks compare. `model` is there because two models over the same ranks have equal turns. */
 struct turn {
     int32_t next, model;
 };
@@ -118,7 +118,7 @@ fsdpc_wire_compare(const fsdpc_exchange *x, const fsdpc_flight *landed, const ch
 
 /* --- numbers of weights -------------------------------------------------------------------------- */
 
-/* Training steps sample nothing, but for the first one after an evaluation. */
+/* Training steps take no samples, except for the first one after an evaluation. */
 void
 fsdpc_wire_number_weights(fsdpc_exchange *x, uint64_t tag, bool grad, bool touched)
 {

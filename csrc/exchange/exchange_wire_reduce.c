@@ -26,7 +26,7 @@ landing_room(const struct fsdpc_wire_reduce *to, const fsdpc_unit *unit)
     return codes_room(to, unit) + fsdpc_footprint_codes(fsdpc_unit_layout(unit), NULL);
 }
 
-/* Lists what is sent, and where the others' pieces land: *count parts. A blocking collective sums, so it gets no codes. */
+/* Lists *count parts to send, and where others' pieces land. A blocking collective sums: it gets no codes. */
 static int
 list_parts(fsdpc_exchange *x, const struct fsdpc_wire_reduce *to, fsdpc_route route, int *count)
 {
@@ -77,7 +77,7 @@ post(fsdpc_exchange *x, struct fsdpc_wire_reduce *to)
     return FSDPC_OK;
 }
 
-/* The pieces of this rank and of those that this rank carries, of all ranks of this host. */
+/* Sums over the ranks of this host the pieces of this rank and of the ranks that this rank carries. */
 static int
 sum_host(fsdpc_exchange *x, struct fsdpc_wire_reduce *to, int slot)
 {
@@ -95,8 +95,8 @@ sum_host(fsdpc_exchange *x, struct fsdpc_wire_reduce *to, int slot)
     return FSDPC_OK;
 }
 
-/* Sends what was packed last, when the other ranks of this host have packed theirs: one reduction later, so that
- * ranks rarely wait for each other here. */
+/* Sends what this rank packed last, when the other ranks of this host have packed too.
+ * This is called one reduction later, so that ranks rarely wait for each other here. */
 static int
 post_packed(fsdpc_exchange *x)
 {
@@ -114,7 +114,7 @@ post_packed(fsdpc_exchange *x)
     return FSDPC_OK;
 }
 
-/* This rank's pieces of all ranks' gradients are added to the shard gradient. */
+/* Lands a reduction: this rank's pieces of all ranks' gradients are added to the shard gradient. */
 static int
 land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
 {
@@ -136,7 +136,7 @@ land_reduce(fsdpc_exchange *x, struct fsdpc_wire_reduce *from)
     return FSDPC_OK;
 }
 
-/* Others of this host may still read what this rank has packed into the buffer before. */
+/* Waits until the buffer is free: other ranks of this host may still read what was packed into it before. */
 static int
 take_buffer(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_wire_reduce *to, int slot)
 {
@@ -147,7 +147,7 @@ take_buffer(fsdpc_exchange *x, const fsdpc_unit *unit, struct fsdpc_wire_reduce 
                          : FSDPC_OK;
 }
 
-/* The gradients of one unit; every rank calls it at the same time. */
+/* Packs the gradients of one unit and begins to send them. All ranks send units in one order. */
 static int
 send(fsdpc_exchange *x, fsdpc_unit *unit, const fsdpc_tensor *grads)
 {
@@ -206,7 +206,7 @@ is_landed(const struct fsdpc_wire *wire, const fsdpc_unit *unit)
     return true;
 }
 
-/* Whether other ranks used a parameter is known at the end only. */
+/* Other ranks' used bits are known only at the end, so this rank must have used all the unit's parameters. */
 bool
 fsdpc_wire_summed(fsdpc_exchange *x, const fsdpc_unit *unit)
 {
@@ -256,7 +256,7 @@ join_bits(const fsdpc_exchange *x)
     return wire->bits;
 }
 
-/* All ranks' bits, while the last reductions land. */
+/* Gathers all ranks' bits, while the last reductions land. */
 static int
 share_bits(fsdpc_exchange *x)
 {
@@ -276,8 +276,8 @@ fail:
     return status;
 }
 
-/* Every rank learns which parameters got a gradient on any rank. *again: some rank had kept gradients of units,
- * which have been sent, and the ranks must compare once more. */
+/* Every rank learns which parameters got a gradient on any rank. *again: some rank had kept
+ * gradients of units; these are sent now, and the ranks must share their bits once more. */
 static int
 share_used(fsdpc_exchange *x, bool *again)
 {

@@ -1,8 +1,8 @@
-/* Waits for ranks of this host, among ranks that send.
+/* Waits for the other ranks of this host in a "wire" exchange over several hosts.
  *
- * [Note: no deadlock] All ranks fill slots and pack in one order. Whoever waits here has begun all that comes before,
- * and lands its part of every gather in flight before it sleeps: so the ranks of a host cannot wait for each other in a circle.
- * For ranks that run different units see [Note: landed in order] in flight.h.
+ * [Note: no deadlock] All ranks fill slots and pack in one order. A rank that waits here has begun all that
+ * comes before, and lands its part of every gather in flight before it sleeps: so ranks of a host cannot wait
+ * for each other in a circle. For ranks that run different units see [Note: landed in order] in flight.h.
  */
 #include "base/board.h"
 #include "base/status.h"
@@ -27,7 +27,7 @@ list_missing(const fsdpc_exchange *x, const struct wanted *wanted, int missing[F
     return count;
 }
 
-/* Sleeps until a rank of this host says something, or a moment. FSDPC_OK: the caller looks again. */
+/* Sleeps until a rank of this host says something, or for a moment. FSDPC_OK: the caller looks again. */
 static int
 sleep_once(const fsdpc_exchange *x, const struct wanted *wanted, uint32_t changes,
            int64_t deadline_ns, const fsdpc_wait *what)
@@ -48,7 +48,7 @@ sleep_once(const fsdpc_exchange *x, const struct wanted *wanted, uint32_t change
     return count > 0 ? status : FSDPC_OK;
 }
 
-/* Two ranks that are about to begin different flights would wait for each other here. */
+/* True if a rank of this host is about to begin another flight: the two would wait for each other here. */
 static bool
 disagree(const fsdpc_exchange *x, int32_t next)
 {
@@ -66,8 +66,8 @@ say_next(const fsdpc_exchange *x, int32_t next)
     }
 }
 
-/* A rank of this host may wait for another host meanwhile: the error of that wait names the cause, and comes a little
- * before this deadline. */
+/* A rank of this host may wait for another host meanwhile. The error of that wait
+ * names the cause and should come first, so this deadline is a little later. */
 static int64_t
 deadline_after_others(const fsdpc_exchange *x)
 {
@@ -94,7 +94,7 @@ wait_for(fsdpc_exchange *x, const struct wanted *wanted, int32_t next, const fsd
     }
 }
 
-/* The other hosts find out by the connections, those of this host by the segment. */
+/* Ends the group: other hosts find out by their connections, ranks of this host by the segment. */
 static void
 break_group(fsdpc_exchange *x, int status)
 {

@@ -45,8 +45,8 @@
 enum { FSDPC_OPTIM_STATES = 3, FSDPC_OPTIM_BLOCK = 256, FSDPC_OPTIM_EDGE = 3 };
 
 /* What a step measures: the sum of the squares and the largest magnitude of each of these. Gradients are
- * those in memory before the step, weights those behind it, updates the differences of a weight's values in
- * memory. Sums are added in the order of parts, the same on any number of threads; NaN stays NaN. */
+ * those in memory before the step, weights those behind it, updates the changes of weights in memory. Sums
+ * are added in the order of parts, the same on any number of threads; NaN stays NaN. */
 typedef enum fsdpc_optim_measured {
     FSDPC_OPTIM_GRADS,
     FSDPC_OPTIM_WEIGHTS,
@@ -66,7 +66,7 @@ typedef struct fsdpc_optim_rule {
         weight_decay;  /* SGD: beta1 is the momentum, beta2 the dampening */
     double grad_scale; /* 1: gradients are not scaled */
     double clip;       /* factor of all gradients */
-    bool decoupled;    /* weight decay */
+    bool decoupled;    /* weight decay is decoupled */
     bool maximize, nesterov;
     bool stochastic;  /* Adam: bfloat16 states and parameters are rounded stochastically */
     bool keeps_grads; /* scaled gradients stay in memory as they are */
@@ -80,16 +80,16 @@ typedef struct fsdpc_optim_tensor {
     void *param, *grad;
     uint16_t
         *copy; /* of a float32 parameter: where its new values go, rounded to copy_type; or NULL */
-    void *states[FSDPC_OPTIM_STATES]; /* Adam: m, v and with amsgrad x; SGD with momentum: b; else
-                                         NULL. 8-bit: codes of m and v. Mini: m, denominators */
-    float *scales[2];                 /* 8-bit: of each block that the range touches, for m and v */
+    void *states[FSDPC_OPTIM_STATES]; /* Adam: m, v, with amsgrad x; SGD with momentum: b; Lion: m;
+                                         8-bit: codes of m and v; Mini: m, denominators; else NULL */
+    float *scales[2];                 /* 8-bit: one per block that the range touches, of m and v */
     fsdpc_dtype param_type, grad_type, state_type;
     fsdpc_dtype copy_type; /* bfloat16 or float16 */
     int64_t numel, first;
     int64_t block;    /* Mini: elements of the whole parameter that share a denominator */
     uint64_t key;     /* the parameter's number, for the stochastic rounding */
     double step;      /* t, counted from 1 */
-    float *edges;     /* 8-bit: what other ranks hold of the first and the last block, or NULL */
+    float *edges;     /* 8-bit: extremes of the first and the last block (step8), or NULL */
     void *average;    /* float64 of a float64 parameter, else float32; or NULL */
     double *measures; /* FSDPC_OPTIM_MEASURES values that a step in host memory adds to, or NULL */
 } fsdpc_optim_tensor;
@@ -99,20 +99,20 @@ typedef struct fsdpc_optim_tensor {
 int fsdpc_optim_step(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
                      int threads);
 
-/* The same for Adam with states of 8 bits (optim_quant.c). `edges` holds FSDPC_OPTIM_EDGE values for
- * the first block and as many for the last: the largest m, the largest -m and the largest v of all
- * ranks' elements of the block, or -1 for blocks that this range holds all of. */
+/* One step of every tensor by Adam with states of 8 bits (optim_quant.c). `edges` holds FSDPC_OPTIM_EDGE
+ * values for the first block and as many for the last: the largest m, the largest -m and the largest v of all
+ * ranks' elements of the block, or -1 for a block that lies in this range as a whole. */
 int fsdpc_optim_step8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
                       int threads);
-/* Fills each tensor's `edges` with this range's own values after the step to come. Changes nothing
- * else. */
+/* Fills each tensor's `edges` with the extremes that this range's own values will have after the step to
+ * come. Changes nothing else. */
 int fsdpc_optim_edges8(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count);
 
-/* The same steps of tensors in a device's memory, queued on its current stream (optim_device.c): results
- * equal those above, the payload of NaNs excepted. `steps`: where each tensor's number of steps done is,
- * in the device's memory; several tensors may share one, each counts it once. tensor->step is not read. What
- * `control` has no address for is taken from the rule. `scratch`: count * FSDPC_STEP_SCRATCH bytes of the
- * device, in use until the step is done. */
+/* The same steps for tensors in a device's memory, queued on its current stream (optim_device.c): results
+ * equal those above, the payload of NaNs excepted. `steps`: for each tensor the address, in the device's
+ * memory, of the number of steps done; several tensors may share an address, whose number then counts the
+ * step once. tensor->step is not read. What `control` has no address for is taken from the rule. `scratch`:
+ * count * FSDPC_STEP_SCRATCH bytes of the device, in use until the step is done. */
 typedef enum fsdpc_optim_states {
     FSDPC_OPTIM_WHOLE,
     FSDPC_OPTIM_ADAM8, /* as fsdpc_optim_step8 */
@@ -135,8 +135,8 @@ void fsdpc_optim_edges_of(int which, const float *values, int64_t first, int64_t
  * any number of threads. */
 int fsdpc_optim_sum_squares(void *const *data, const fsdpc_dtype *types, const int64_t *numels,
                             int count, int threads, double *out);
-/* The same of each block's elements in the range [first, first + n) of a whole parameter that is cut
- * into blocks of `block` elements; `out` holds one sum per block that the range touches. */
+/* The sum of the squares of each block's elements, in the range [first, first + n) of a whole parameter that
+ * is cut into blocks of `block` elements; `out` holds one sum per block that the range touches. */
 int fsdpc_optim_block_squares(void *data, fsdpc_dtype type, int64_t first, int64_t n, int64_t block,
                               int threads, double *out);
 

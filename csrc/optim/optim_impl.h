@@ -12,8 +12,8 @@ typedef struct fsdpc_optim_numbers {
     double weight1, weight2; /* factors of the gradient */
     double root, eps;        /* Adam: divisor of the square root, term added to it */
     double size;             /* factor of the update, negative */
-    double inverse, factor;  /* of the gradient, one after the other */
-    bool first, nesterov;    /* SGD */
+    double inverse, factor;  /* factors of the gradient, one after the other */
+    bool first, nesterov;    /* SGD: b has no value yet; Nesterov momentum */
     bool prefetches;         /* loops in float32 and float64 prefetch memory */
 } fsdpc_optim_numbers;
 
@@ -38,9 +38,9 @@ typedef struct fsdpc_optim_rules {
 /* The map of the codes of 8 bits, by decade; see optim_codes.inc. Lanes 8 to 15 repeat 0 to 7. */
 typedef struct fsdpc_optim_codes {
     bool has_sign;
-    float zero, one;         /* at most this is the code of zero; above is the code of 1 */
+    float zero, one;         /* up to `zero`: the code of zero; above `one`: the code of 1 */
     float middle;            /* values above it are in decade 4 or higher */
-    float two[16], next[16]; /* the same limits of decade d + 2 and d + 1 */
+    float two[16], next[16]; /* by decade d: values above are in decade d + 2 or d + 1, or higher */
     float by[16], offset[16], low[16], high[16]; /* from a value to its cell */
     float base[16], slope[16]; /* from a cell to its value; by the exponent of the cell's number */
 } fsdpc_optim_codes;
@@ -52,8 +52,8 @@ typedef struct fsdpc_optim_loops {
     /* Adam without amsgrad and with beta1 > 0.5 over bfloat16 memory, rounded to nearest. */
     void (*adam_nearest)(const fsdpc_optim_numbers *k, int64_t n, void *p, const void *g, void *m,
                          void *v);
-    /* Adam with bfloat16 states that are rounded stochastically, by a hash of `key` and index + i.
-     * Parameters and gradients are bfloat16 if low_p and low_g, else float32. Quick numbers. */
+    /* Adam with bfloat16 states that are rounded stochastically, by a hash of `key` and index + i. Parameters
+     * and gradients are bfloat16 if low_p and low_g, else float32. `k` holds quick numbers (make_quick). */
     void (*adam_stochastic)(const fsdpc_optim_numbers *k, int64_t n, void *p, bool low_p,
                             const void *g, bool low_g, void *m, void *v, uint64_t key,
                             uint32_t index);
@@ -74,16 +74,16 @@ const fsdpc_optim_loops *fsdpc_optim_loops_plain(void);
 /* NULL when this build or this processor lacks the instructions. */
 const fsdpc_optim_loops *fsdpc_optim_loops_avx2(void);
 const fsdpc_optim_loops *fsdpc_optim_loops_avx512(void);
-/* Those of the kernels in use (FSDPC_SIMD, or the widest that the processor runs). */
+/* The loops that fit the kernels in use (FSDPC_SIMD, or the widest that the processor runs). */
 int fsdpc_optim_select(const fsdpc_optim_loops **out);
 
-/* The numbers of a rule for a tensor of its kind at its step. */
+/* The rule's numbers for a tensor at its step. */
 fsdpc_optim_numbers fsdpc_optim_numbers_of(const fsdpc_optim_rule *rule,
                                            const fsdpc_optim_tensor *tensor);
 /* For adam_stochastic and adam_quick: root becomes its reciprocal, size is negated. */
 void fsdpc_optim_make_quick(fsdpc_optim_numbers *numbers);
 
-/* Tensors cut into parts that begin at multiples of FSDPC_OPTIM_PART of the whole parameter. */
+/* Tensors are cut into parts that begin at multiples of FSDPC_OPTIM_PART of the whole parameter. */
 enum { FSDPC_OPTIM_PART = 32768, FSDPC_OPTIM_TILE = 1024 };
 typedef void fsdpc_optim_part(void *context, int tensor, int64_t begin, int64_t end);
 /* Calls `part` for every part of every tensor, on up to `threads` threads; begin and end count from
@@ -98,23 +98,23 @@ int64_t fsdpc_optim_parts_of(const fsdpc_optim_tensor *tensor);
 typedef struct fsdpc_optim_meter {
     const struct fsdpc_kernels *kernels;
     int64_t *starts; /* the number of each tensor's first part */
-    double *values;  /* FSDPC_OPTIM_MEASURES of each part; NULL: no tensor is measured */
+    double *values;  /* FSDPC_OPTIM_MEASURES values per part; NULL: no tensor is measured */
 } fsdpc_optim_meter;
 int fsdpc_optim_meter_open(fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensors, int count);
 /* Adds the parts to the tensors' measures, and frees the meter's memory. */
 void fsdpc_optim_meter_close(fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensors,
                              int count);
-/* Around the step of elements [begin, begin + n), n at most FSDPC_OPTIM_MEASURED_TILE, of a tensor; `old`
- * has room for as many values of 8 bytes. */
+/* Called before and behind the step of elements [begin, begin + n) of a tensor, n at most
+ * FSDPC_OPTIM_MEASURED_TILE; `old` has room for FSDPC_OPTIM_MEASURED_TILE values of 8 bytes. */
 enum { FSDPC_OPTIM_MEASURED_TILE = 2048 };
 void fsdpc_optim_before_tile(const fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensor,
                              int index, int64_t begin, int64_t n, void *old);
 void fsdpc_optim_behind_tile(const fsdpc_optim_meter *meter, const fsdpc_optim_tensor *tensor,
                              int index, int64_t begin, int64_t n, void *old);
 
-/* The gradients of elements [begin, begin + n), n at most a tile, unscaled and with coupled decay; the
- * loops multiply what is returned by the tensor's inverse and its factor. Returns `buffer` or, where
- * nothing is to be done, the gradient itself. Unscaled gradients are written back if `write`. */
+/* The gradients of elements [begin, begin + n), n at most a tile, unscaled and with coupled decay; the loops
+ * multiply what is returned by the numbers inverse and factor. Returns `buffer`, or the gradient itself where
+ * nothing is to be done. Unscaled gradients are written back if `write`. */
 const void *fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
                                  const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n,
                                  const void *param, bool write, void *buffer);
@@ -122,7 +122,7 @@ const void *fsdpc_optim_gradient(const fsdpc_optim_loops *loops, const fsdpc_opt
  * Not for F64. */
 float *fsdpc_optim_load(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type,
                         int64_t begin, int64_t n, float *buffer);
-/* Writes back what load returned, to nearest; a no-op for F32. */
+/* Writes back what fsdpc_optim_load returned, rounded to nearest; a no-op for F32. */
 void fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype type,
                        int64_t begin, int64_t n, const float *values);
 
@@ -130,7 +130,7 @@ void fsdpc_optim_store(const fsdpc_optim_loops *loops, void *memory, fsdpc_dtype
 void fsdpc_optim_average_tile(const fsdpc_optim_loops *loops, const fsdpc_optim_rule *rule,
                               const fsdpc_optim_tensor *tensor, int64_t begin, int64_t n);
 
-/* Whether a tensor's types go together; `position` is for the message. The second: for states of 8 bits. */
+/* FSDPC_OK if a tensor's types go together; `position` is for the error's text. check8: for 8-bit states. */
 int fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, int position);
 int fsdpc_optim_check8(const fsdpc_optim_tensor *tensor, int position);
 /* The map of m (0) or v (1) for a device. */

@@ -1,4 +1,4 @@
-/* Which loops, which parts, on which threads; the sum of squares. */
+/* Chooses the loops, cuts tensors into parts and runs them on threads; sums squares. */
 #include <pthread.h>
 #include <string.h>
 
@@ -35,7 +35,7 @@ make_pool(void)
     pool_status = fsdpc_pool_new(&pool);
 }
 
-/* One pool for the process, never freed, as that of the CPU device. */
+/* Runs a task on one pool for the process. It is never freed, like the CPU device's pool. */
 static int
 run(int threads, int64_t n, int64_t grain, fsdpc_pool_task *task, void *context)
 {

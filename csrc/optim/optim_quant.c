@@ -98,7 +98,7 @@ fsdpc_optim_map_of(int which, fsdpc_step_codes *out)
 
 /* --- blocks ------------------------------------------------------------------------------------ */
 
-/* Elements of the block that `index` lies in, from `index` on, at most `left`. */
+/* How many elements there are from `index` to the end of its block, at most `left`. */
 static int64_t
 block_length(int64_t index, int64_t left)
 {
@@ -106,7 +106,7 @@ block_length(int64_t index, int64_t left)
     return rest < left ? rest : left;
 }
 
-/* Extremes of one block's values: EDGE of them, of which each moment fills its own. */
+/* Writes the extremes of one block's values to `edge`, which has EDGE; m and v have places of their own. */
 static void
 find_extremes(const fsdpc_optim_loops *loops, int which, const float *values, int64_t n,
               float *edge)
@@ -119,7 +119,7 @@ find_extremes(const fsdpc_optim_loops *loops, int which, const float *values, in
     }
 }
 
-/* `edge` may be NULL, or hold values below zero: then the extremes are the values' own. */
+/* The scale of a block. `edge`: its extremes; NULL, or values below zero: those of `values` are used. */
 static float
 scale_of(const fsdpc_optim_loops *loops, int which, const float *values, int64_t n,
          const float *edge)
@@ -151,7 +151,7 @@ quantise_block(const fsdpc_optim_loops *loops, int which, const float *values, i
     }
 }
 
-/* The edge of a block that begins at `index` of a range [first, first + numel), or NULL. */
+/* The extremes in `edges` of the block at `index` of a range [first, first + numel), or NULL. */
 static const float *
 edge_of(const float *edges, int64_t first, int64_t numel, int64_t index)
 {

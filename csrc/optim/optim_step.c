@@ -142,8 +142,8 @@ fsdpc_optim_average_tile(const fsdpc_optim_loops *loops, const fsdpc_optim_rule 
     }
 }
 
-/* What the random bits of a tile depend on beside the low half of its elements' indices. The high
- * half is one for the whole tile: see tile_length. */
+/* What the random bits of a tile depend on beside the low half of its elements' indices. The high half is the
+ * same in the whole tile: see tile_length. */
 static uint64_t
 random_key(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor, uint64_t index)
 {
@@ -189,7 +189,7 @@ struct pass {
     fsdpc_optim_meter meter;
 };
 
-/* Each block's elements in [begin, begin + n) with the block's denominator. */
+/* Steps elements [begin, begin + n), each block's with the block's denominator. */
 static void
 mini_blocks(const fsdpc_optim_rules *rules, const fsdpc_optim_tensor *tensor,
             const fsdpc_optim_numbers *k, int64_t begin, int64_t n, char *p, const char *g, char *m)
@@ -213,7 +213,7 @@ static void
 step_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k,
           int64_t begin, int64_t n)
 {
-    /* Rows that are a multiple of 4 KiB apart would be taken for each other by the processor. */
+    /* The processor would confuse rows that are a multiple of 4 KiB apart, hence the extra room. */
     _Alignas(64) double grad_buffer[FSDPC_OPTIM_TILE + 16];
     _Alignas(64) float buffers[1 + FSDPC_OPTIM_STATES][FSDPC_OPTIM_TILE + 112];
     const fsdpc_optim_loops *loops = pass->loops;
@@ -280,7 +280,7 @@ step_tile_stochastic(const struct pass *pass, const fsdpc_optim_tensor *tensor,
     }
 }
 
-/* Adam over bfloat16 memory alone. */
+/* True for Adam over bfloat16 memory alone, where the loop adam_nearest does the step. */
 static bool
 is_low(const struct pass *pass, const fsdpc_optim_tensor *tensor, const fsdpc_optim_numbers *k)
 {
@@ -304,8 +304,8 @@ is_one_of(fsdpc_dtype type, fsdpc_dtype a, fsdpc_dtype b)
     return type == a || type == b;
 }
 
-/* A whole part where the loops read and write all memory in place: each tile costs as much as 100 elements.
- * Parameters with a copy or an average are read again at the end of a tile, from a cache. */
+/* The longest tile: a whole part where the loops work on all memory in place, as a tile costs as much as 100
+ * elements. Parameters with a copy or an average are read again at the end of a tile, from a cache. */
 static int64_t
 longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low)
 {
@@ -322,7 +322,7 @@ longest_tile(const struct pass *pass, const fsdpc_optim_tensor *tensor, bool low
     return read_again ? READ_AGAIN_TILE : FSDPC_OPTIM_PART;
 }
 
-/* A tile ends where the high half of the index changes: random_key has one for the tile. */
+/* A tile ends where the high half of the index changes: random_key gives one key for a whole tile. */
 static int64_t
 tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end, int64_t longest)
 {
@@ -332,8 +332,8 @@ tile_length(const fsdpc_optim_tensor *tensor, int64_t tile, int64_t end, int64_t
     return end - tile < most ? end - tile : most;
 }
 
-/* Prefetches the first lines of the tensor that is stepped next: a processor detects a stream by these, and a
- * small tensor has few more. */
+/* Prefetches the first lines of the tensor that is stepped next: a processor detects a stream by its first
+ * lines, and a small tensor has few more. */
 static void
 prefetch_first_lines(const fsdpc_optim_tensor *tensor)
 {
@@ -432,7 +432,7 @@ fsdpc_optim_check(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensor
     return FSDPC_OK;
 }
 
-/* Tensors of one optimizer are at the same step, as a rule: powers are computed once then. */
+/* Tensors of one optimizer are at the same step, as a rule: then their powers are computed once. */
 static void
 fill_numbers(const fsdpc_optim_rule *rule, const fsdpc_optim_tensor *tensors, int count,
              fsdpc_optim_numbers *numbers)

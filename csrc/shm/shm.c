@@ -85,7 +85,7 @@ new_handle(int rank, int world, const char *name, double timeout_s, fsdpc_shm **
     return FSDPC_OK;
 }
 
-/* A file longer than RLIMIT_FSIZE would raise SIGXFSZ. */
+/* At most RLIMIT_FSIZE: making a file longer would raise SIGXFSZ. */
 static uint64_t
 file_limit(void)
 {
@@ -150,7 +150,7 @@ publish_self(fsdpc_shm *shm)
     atomic_store(&shm->control->slots[shm->rank].process, (int32_t)shm->process);
 }
 
-/* Cores of all ranks together, because each may be pinned to one core. */
+/* SPINS if several ranks have a core each. All ranks' cores count: each rank may be pinned to one core. */
 static int
 count_spins(const fsdpc_shm *shm)
 {

@@ -10,7 +10,7 @@
  *
  * Every wait spins a little (not at all when there are more ranks than cores), then sleeps on a
  * futex in slices, and ends with FSDPC_OK, FSDPC_E_PEER ("rank 2 (pid 81) died ..."),
- * FSDPC_E_TIMEOUT (deadline.h) or FSDPC_E_INTERRUPT.
+ * FSDPC_E_TIMEOUT (deadline.h), FSDPC_E_INTERRUPT, or FSDPC_E_COMM if this rank has aborted the group.
  */
 #ifndef FSDPC_SHM_H
 #define FSDPC_SHM_H
@@ -24,52 +24,52 @@ typedef struct fsdpc_shm fsdpc_shm;
 
 enum { FSDPC_SHM_MAX_RANKS = 256 };
 
-/* Called between slices of a sleep, without locks held; non-zero, with this thread's error text set to what has
- * come, ends the wait with FSDPC_E_INTERRUPT and aborts the group. The Python layer points it at the signal
- * check. May be NULL. Process wide. */
+/* Called between slices of a sleep, without locks held. A non-zero result, with the reason as this thread's
+ * error text, ends the wait with FSDPC_E_INTERRUPT and aborts the group. The Python layer sets this to its
+ * signal check. May be NULL. Process wide. */
 extern int (*fsdpc_shm_interrupt_check)(void);
 
 /* Reports about ranks that do not come, made by the layer above, which can see the ranks' programs. Process
- * wide. The entries are called without locks held, by a thread that waits or has just given up. */
+ * wide. Both functions are called without locks held, by a thread that waits or has just given up. */
 typedef struct fsdpc_shm_reports {
-    double after_s; /* of a wait, from which on `linger` is called about once a second */
+    double after_s; /* a wait that lasts longer calls `linger` about once a second */
     void (*linger)(const char *group);
-    /* The one verdict of a group on why ranks gave up: the ranks that are the cause (at most *count,
-     * replaced by their number) and a table of all ranks. With `gives_up` this rank has reached its
-     * deadline in waiting for `causes`, and its verdict is the group's if there is none yet; else only an
-     * existing one counts. False: none. */
+    /* Reads a group's one verdict on why ranks gave up. `causes` (FSDPC_SHM_MAX_RANKS numbers): before, the
+     * *count ranks that this rank waits for; after, the *count ranks that are the cause. `text`: a table of
+     * all ranks. `gives_up`: this rank has reached its deadline, so it makes the verdict if the group has
+     * none; otherwise only an existing verdict is read. False: there is no verdict. */
     bool (*verdict)(const char *group, bool gives_up, int *causes, int *count, char *text,
                     size_t bytes);
 } fsdpc_shm_reports;
-/* NULL: no reports. */
+/* NULL: nobody makes reports. */
 extern const fsdpc_shm_reports *fsdpc_shm_reporter;
 
 /* Collective over the ranks of the host. `name` is the same on all ranks and unique to this group
  * (the name of the abstract socket). `timeout_s` > 0 is the deadline of this call and of every
- * later wait. world == 1 needs no peer. Errors: FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_IO,
- * FSDPC_E_TIMEOUT, FSDPC_E_PEER. */
+ * later wait. world == 1 needs no peer. Errors: FSDPC_E_INVAL, FSDPC_E_NOMEM, FSDPC_E_IO, FSDPC_E_MISMATCH,
+ * FSDPC_E_TIMEOUT, FSDPC_E_PEER, FSDPC_E_INTERRUPT, FSDPC_E_INTERNAL. */
 int fsdpc_shm_create(int rank, int world, const char *name, double timeout_s, fsdpc_shm **out);
 /* Local, never waits for a peer. Marks this rank as left, so that peers that need it get an error
  * instead of waiting. NULL is allowed. Mappings made by fsdpc_shm_map stay valid. */
 void fsdpc_shm_free(fsdpc_shm *shm);
-/* Messages name rank r as numbers[r], its number in a larger group; borrowed. Local. */
+/* From now on messages call rank r numbers[r], its number in a larger group. `numbers` is borrowed. Local. */
 void fsdpc_shm_set_numbers(fsdpc_shm *shm, const int *numbers);
 /* Only marks this rank as left, at the orderly end of a program that still uses the segment. Local;
  * memory stays valid. */
 void fsdpc_shm_leave(fsdpc_shm *shm);
 
-/* Allocates `bytes` (rounded up to pages) of the file: same calls in the same order on all ranks.
- * Local arithmetic. *offset is the position in the file. With `reserve` the pages are allocated
- * now, so that a full memory is FSDPC_E_NOMEM here and not a signal later; without it they appear
- * when touched. */
+/* Allocates `bytes` (rounded up to pages) of the file. All ranks make the same calls in the same order.
+ * *offset is the position in the file. With `reserve` the pages are allocated now, so that a full
+ * memory is FSDPC_E_NOMEM here and not a signal later. Without `reserve` the call is local
+ * arithmetic, and pages appear when touched. */
 int fsdpc_shm_alloc(fsdpc_shm *shm, size_t bytes, bool reserve, uint64_t *offset);
 /* Gives pages back to the kernel (contents become zero); the address range stays usable. */
 int fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes);
-/* Maps part of the file read-write. `address` NULL: the kernel chooses; otherwise exactly there,
- * over whatever was mapped (the caller owns that range, and lists it for forks: base/forks.h). Offsets and bytes are
- * page multiples. */
+/* Maps part of the file read-write: at an address that the kernel chooses (`address` NULL), or exactly at
+ * `address`, over whatever was mapped there: the caller owns that range, and lists it for forks
+ * (base/forks.h). Offsets and bytes are page multiples. */
 int fsdpc_shm_map(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address, void **out);
-/* Shows part of the file at `address`, private and for reading. */
+/* Maps part of the file at `address`, as private memory that can only be read. */
 int fsdpc_shm_show(fsdpc_shm *shm, uint64_t offset, size_t bytes, void *address);
 /* Undoes fsdpc_shm_map. */
 void fsdpc_shm_unmap(void *address, size_t bytes);
@@ -77,19 +77,19 @@ size_t fsdpc_shm_page_bytes(void);
 
 /* --- waiting -------------------------------------------------------------------------------- */
 
-/* The reason of a wait: goes into error texts and, during the wait, into the segment, where peers
- * and reports read it. */
+/* The reason of a wait. The reason goes into error texts and, during the wait, into the segment, where
+ * peers and reports read it. */
 typedef struct fsdpc_wait {
     const char *op;   /* "gather", "reduce", "barrier" */
     const char *unit; /* name of the unit or "" */
 } fsdpc_wait;
 
-/* Sleeps until *word != old, a death, the deadline or an interrupt. `deadline_ns` is on
- * CLOCK_MONOTONIC; fsdpc_shm_deadline() makes one. Spurious returns are allowed: callers loop. */
+/* Spins, then sleeps, until *word != old, a death, the deadline or an interrupt. `deadline_ns` is on
+ * CLOCK_MONOTONIC; fsdpc_shm_deadline() returns one. Spurious returns are allowed: callers loop. */
 int fsdpc_shm_wait_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                         const fsdpc_wait *what);
-/* Its two halves, for callers that publish that they sleep: a rank that spins needs no system call to
- * wake it. True: *word has changed. */
+/* The two halves of fsdpc_shm_wait_word, for callers that publish that they sleep: waking a rank that only
+ * spins needs no system call. fsdpc_shm_spin returns true if *word has changed. */
 bool fsdpc_shm_spin(const fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old);
 int fsdpc_shm_sleep_word(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
                          const fsdpc_wait *what);
@@ -99,21 +99,21 @@ void fsdpc_shm_wake(_Atomic uint32_t *word);
 int64_t fsdpc_shm_deadline(const fsdpc_shm *shm);
 int64_t fsdpc_shm_now_ns(void);
 
-/* FSDPC_OK, or with text FSDPC_E_PEER when another rank died or aborted the group, FSDPC_E_COMM when this one did. A
- * rank that left in good order (fsdpc_shm_free) does not count here, only in waits for it. */
+/* FSDPC_OK, or with text: FSDPC_E_PEER when another rank died or aborted the group, FSDPC_E_COMM when this
+ * rank aborted it. A rank that left in good order (fsdpc_shm_leave) is an error only for waits on it. */
 int fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what);
-/* True if `rank` has called fsdpc_shm_free or exited after doing so. */
+/* True if `rank` has called fsdpc_shm_leave or fsdpc_shm_free, even if it has exited since. */
 bool fsdpc_shm_left(const fsdpc_shm *shm, int rank);
-/* Marks the group broken on all ranks with this rank's error text; every wait ends with
- * FSDPC_E_PEER quoting it. The first abort wins. */
+/* Marks the group broken on all ranks with this rank's error text: every wait of another rank ends with
+ * FSDPC_E_PEER and quotes the text. The first abort wins. */
 void fsdpc_shm_abort(fsdpc_shm *shm, const char *text);
 
 /* fsdpc_late_error() of this rank, with the `missing` ranks (NULL or a list) and the last wait of
- * each; or the failure of the group that came before. */
+ * each; or the group's failure, if the group had failed before. */
 int fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing,
                             int missing_count);
 
-/* FSDPC_E_PEER: `rank` has left although this rank waits for it; or the failure of the group that came before. */
+/* FSDPC_E_PEER: `rank` has left while this rank waits for it; or the group's failure, if it failed before. */
 int fsdpc_shm_left_error(fsdpc_shm *shm, int rank, const fsdpc_wait *what);
 
 /* --- waits that a rank may also end by itself: [Note: stuck] in shm_stuck.c -------------------- */
@@ -132,24 +132,24 @@ typedef struct fsdpc_shm_view {
     } of[FSDPC_SHM_GROUPS];
 } fsdpc_shm_view;
 
-/* After a change that other ranks may wait for: counts the change and wakes them. */
+/* Call this after a change that other ranks may wait for: it counts the change and wakes those ranks. */
 void fsdpc_shm_notify(fsdpc_shm *shm);
-/* Reads the counts; call before the state that is waited for is examined. */
+/* Reads the counts. Call this before you examine the state that the wait is for. */
 void fsdpc_shm_read_changes(fsdpc_shm *shm, fsdpc_shm_view *view);
-/* A deadlock: all ranks that could end this rank's wait have been waiting since `view`, and none of
- * them has a better fallback than `way`. True: this rank must use `way` now. False for WAY_NONE. */
+/* True in a deadlock: all ranks that could end this rank's wait have been waiting since `view`, and
+ * none of them has a better fallback than `way`, which this rank must use now. False for WAY_NONE. */
 bool fsdpc_shm_stuck(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way);
-/* Around a wait: begin, then read_changes, examine, stand, again and again, then end. */
+/* Call these around a wait: begin, then read_changes, examine, stand, again and again, then end. */
 void fsdpc_shm_stand_begin(fsdpc_shm *shm);
 void fsdpc_shm_stand_end(fsdpc_shm *shm);
 /* Sleeps until a change since `view`, at most until `until_ns`; `way` is this rank's fallback. Returns
- * at once if this rank is stuck. Errors as fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
+ * at once if this rank is stuck. Errors are those of fsdpc_shm_wait_word; FSDPC_E_TIMEOUT at
  * `until_ns`. */
 int fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way,
                     int64_t until_ns, const fsdpc_wait *what);
-/* True while `rank` is in such a wait, of any group. */
+/* True while the process of `rank` is in a wait with fsdpc_shm_stand, of any group. */
 bool fsdpc_shm_stands(const fsdpc_shm *shm, int rank);
-/* True if `rank` has begun a sleep in this group since then. */
+/* True if `rank` has begun a sleep in this group since `since_ns`. */
 bool fsdpc_shm_slept_since(const fsdpc_shm *shm, int rank, int64_t since_ns);
 /* Processor time that the process of `rank` has used, or -1. */
 int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
@@ -159,11 +159,11 @@ int64_t fsdpc_shm_cpu_ns(const fsdpc_shm *shm, int rank);
 int fsdpc_shm_barrier(fsdpc_shm *shm, const fsdpc_wait *what);
 /* True while `rank` is in a barrier that this rank has not entered: `rank` does nothing until then. */
 bool fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank);
-/* For the barrier that has just failed on this rank: true if `rank` has entered that barrier. */
+/* True if `rank` has entered the barrier that has just failed on this rank. */
 bool fsdpc_shm_came(const fsdpc_shm *shm, int rank);
-/* Every rank passes a text (at most 64 KiB are compared by digest, the first 4 KiB are kept);
- * FSDPC_E_MISMATCH on every rank when they differ, quoting the first differing line of the lowest
- * rank that differs from rank 0, with both ranks named. Collective. */
+/* Compares the ranks' texts by digest (of the length and the first 64 KiB). FSDPC_E_MISMATCH on every rank
+ * when the texts differ: the error quotes the first differing line (in the first 4 KiB) of rank 0 and of the
+ * lowest rank with another text. Collective. */
 int fsdpc_shm_agree(fsdpc_shm *shm, const char *text, const fsdpc_wait *what);
 
 #endif

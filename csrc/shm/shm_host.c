@@ -1,9 +1,9 @@
 /* Rank 0's side of the rendezvous. See shm_rendezvous.c for the messages.
  *
  * A connection is a stranger until its hello. A stranger with another first message is rejected,
- * and the others wait on; one without a message is closed when its place is needed. A hello of a
+ * and the ranks wait on; a silent stranger is closed when its place is needed. The hello of a
  * rank that does not fit this group fails the rendezvous on all ranks, because no later message
- * could make it fit.
+ * could make that rank fit.
  */
 #include <errno.h>
 #include <poll.h>
@@ -17,7 +17,7 @@
 #include "base/status.h"
 
 enum { STRANGERS = 64 }; /* connections without a hello */
-/* A rank sends its hello as soon as it is connected. */
+/* A rank sends its hello as soon as it is connected: a stranger that is silent for longer may be closed. */
 static const int64_t silence_ns = 500000000;
 
 typedef struct stranger {
@@ -25,7 +25,7 @@ typedef struct stranger {
     int64_t since_ns;
 } stranger;
 
-/* The status on other ranks of a failure on one rank. */
+/* The status that the other ranks return when one rank fails with `status`. */
 static int
 status_elsewhere(int status)
 {
@@ -103,7 +103,7 @@ check_hello(const host *self, const fsdpc_shm_message *hello)
     return FSDPC_OK;
 }
 
-/* Takes over `socket` in any case. */
+/* Takes over `socket`, even if the rank is refused. */
 static int
 admit(host *self, int socket, const fsdpc_shm_message *hello, fsdpc_shm_descriptors *passed)
 {
@@ -152,7 +152,7 @@ receive_stranger(host *self, int index)
     return FSDPC_OK;
 }
 
-/* The stranger that has been connected for longest, or -1. */
+/* The index of the stranger that has been connected for longest, or -1. */
 static int
 most_silent(const host *self)
 {
@@ -165,7 +165,7 @@ most_silent(const host *self)
     return found;
 }
 
-/* True if one more connection can be accepted; until then it waits in the listener's queue. */
+/* True if one more connection can be accepted. Others wait in the listener's queue. */
 static bool
 has_room(const host *self)
 {
@@ -258,7 +258,7 @@ receive_messages(host *self, int *ready)
             FSDPC_TRY(receive_peer(self, i, ready));
         }
     }
-    /* Downwards: receiving from one may move the last stranger into its place. */
+    /* Downwards: receiving from a stranger may move the last stranger into its place. */
     for (int i = strangers - 1; i >= 0; i--) {
         if (polls[self->shm->world + i].revents) {
             FSDPC_TRY(receive_stranger(self, i));
@@ -270,7 +270,7 @@ receive_messages(host *self, int *ready)
     return FSDPC_OK;
 }
 
-/* A rank that has closed the connection may have said why. */
+/* A rank that has closed the connection may have sent the reason before, so its messages are read then. */
 static int
 send_to_peer(host *self, int rank, const fsdpc_shm_message *text, const int *fds, int count)
 {
@@ -322,7 +322,7 @@ static void
 send_failure(const fsdpc_shm *shm, int status)
 {
     char text[FSDPC_SHM_MESSAGE_TEXT];
-    const bool own = status != status_elsewhere(status); /* the others' texts name a rank */
+    const bool own = status != status_elsewhere(status); /* other texts name a rank already */
     snprintf(text, sizeof text, "%s%s", own ? "rank 0 gave up: " : "", fsdpc_error_text());
     for (int i = 1; i < shm->world; i++) {
         if (shm->peers[i].socket >= 0) {

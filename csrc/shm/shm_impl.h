@@ -41,7 +41,7 @@ typedef struct fsdpc_shm_slot {
     _Atomic uint32_t left;
     _Atomic int32_t pid;
     _Atomic int32_t process;                     /* fsdpc_shm_process() */
-    _Atomic uint64_t wait;                       /* how its process waits now: [Note: stuck] */
+    _Atomic uint64_t wait;                       /* the wait of the rank's process: [Note: stuck] */
     _Atomic int64_t note_ns;                     /* when `note` was written */
     _Atomic uint64_t note[FSDPC_SHM_NOTE_WORDS]; /* what the rank last waited for, as text */
 } fsdpc_shm_slot;
@@ -52,10 +52,10 @@ typedef struct fsdpc_shm_block {
 } fsdpc_shm_block;
 
 typedef struct fsdpc_shm_control {
-    /* Bumped at every failure and departure; all sleepers also wait on it. */
+    /* Incremented at every failure and departure; all sleepers also wait on this word. */
     alignas(128) _Atomic uint32_t broadcast;
     _Atomic uint32_t failure; /* 0, or kind << 16 | rank: the first one only */
-    /* Together in one line: the last rank to arrive owns it when it publishes `done`. */
+    /* Both counters lie in one cache line: the last rank to arrive owns the line when it writes `done`. */
     alignas(128) _Atomic uint32_t barrier_arrived;
     _Atomic uint32_t barrier_done;
     alignas(128) _Atomic uint32_t barrier_sleepers;
@@ -63,9 +63,9 @@ typedef struct fsdpc_shm_control {
     /* The futex word on which waiting ranks sleep; each change raises the word, like `changes`. */
     _Atomic uint32_t bell;
     _Atomic uint32_t asleep; /* 1: a rank may be asleep on `bell`; the next change must wake it */
-    alignas(128) _Atomic uint32_t reserving; /* rank + 1 of who allocates pages, or 0 */
+    alignas(128) _Atomic uint32_t reserving; /* the rank that allocates pages, plus 1; or 0 */
     _Atomic uint64_t reserved_end;           /* pages below this offset are allocated */
-    alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* union of the affinities */
+    alignas(128) _Atomic uint64_t cores[FSDPC_SHM_CORE_WORDS]; /* all ranks' cores together */
     fsdpc_shm_slot slots[FSDPC_SHM_MAX_RANKS];
     fsdpc_shm_block blocks[FSDPC_SHM_MAX_RANKS];
 } fsdpc_shm_control;
@@ -82,7 +82,7 @@ struct fsdpc_shm {
     pid_t owner;
     int forks; /* fsdpc_forks() when made: a forked child must not act for its parent */
     int fd;    /* the memfd */
-    int spins; /* of a wait before it sleeps; 0 when ranks outnumber cores */
+    int spins; /* before a wait sleeps; 0 when ranks outnumber cores */
     fsdpc_shm_control *control;
     uint64_t file_bytes, next_offset;
     fsdpc_shm_peer *peers;
@@ -97,9 +97,9 @@ struct fsdpc_shm {
     _Atomic int64_t reported_ns; /* when a long wait was reported last */
     /* Fields of shm_stuck.c, whose lock protects all of them except `process` and `serial`. */
     int process, entry; /* this process; its entry in the table of segments, or -1 */
-    uint64_t serial;    /* of this process's segments, never used again */
+    uint64_t serial;    /* the segment's number in this process, never used again */
     uint32_t kin,
-        covered_by; /* entries of all this process's segments, of those with all members */
+        covered_by; /* entries: of all this process's segments; of those with all members of this */
     int stands;     /* threads between stand_begin and stand_end */
     uint64_t rung;  /* the count of changes when this rank last rang the bells, plus 1 */
     char name[];
@@ -112,7 +112,7 @@ extern bool fsdpc_shm_without_waitv;
  * thread sanitizer goes by addresses. */
 extern void *(*fsdpc_shm_mmap)(void *, size_t, int, int, int, off_t);
 extern int (*fsdpc_shm_munmap)(void *, size_t);
-/* Ranks that are threads of one process have different values of this; getpid() otherwise. */
+/* Identifies the process of a rank: getpid(), unless tests replace it for ranks that are threads. */
 extern int (*fsdpc_shm_process)(void);
 
 /* shm_state.c */
@@ -120,42 +120,42 @@ extern int (*fsdpc_shm_process)(void);
 bool fsdpc_shm_is_owner(const fsdpc_shm *shm);
 /* Wakes every sleeper of the segment: each checks its condition again. */
 void fsdpc_shm_wake_all(fsdpc_shm *shm);
-/* FSDPC_E_STATE in a forked child. */
+/* FSDPC_OK, or FSDPC_E_STATE in a forked child. */
 int fsdpc_shm_usable(const fsdpc_shm *shm);
-/* fsdpc_shm_reports.verdict; false without one. */
+/* Calls fsdpc_shm_reports.verdict; false without a reporter, or in a forked child. */
 bool fsdpc_shm_verdict(const fsdpc_shm *shm, bool gives_up, int *causes, int *count, char *text,
                        size_t bytes);
 /* Records the first failure, and wakes all ranks. */
 void fsdpc_shm_fail(fsdpc_shm *shm, unsigned kind, int rank);
-/* What messages call the rank: fsdpc_shm_set_numbers. */
+/* The number that messages call the rank by: see fsdpc_shm_set_numbers. */
 int fsdpc_shm_number(const fsdpc_shm *shm, int rank);
-/* "gather of unit layers.3" into `text`. */
+/* Writes "gather of unit layers.3" into `text`. */
 void fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes);
 /* Runs fsdpc_shm_interrupt_check: FSDPC_OK or FSDPC_E_INTERRUPT with text. */
 int fsdpc_shm_interrupted(const fsdpc_wait *what);
 
 /* shm_rendezvous.c. rendezvous: rank 0 (which has shm->fd) accepts the others and sends the memfd and the
  * pidfds; the others receive them. confirm: all send rank 0 the status of their set-up (`status`,
- * with this thread's error text) and succeed or fail together. */
+ * with this thread's error text), and all succeed or all fail. */
 int fsdpc_shm_rendezvous(fsdpc_shm *shm, int64_t deadline_ns);
 int fsdpc_shm_confirm(fsdpc_shm *shm, int status, int64_t deadline_ns);
 void fsdpc_shm_peers_close(fsdpc_shm *shm);
 
-/* shm_watch.c. start: no-op for one rank. stop: joins the thread. */
+/* shm_watch.c. start: starts the watcher; a no-op in a group of one rank. stop: ends and joins it. */
 int fsdpc_shm_watch_start(fsdpc_shm *shm);
 void fsdpc_shm_watch_stop(fsdpc_shm *shm);
 
-/* shm_stuck.c. join: once all members have written `process`; leave: before the control area is
+/* shm_stuck.c. Call join once all members have written `process`, and leave before the control area is
  * unmapped. */
 void fsdpc_shm_stuck_join(fsdpc_shm *shm);
 void fsdpc_shm_stuck_leave(fsdpc_shm *shm);
-/* Wakes all ranks that wait for a change, without one. */
+/* Wakes all ranks that wait for a change, although nothing has changed. */
 void fsdpc_shm_ring(fsdpc_shm *shm);
 
 /* shm_wait.c. Writes this rank's wait into its slot. */
 void fsdpc_shm_note(fsdpc_shm *shm, const fsdpc_wait *what);
-/* fsdpc_shm_interrupted for waits of a group that is there. An interrupt aborts the group: this rank's
- * program may catch it and go on, and the others would wait for what this rank has left out. */
+/* fsdpc_shm_interrupted for waits of a complete group. An interrupt aborts the group: this rank's program may
+ * catch the interrupt and go on, and the other ranks would wait for what this rank has left out. */
 int fsdpc_shm_end_interrupted(fsdpc_shm *shm, const fsdpc_wait *what);
 
 #endif

@@ -51,8 +51,8 @@ allocate_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     return FSDPC_OK;
 }
 
-/* One rank allocates the pages for all. Otherwise each rank would compare its request with free
- * memory from which the pages of the first one are already missing. */
+/* The first rank to come allocates the pages for all ranks. Otherwise each rank would compare its request
+ * with free memory from which the first rank's pages are already missing. */
 static int
 reserve_pages(fsdpc_shm *shm, uint64_t offset, size_t bytes)
 {
@@ -131,7 +131,7 @@ fsdpc_shm_discard(fsdpc_shm *shm, uint64_t offset, size_t bytes)
     return FSDPC_OK;
 }
 
-/* A free address range aligned for huge pages: reserves more than needed and unmaps the ends. */
+/* A free address range aligned for huge pages: more than needed is reserved, then the ends are unmapped. */
 static void *
 aligned_range(size_t bytes)
 {

@@ -95,8 +95,8 @@ take_descriptors(struct msghdr *packet, fsdpc_shm_descriptors *passed)
     }
 }
 
-/* 0, EAGAIN, EPIPE at the end of the connection, EPROTO for bytes that are no message of fsdpc, or
- * errno. */
+/* 0; EAGAIN also after a signal; EPIPE at the end of the connection; EPROTO for bytes that are no message
+ * of fsdpc; or another errno. */
 int
 fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descriptors *passed)
 {

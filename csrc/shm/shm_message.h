@@ -6,7 +6,7 @@
 #include "shm/shm_impl.h"
 
 enum {
-    FSDPC_SHM_BATCH = 64, /* descriptors a message */
+    FSDPC_SHM_BATCH = 64, /* descriptors per message */
     FSDPC_SHM_MESSAGE_TEXT = 1024,
 };
 
@@ -24,33 +24,33 @@ typedef struct fsdpc_shm_message {
     uint64_t magic;
     uint32_t version, control_bytes;
     uint32_t kind;
-    int32_t status;                             /* FAIL */
-    int32_t rank, world;                        /* HELLO */
-    int32_t pid;                                /* HELLO */
-    uint32_t first;                             /* PIDFDS: rank of the first one */
-    uint32_t watch_sockets;                     /* WELCOME: there will be no pidfds */
-    uint64_t arrived[FSDPC_SHM_MAX_RANKS / 64]; /* ARRIVED: a bitmap */
-    char text[FSDPC_SHM_MESSAGE_TEXT];          /* FAIL */
+    int32_t status;                             /* in FAIL */
+    int32_t rank, world;                        /* in HELLO */
+    int32_t pid;                                /* in HELLO */
+    uint32_t first;                             /* in PIDFDS: rank of the first pidfd */
+    uint32_t watch_sockets;                     /* in WELCOME: there will be no pidfds */
+    uint64_t arrived[FSDPC_SHM_MAX_RANKS / 64]; /* in ARRIVED: a bitmap of ranks */
+    char text[FSDPC_SHM_MESSAGE_TEXT];          /* in FAIL */
 } fsdpc_shm_message;
 
 typedef struct fsdpc_shm_descriptors {
     int count;
     int fds[FSDPC_SHM_BATCH];
-    bool lost; /* more were sent: this process may open no more */
+    bool lost; /* more descriptors were sent, but this process may open no more */
 } fsdpc_shm_descriptors;
 
-/* A socket of the kind that both sides use; -1 with errno. Close-on-exec, never blocking. */
+/* A new socket of the kind that both sides use, close-on-exec and never blocking; -1 with errno. */
 int fsdpc_shm_socket(void);
 fsdpc_shm_message fsdpc_shm_message_new(enum fsdpc_shm_kind kind);
 /* Sends text and descriptors, without waiting; 0 or an errno. */
 int fsdpc_shm_message_try(int socket, const fsdpc_shm_message *text, const int *fds, int count);
-/* The same, waiting for room until the deadline. */
+/* As fsdpc_shm_message_try, but waits until the deadline for room in the socket. */
 int fsdpc_shm_message_send(int socket, const char *peer, const fsdpc_shm_message *text,
                            const int *fds, int count, int64_t deadline_ns);
-/* Sends a failure; a peer that it cannot reach finds the connection closed. */
+/* Sends a failure, without waiting. A peer that does not get the message sees the connection end. */
 void fsdpc_shm_message_fail(int socket, int status, const char *text);
-/* 0, EAGAIN, EPIPE at the end of the connection, EPROTO for what is not a message of ours. The
- * caller closes the descriptors. */
+/* 0; EAGAIN: no message yet; EPIPE: the connection has ended; EPROTO: the bytes are no message of fsdpc;
+ * or another errno. The caller closes the descriptors. */
 int fsdpc_shm_message_receive(int socket, fsdpc_shm_message *text, fsdpc_shm_descriptors *passed);
 void fsdpc_shm_descriptors_close(fsdpc_shm_descriptors *passed);
 
@@ -68,9 +68,9 @@ int fsdpc_shm_slice_ms(int64_t deadline_ns);
 /* FSDPC_E_TIMEOUT of the rendezvous, naming the ranks that are missing. */
 int fsdpc_shm_late_rendezvous(const fsdpc_shm *shm, const int *missing, int count);
 /* The error of a connection to `peer` ("rank 0"): FSDPC_E_PEER at its end, FSDPC_E_MISMATCH for
- * bytes of another protocol, else errno's. */
+ * bytes of another protocol, else the error of `errnum`. */
 int fsdpc_shm_connection_error(int errnum, const char *peer);
-/* fsdpc_shm_late_rendezvous for the ranks whose bit in `arrived` is 0. */
+/* fsdpc_shm_late_rendezvous, where the missing ranks are those whose bit in `arrived` is 0. */
 int fsdpc_shm_missing_error(const fsdpc_shm *shm, const uint64_t *arrived);
 
 /* Rank 0's side of fsdpc_shm_rendezvous and fsdpc_shm_confirm (shm_host.c). */

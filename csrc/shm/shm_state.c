@@ -46,7 +46,7 @@ fsdpc_shm_describe(const fsdpc_wait *what, char *text, size_t bytes)
 
 /* --- forks ---------------------------------------------------------------------------------- */
 
-/* Counting forks costs a load where getpid() would cost a system call in every barrier. */
+/* The count of forks costs every barrier one load; getpid() would cost it a system call. */
 bool
 fsdpc_shm_is_owner(const fsdpc_shm *shm)
 {
@@ -75,7 +75,7 @@ fsdpc_shm_wake_all(fsdpc_shm *shm)
     fsdpc_shm_control *control = shm->control;
     atomic_fetch_add(&control->broadcast, 1);
     fsdpc_shm_wake(&control->broadcast);
-    /* Without futex_waitv this is the one word that all ranks may sleep on. */
+    /* Without futex_waitv a rank in a barrier sleeps on this word alone. */
     fsdpc_shm_wake(&control->barrier_done);
 }
 
@@ -130,7 +130,7 @@ fsdpc_shm_check(fsdpc_shm *shm, const fsdpc_wait *what)
     if (failure == 0) {
         return FSDPC_OK;
     }
-    /* Before the verdict, which runs Python and would consume a Ctrl-C. */
+    /* Checked before the verdict is read, which runs Python and would consume a Ctrl-C. */
     FSDPC_TRY(fsdpc_shm_interrupted(what));
     int rank = (int)(failure & 0xffff);
     int pid = (int)atomic_load(&shm->control->slots[rank].pid);
@@ -174,7 +174,7 @@ fsdpc_shm_left(const fsdpc_shm *shm, int rank)
     return atomic_load_explicit(&shm->control->slots[rank].left, memory_order_acquire) != 0;
 }
 
-/* Numbers of barriers wrap. */
+/* Barrier numbers wrap at 2^32, so the sign of their difference decides. */
 bool
 fsdpc_shm_waits_for_this_rank(const fsdpc_shm *shm, int rank)
 {

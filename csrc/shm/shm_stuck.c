@@ -36,23 +36,23 @@
  * So a waiter that is `stuck` may rely on all other members standing still until it acts, except
  * members that are stuck as well and act at the same time. For that case fallbacks are ordered:
  * a waiter uses its fallback only if no other member has a better one, so all members that act
- * at count t use the same.
+ * at count t use the same fallback.
  *
  *   PRIVATE  private memory in place of a slot. Other ranks see no change.
  *   OLDER    the values of a peer that has not begun this pass and stands still before it. If the
  *            ranks run the same passes in the same order, the rank that is
  *            furthest behind waits for memory only, so it has PRIVATE, and no rank uses OLDER.
  *   LEAVE    do not wait for ranks that are late in a forward. This rank may change its values
- *            afterwards, so no rank may be about to read them: a rank that is has OLDER.
+ *            afterwards, so no rank may be about to read them: a rank that is about to has OLDER.
  *   NONE     no fallback: the wait goes on.
  *
  * A rank in a barrier that this rank has not entered stands still at any count: nothing ends that wait
- * before this rank enters. A rank that goes to sleep there wakes the others, as the last one to stand still does.
+ * before this rank enters. A rank that goes to sleep in a barrier wakes the others, as the last to wait does.
  *
  * When the last rank begins to wait, the others sleep. The last rank wakes those with a fallback by the
  * segment's `bell`, the futex word of these sleeps, which every change increments as well.
- * tests/simcluster schedules ranks at random. Its planted faults leave out each rule of this file in turn, and a run
- * must then fail.
+ * tests/simcluster schedules ranks at random. Its planted faults leave out each rule of this file in turn,
+ * and a run must then fail.
  */
 #include <time.h>
 #include <unistd.h>
@@ -171,8 +171,8 @@ fsdpc_shm_stuck_leave(fsdpc_shm *shm)
     pthread_mutex_unlock(&joined.lock);
 }
 
-/* The segments of `set`, one per call; a segment without an entry in the table yields itself. Under the
- * lock. */
+/* The segments of `set`, one per call, then NULL; a segment without an entry in the table yields itself. The
+ * caller holds the lock. */
 static fsdpc_shm *
 next_of(fsdpc_shm *shm, uint32_t set, int *at)
 {
@@ -196,7 +196,7 @@ ring(fsdpc_shm *shm)
     fsdpc_shm_control *control = shm->control;
     atomic_fetch_add(&control->bell, 1);
     if (atomic_load(&control->asleep) && atomic_exchange(&control->asleep, 0)) {
-        /* Who has set the flag for this bell, but does not sleep yet, must not fall asleep after the wake. */
+        /* A rank that has set the flag but does not sleep yet must not fall asleep after the wake. */
         atomic_fetch_add(&control->bell, 1);
         fsdpc_shm_wake(&control->bell);
     }
@@ -243,7 +243,7 @@ changes_of(const fsdpc_shm *shm, const fsdpc_shm_view *view, uint64_t *count)
     return false;
 }
 
-/* The process waits in a barrier of some segment until this process enters the barrier. */
+/* True if `process` waits in a barrier of some segment until this process enters the barrier. */
 static bool
 waits_for_this_rank(fsdpc_shm *shm, int process)
 {
@@ -257,7 +257,7 @@ waits_for_this_rank(fsdpc_shm *shm, int process)
     return false;
 }
 
-/* All other members of `outer` stand still, and none has a better fallback than `way`. */
+/* True if all other members of `outer` stand still, and none has a better fallback than `way`. */
 static bool
 all_stand(fsdpc_shm *shm, const fsdpc_shm *outer, uint64_t count, enum fsdpc_shm_way way)
 {
@@ -333,7 +333,7 @@ publish(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
 }
 
 /* If this was the last rank to wait, the ranks with a fallback must wake up. True: this rank must use its
- * own. */
+ * own fallback. */
 static bool
 wake_who_may_act(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way way)
 {
@@ -388,7 +388,7 @@ fsdpc_shm_stand(fsdpc_shm *shm, const fsdpc_shm_view *view, enum fsdpc_shm_way w
     if (act) {
         return fsdpc_shm_check(shm, what);
     }
-    /* A rank that spins is no sleeper yet: waking one is a system call of the rank that rings. */
+    /* A rank that spins is not `asleep` yet, so the rank that rings need not wake it by a system call. */
     if (fsdpc_shm_spin(shm, &control->bell, view->bell)) {
         return FSDPC_OK;
     }

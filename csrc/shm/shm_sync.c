@@ -2,8 +2,8 @@
  *
  * Barrier k: each rank writes k into its own slot (so that missing ranks can be named) and
  * increments `arrived`; the rank that brings `arrived` to k * world writes k into `done`, on which
- * all wait. The counters wrap at 2^32 together. A failed barrier leaves the counters uneven, so
- * later ones are refused.
+ * all ranks wait. The counters wrap at 2^32 together. A failed barrier leaves the counters uneven, so
+ * later barriers are refused.
  */
 #include <string.h>
 
@@ -31,7 +31,7 @@ list_missing(const fsdpc_shm *shm, uint32_t round, int *missing)
     return count;
 }
 
-/* A rank that leaves may have arrived just before: what is read first is that the rank has left. */
+/* A rank may arrive and then leave, so whether it has left is read before whether it has arrived. */
 static int
 check_missing_left(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
 {
@@ -52,7 +52,7 @@ wait_round(fsdpc_shm *shm, uint32_t round, const fsdpc_wait *what)
     int status = FSDPC_OK;
     atomic_fetch_add(&shm->control->barrier_sleepers, 1);
     fsdpc_board_begin(what ? what->op : NULL, what ? what->unit : NULL, NULL);
-    /* Ranks that wait for this one elsewhere may have to act now: it stands still (shm_stuck.c). */
+    /* Ranks that wait elsewhere may have to use their fallbacks now: this rank stands still (shm_stuck.c). */
     fsdpc_shm_ring(shm);
     for (;;) {
         uint32_t old = atomic_load(done);
@@ -141,7 +141,7 @@ fsdpc_shm_agree(fsdpc_shm *shm, const char *text, const fsdpc_wait *what)
     FSDPC_TRY(fsdpc_shm_barrier(shm, what));
     fsdpc_shm_describe(what, op, sizeof op);
     int status = fsdpc_agree_compare(record_of, shm, shm->world, op);
-    /* No rank may write its next text while another one reads this one. */
+    /* No rank may write its next text while another rank still reads the present one. */
     FSDPC_TRY(fsdpc_shm_barrier(shm, what));
     return status;
 }

@@ -25,7 +25,7 @@
 
 enum { SLICE_NS = 100 * 1000 * 1000, SHORT_SLICE_NS = 10 * 1000 * 1000 };
 
-/* The kernel's struct futex_waitv, spelled out for older headers. 2: a 32-bit shared futex. */
+/* The kernel's struct futex_waitv, spelled out for older headers. WAITV_U32: a 32-bit shared futex. */
 typedef struct waitv_entry {
     uint64_t value;
     uint64_t address;
@@ -91,7 +91,7 @@ futex_wait(_Atomic uint32_t *word, uint32_t old, int64_t until_ns)
     }
 }
 
-/* Returns after a change, a signal, a spurious wake or at until_ns; callers check which. */
+/* Returns after a change, a signal or a spurious wake, or at until_ns; callers check for which reason. */
 static void
 sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, uint32_t broadcast,
             int64_t until_ns)
@@ -111,7 +111,7 @@ sleep_until(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, uint32_t broad
     }
 }
 
-/* `missing` as messages call them. */
+/* FSDPC_E_TIMEOUT; `missing` holds the numbers by which messages call the ranks. */
 static int
 late_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missing, int count, const char *more)
 {
@@ -141,7 +141,7 @@ end_blocked(fsdpc_shm *shm)
     }
 }
 
-/* No system call before the wait is long. */
+/* Makes no system call before the wait is long. */
 static void
 report_long_wait(fsdpc_shm *shm, int64_t now_ns)
 {
@@ -163,7 +163,7 @@ static int
 sleep_slice(fsdpc_shm *shm, _Atomic uint32_t *word, uint32_t old, int64_t deadline_ns,
             const fsdpc_wait *what)
 {
-    /* Read before the check: a later failure changes the word, and the sleep does not begin. */
+    /* Read before the check: a failure after the check changes the word, so that no sleep begins. */
     uint32_t broadcast = atomic_load(&shm->control->broadcast);
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     int64_t now_ns = fsdpc_shm_now_ns();
@@ -268,8 +268,8 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
     for (int i = 0; i < count && i < STATES; i++) {
         append_state(shm, missing[i], states, sizeof states);
     }
-    /* A rank that gave up a moment ago is not late: it knows the cause. It may have left, as its state says, but not
-     * before it gave up. */
+    /* A rank that gave up a moment ago is not late: it knows the cause. It may have left, as its state says,
+     * but it gave up before it left. */
     FSDPC_TRY(fsdpc_shm_check(shm, what));
     if (fsdpc_shm_verdict(shm, true, causes, &count, more, sizeof more)) {
         /* No rank waits for itself: `more` says that this rank is the cause. */
@@ -280,7 +280,7 @@ fsdpc_shm_timeout_error(fsdpc_shm *shm, const fsdpc_wait *what, const int *missi
     return late_error(shm, what, missing ? numbers : NULL, missing_count, states);
 }
 
-/* A rank whose group has failed leaves, too, and is not the cause: it failed before it left. */
+/* A rank also leaves because its group has failed. Then the error is that failure, which came first. */
 int
 fsdpc_shm_left_error(fsdpc_shm *shm, int rank, const fsdpc_wait *what)
 {

@@ -30,7 +30,7 @@ watch(void *argument)
 {
     fsdpc_shm *shm = argument;
     struct pollfd polls[FSDPC_SHM_MAX_RANKS + 1];
-    /* Sockets: only the end counts; the rendezvous may still read messages from them. */
+    /* Of sockets only the end is watched: the rendezvous may still read messages from them. */
     short events = shm->watch_sockets ? POLLRDHUP : POLLIN;
     for (int i = 0; i < shm->world; i++) {
         polls[i] =
@@ -96,7 +96,7 @@ fsdpc_shm_watch_stop(fsdpc_shm *shm)
     if (!shm->watching) {
         return;
     }
-    /* Cannot fail on a counter at zero; wakes the thread's poll. */
+    /* Wakes the thread's poll. Cannot fail, because the eventfd's counter is 0. */
     eventfd_write(shm->stop_fd, 1);
     pthread_join(shm->watcher, NULL);
     shm->watching = false;

@@ -72,7 +72,7 @@ plan_slots(const fsdpc_tree *tree, const int *members, int count, struct fsdpc_s
     return status;
 }
 
-/* One exchange for all units with the communicator of unit `first`. */
+/* Makes one exchange for all units that have the communicator of unit `first`. */
 static int
 make_exchange(fsdpc_tree *tree, int first)
 {
@@ -214,7 +214,7 @@ fsdpc_tree_forget_kept(fsdpc_tree *tree)
     }
 }
 
-/* Values gathered for an earlier pass may be stale: drops every reference of it. */
+/* Values gathered for an earlier pass may be stale: drops every reference to them. */
 static int
 drop_all(fsdpc_tree *tree)
 {
@@ -255,8 +255,8 @@ next_pass(uint64_t pass, bool grad)
     return grad && pass < last_step ? (pass / pass_step + 1) * pass_step : pass + 1;
 }
 
-/* For a rank that evaluates no more and does not train yet: above the numbers of the passes without gradients that other
- * ranks may still run, below that of the next pass with gradients. */
+/* The number for a rank that evaluates no more and does not train yet: above the numbers of passes without
+ * gradients that other ranks may still run, below the number of the next pass with gradients. */
 static uint64_t
 last_pass(uint64_t pass)
 {
@@ -372,7 +372,7 @@ fsdpc_tree_check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *no
                        fsdpc_unit_name(node->unit));
 }
 
-/* Before a wait for the unit's values the next gather is begun too, so that the wire is never idle. */
+/* Begins the unit's gather and the next ones before a wait for the values, so that the wire is never idle. */
 static int
 begin_both(fsdpc_tree *tree, int unit)
 {
@@ -416,7 +416,7 @@ fsdpc_tree_in_forward(const fsdpc_tree *tree)
     return false;
 }
 
-/* The end of a backward drops what was prefetched, but after a forward there may be no backward. */
+/* After the outermost forward the exchanges rest: there may be no backward to drop what was prefetched. */
 static int
 forward_over(fsdpc_tree *tree, struct fsdpc_node *node)
 {

@@ -40,45 +40,45 @@ void fsdpc_tree_free(fsdpc_tree *tree);
 /* Drops every reference, whatever is in progress; another tree may take the units afterwards. See
  * fsdpc_exchange_detach. Local. */
 int fsdpc_tree_detach(fsdpc_tree *tree);
-/* Outside of any forward and backward: begins a pass and drops references that a failed one has left. `grad`,
+/* Outside of any forward and backward: begins a pass and drops references that a failed pass left. `grad`,
  * the same on all ranks: a backward may follow. */
 int fsdpc_tree_begin_forward(fsdpc_tree *tree, bool grad);
-/* Before begin_forward: whether that compares this rank's masters with those of the pass before
- * (fsdpc_exchange_compare); and that the caller knows of a write to them since. */
+/* Before begin_forward. compares: true if begin_forward will compare this rank's masters with those of the
+ * pass before (fsdpc_exchange_compare). touch: the caller knows of a write to the masters since that pass. */
 bool fsdpc_tree_compares(const fsdpc_tree *tree, bool grad);
 void fsdpc_tree_touch(fsdpc_tree *tree);
 /* Between passes: the ranks of a unit have met, however many forwards each has run. Later passes of the ranks have
  * equal numbers again, and join no values that were gathered before. A no-op where units have different ranks. */
 void fsdpc_tree_meet(fsdpc_tree *tree);
-/* The same, where the ranks of all units have met, also those that have run no forward since they met before: each call
- * counts. FSDPC_E_STATE: too often without a backward. */
+/* fsdpc_tree_meet where the ranks of all units have met, also if they have run no forward since
+ * the last meeting: each call counts. FSDPC_E_STATE: too many meetings without a backward. */
 int fsdpc_tree_meet_all(fsdpc_tree *tree);
 int fsdpc_tree_forward_enter(fsdpc_tree *tree, int unit);
 /* `grad`: the outputs may see a backward. */
 int fsdpc_tree_forward_leave(fsdpc_tree *tree, int unit, bool grad);
-/* The same for a unit whose values other forwards of the pass read: it is held until end_stay, its backward, or the
- * end of a pass without a backward. */
+/* forward_leave of a unit whose values other forwards of the pass read: the unit is held until end_stay, its
+ * backward, or the end of a pass without a backward. */
 int fsdpc_tree_forward_stay(fsdpc_tree *tree, int unit);
 int fsdpc_tree_end_stay(fsdpc_tree *tree, int unit);
 /* The outermost forward has ended and no backward will follow. May wait for other ranks. */
 int fsdpc_tree_end_forward(fsdpc_tree *tree);
 /* The forward failed inside this unit. */
 int fsdpc_tree_forward_failed(fsdpc_tree *tree, int unit);
-/* Idempotent within one backward. */
+/* Begins a backward. Further calls within that backward are no-ops. */
 int fsdpc_tree_begin_backward(fsdpc_tree *tree);
 int fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit);
 /* A unit that this backward has entered, that is not done, and no part of whose graph can still run once the
  * backward has come to outputs of unit `next`; -1: none. Only units that all ranks must reduce in one order. */
 int fsdpc_tree_next_passed(const fsdpc_tree *tree, int next);
-/* Before a pass: no backward will come to the graphs of earlier ones. Else next_passed is -1 for units whose
- * forwards the graphs interleave. */
+/* Call it before a pass if no backward will come to graphs of earlier passes. Without
+ * it next_passed is -1 for units whose forwards in several graphs interleave. */
 void fsdpc_tree_forget_calls(fsdpc_tree *tree);
 /* Gradients of the unit are complete for now; `sync` false: they stay local, nothing is due. */
 int fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync);
 /* The unit stays gathered after this backward (retain_graph), until a backward ends without this call or
  * a pass begins. */
 void fsdpc_tree_keep_hold(fsdpc_tree *tree, int unit);
-/* Kept holds become ordinary ones. */
+/* Holds that keep_hold kept become ordinary holds. */
 void fsdpc_tree_forget_kept(fsdpc_tree *tree);
 /* Drops the hold without gradients (frozen units): the unit is done. */
 int fsdpc_tree_drop_hold(fsdpc_tree *tree, int unit);
@@ -87,26 +87,26 @@ int fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end);
 /* Reduces the unit that next_due named. */
 int fsdpc_tree_reduce(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
 /* With `hooked` the caller sums this unit's gradients over the ranks (fsdpc_unit_take_sums) when next_due
- * names the unit, on any exchange. set_reduced: the caller has done so; was_reduced: in this backward
- * (later gradients of the unit are kept until the end). */
+ * names the unit, on any exchange. set_reduced: the caller has summed them; was_reduced: true if the unit was
+ * reduced in this backward (later gradients of the unit are kept until the end). */
 void fsdpc_tree_set_hooked(fsdpc_tree *tree, int unit, bool hooked);
 bool fsdpc_tree_was_reduced(const fsdpc_tree *tree, int unit);
 void fsdpc_tree_set_reduced(fsdpc_tree *tree, int unit);
 /* The next unit whose sum over all ranks is in its shard gradient before the backward has ended, or -1;
- * each is named once. Units with replicas or a communication hook are not named. taken: it was named in
- * the latest backward. With steps_inside, a unit that is needed again after its reduction in the same
- * backward is FSDPC_E_STATE. */
+ * each is named once. Units with replicas or a communication hook are not named. was_taken: true if the
+ * unit was named in the latest backward. With steps_inside, a unit that is needed again after its reduction
+ * in the same backward is FSDPC_E_STATE. */
 void fsdpc_tree_set_steps_inside(fsdpc_tree *tree, bool inside);
 int fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit);
 /* With steps_inside, on a device with streams: the gradients of these units (one byte per unit), whose values are
- * not needed, take turns in the slots of grad_slots.h, which the tree's order of steps needs one of per reduce
- * slot. A unit whose byte is still set afterwards has a new address. Host sync. FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
+ * not needed, take turns in the slots of grad_slots.h, one per reduce slot. A gradient whose unit's byte is
+ * still set afterwards has a new address. Host sync. FSDPC_E_NOMEM, FSDPC_E_DEVMEM. */
 int fsdpc_tree_share_grads(fsdpc_tree *tree, uint8_t *units);
 /* With steps_inside, before fsdpc_tree_reduce: after it next_summed may name units (fsdpc_exchange_make_room). */
 int fsdpc_tree_make_room(fsdpc_tree *tree, int unit);
 bool fsdpc_tree_was_taken(const fsdpc_tree *tree, int unit);
-/* With steps_inside, after end_backward: the next unit whose values lie in host memory, the last one of the
- * forward first, or -1. Host sync for that unit alone; then it counts as taken. */
+/* With steps_inside, after end_backward: the next offloaded unit that was not taken, the last one in module
+ * order first, or -1. Host sync for that unit alone; then it counts as taken. */
 int fsdpc_tree_next_late(fsdpc_tree *tree, int *unit);
 /* Keeps gradients on this rank (no_sync). */
 int fsdpc_tree_keep_local(fsdpc_tree *tree, int unit, const fsdpc_tensor *grads);
@@ -123,7 +123,7 @@ bool fsdpc_tree_in_backward(const fsdpc_tree *tree);
 bool fsdpc_tree_is_held(const fsdpc_tree *tree, int unit);
 /* The nesting level that fsdpc_tree_new was given. */
 int fsdpc_tree_depth(const fsdpc_tree *tree, int unit);
-/* Forwards of the unit have begun and not ended. */
+/* True if forwards of the unit have begun and not ended. */
 bool fsdpc_tree_is_running(const fsdpc_tree *tree, int unit);
 /* fsdpc_exchange_any_order of the unit's exchange. */
 bool fsdpc_tree_any_order(const fsdpc_tree *tree, int unit);
@@ -141,7 +141,7 @@ typedef struct fsdpc_tree_clip_plan {
     double *out; /* on the device: the norm, the factor */
 } fsdpc_tree_clip_plan;
 /* On a device with streams, without a host sync: the norm of all gradients over all ranks; each
- * unit's counts once however many replicas it has. Collective, between steps. Allocates when called
+ * unit counts once, however many replicas it has. Collective, between steps. Allocates when called
  * first. FSDPC_E_UNAVAILABLE where gradients are in host memory: see fsdpc_unit_grad_norm. */
 int fsdpc_tree_clip(fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan);
 
@@ -156,7 +156,7 @@ typedef struct fsdpc_tree_memory {
     int gather_slots, reduce_slots;
 } fsdpc_tree_memory;
 void fsdpc_tree_get_memory(const fsdpc_tree *tree, fsdpc_tree_memory *out);
-/* fsdpc_exchange_sent_bytes of all exchanges, and swaps with replicas, since the tree was made. */
+/* fsdpc_exchange_sent_bytes of all exchanges, plus bytes of swaps with replicas, since the tree was made. */
 uint64_t fsdpc_tree_sent_bytes(const fsdpc_tree *tree);
 /* See fsdpc_exchange_announce. */
 int fsdpc_tree_announce(fsdpc_tree *tree, int unit, int param);

@@ -124,7 +124,7 @@ fsdpc_tree_backward_done(fsdpc_tree *tree, int unit, bool sync)
 
 /* --- whose turn it is ------------------------------------------------------------------------ */
 
-/* Its reduction is a collective that the ranks match by order alone. */
+/* True if the unit's reduction is a collective that the ranks match by order alone. */
 static bool
 goes_in_turn(const struct fsdpc_node *node)
 {
@@ -138,8 +138,8 @@ awaits_turn(const struct fsdpc_node *node)
            !fsdpc_unit_withholds(node->unit) && goes_in_turn(node);
 }
 
-/* The order on a wire and with communication hooks, the same on all ranks: reverse forward order, then the
- * units that did not run. Deferred reductions go in module order. */
+/* The order of reductions that go in turn, the same on all ranks: reverse forward order, then the units that
+ * did not run. Deferred reductions go in module order. */
 static int
 next_in_turn(fsdpc_tree *tree, bool at_end)
 {
@@ -173,7 +173,7 @@ fsdpc_tree_next_due(fsdpc_tree *tree, bool at_end)
 /* autograd runs the nodes that one thread has made in reverse order. So when a backward comes to the outputs
  * of `next`, all of a unit's nodes have run if its first forward began after the last forward of `next` had
  * ended. A rank that leaves parameters unused waits for no gradient then, and the ranks stay in one order.
- * The first of several that was entered is the first in turn. */
+ * Of several such units the one that was entered first is first in turn. */
 int
 fsdpc_tree_next_passed(const fsdpc_tree *tree, int next)
 {
@@ -255,7 +255,7 @@ fsdpc_tree_next_summed(fsdpc_tree *tree, int *unit)
     return FSDPC_OK;
 }
 
-/* Host memory is given up page by page, pinned memory not at all. */
+/* Only device memory shares slots: host memory is given up page by page, and pinned memory not at all. */
 static bool
 may_share(const struct fsdpc_node *node)
 {
@@ -460,7 +460,7 @@ fsdpc_tree_end_backward(fsdpc_tree *tree, bool sync)
     }
     tree->in_backward = false;
     forget_order(tree);
-    bool inside = fsdpc_tree_in_forward(tree); /* autograd.grad was */
+    bool inside = fsdpc_tree_in_forward(tree); /* after autograd.grad inside a forward */
     fsdpc_tree_set_phase(tree, inside ? FSDPC_PHASE_FORWARD : FSDPC_PHASE_IDLE);
     return status;
 }

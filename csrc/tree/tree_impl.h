@@ -13,17 +13,17 @@ struct fsdpc_node {
     int depth;
     bool held;   /* the tree holds one reference until the unit's backward is done */
     bool kept;   /* held also after the backward, for a second one (retain_graph) */
-    int running; /* forwards of it that have begun and not ended */
-    bool open;   /* entered by this backward, and not done; `below`: the one opened before, -1 */
+    int running; /* forwards of the unit that have begun and not ended */
+    bool open;   /* entered by this backward, and not done; `below`: the unit opened before, -1 */
     int below;
     uint64_t first,
         last;      /* on the tree's clock: its first forward began, its last one ended; 0: none */
-    bool done;     /* in this backward */
+    bool done;     /* its gradients were complete once in this backward */
     bool complete; /* gradients are complete, reduction is due or waits for its turn */
-    bool reduced;  /* in this backward */
+    bool reduced;  /* its reduction was begun in this backward */
     bool taken;    /* its sum was taken before the end of this backward: see next_summed */
     bool late;     /* its sum is on its way into host memory: fsdpc_tree_next_late */
-    int order;     /* position in `order`, -1 */
+    int order;     /* position in `order`, -1: none */
 };
 
 struct fsdpc_tree {
@@ -36,22 +36,22 @@ struct fsdpc_tree {
     bool forward_prefetch;
     int gather_slots, reduce_slots; /* gather_slots 0: the default of each communicator */
     bool poison, trust_order;
-    uint64_t swapped_bytes; /* sent to other replicas in the background */
+    uint64_t swapped_bytes; /* bytes sent to other replicas in the background */
     bool replicates;        /* some unit's gradients are also summed over replicas */
     int *order; /* units in order of their first forward since the last backward ended */
     int order_count;
-    int *last_order; /* of the pass before: what forward prefetch follows */
+    int *last_order; /* `order` when a backward last ended: forward prefetch follows it */
     int last_order_count;
     uint64_t backwards, forwards; /* finished synchronised backwards; root forwards since */
-    uint64_t pass;                /* the tag's number of the last of them */
-    bool without_grad;            /* the latest pass was */
+    uint64_t pass;                /* the number in the latest pass's tag (exchange.h) */
+    bool without_grad;            /* the latest pass was without gradients */
     bool touched;                 /* fsdpc_tree_touch */
     bool in_backward, defer_reduces;
-    int opened;         /* the unit that was opened last, -1 */
+    int opened;         /* the open unit that was entered last, -1: none */
     uint64_t clock;     /* counts begins and ends of forwards: fsdpc_tree_forget_calls */
     bool steps_inside;  /* units may be stepped before their backward has ended */
     int complete_count; /* nodes whose reduction is due or waits for its turn */
-    bool takes_turns;   /* some unit needs one order on all ranks */
+    bool takes_turns;   /* some unit must be reduced in one order on all ranks */
     enum fsdpc_phase phase;
     fsdpc_trace *trace;
     struct fsdpc_norm_room *norm_room; /* made by the first clip */
@@ -60,15 +60,15 @@ struct fsdpc_tree {
 /* tree.c */
 /* Sets the references that the end of a backward leaves: forwards in progress, and kept holds. */
 void fsdpc_tree_set_floor(struct fsdpc_node *node);
-/* How many of the next units' gathers may be begun: on a wire as many as have a slot besides the node's own. */
+/* How many of the next units' gathers may be begun: on a wire one per slot besides the node's, else one. */
 int fsdpc_tree_reach(const fsdpc_tree *tree, const struct fsdpc_node *node);
-/* Some unit's forward has begun and not ended. */
+/* True if some unit's forward has begun and not ended. */
 bool fsdpc_tree_in_forward(const fsdpc_tree *tree);
 void fsdpc_tree_set_phase(fsdpc_tree *tree, enum fsdpc_phase phase);
-/* Begins a pass on all exchanges: this rank's master shards are final for its tag. */
+/* Begins a pass on all exchanges: this rank's master shards are final for the pass's tag. */
 int fsdpc_tree_publish_tag(fsdpc_tree *tree);
 /* In a backward: refuses a unit that an optimizer may have stepped in this backward. A
- * rank may have stepped the unit as soon as all have sent their gradients, also where this rank has not
+ * rank may have stepped the unit as soon as all ranks have sent its gradients, also where this rank has not
  * seen that yet. FSDPC_E_STATE. */
 int fsdpc_tree_check_not_stepped(const fsdpc_tree *tree, const struct fsdpc_node *node);
 

@@ -1,7 +1,7 @@
 /* The norm of all gradients, and clipping by it, without a host sync.
  *
- * All on the caller's stream: each unit writes partial sums, end to end; one small launch adds those of a
- * group; the ranks of the group all-gather their sums and add them in rank order. An all-reduce of NCCL
+ * All in the order of the caller's stream: each unit writes partial sums, end to end; one small launch adds
+ * those of an exchange; its ranks all-gather their sums and add them in rank order. An all-reduce of NCCL
  * would do for squares, but its maximum may drop a NaN; and the rank order gives the same bits on all
  * ranks.
  */
@@ -89,7 +89,7 @@ measure_units(const fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan, const fs
     return FSDPC_OK;
 }
 
-/* Adds the group's sum to the total; `add` false: it is the first. */
+/* Adds the group's sum to the total; `add` false: the group is the first. */
 static int
 measure_group(const fsdpc_tree *tree, const fsdpc_tree_clip_plan *plan, fsdpc_exchange *x, bool add)
 {

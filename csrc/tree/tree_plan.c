@@ -1,8 +1,8 @@
 /* Which slot each unit gets. See tree_plan.h.
  *
- * Units of one nesting level that are released after forward share K slots in turn; a unit that
- * stays gathered, or whose values stay there until backward, has a slot of its own. A slot is as large as its largest unit. Everything follows from
- * the list of units, so that all ranks compute the same plan.
+ * Units of one nesting level that are released after forward take `per_level` slots in turn; a unit that
+ * stays gathered, or whose values stay in place until backward, has a slot of its own. A slot is as large
+ * as its largest unit. Everything follows from the list of units, so that all ranks compute the same plan.
  */
 #include "tree/tree_plan.h"
 

@@ -10,16 +10,16 @@
  * ahead, so that the wire is not idle while a rank computes with a unit that has come early. */
 enum { FSDPC_DEFAULT_SLOTS = 2, FSDPC_DEFAULT_SLOTS_WIRE = 3 };
 
-/* One unit's gathered values. */
+/* What one unit needs for its gathered values. */
 struct fsdpc_slot_need {
     int depth;   /* nesting level, >= 0 */
-    bool shares; /* takes slots in turn with others; else its values stay in one of its own */
+    bool shares; /* takes slots in turn with others; else it has a slot of its own */
     bool direct; /* needs no slot */
     size_t bytes;
 };
 
 struct fsdpc_slot_plan {
-    int *slot_of;       /* per unit, -1: needs none */
+    int *slot_of;       /* per unit; -1: the unit needs none */
     size_t *slot_bytes; /* per slot */
     int slot_count;
 };

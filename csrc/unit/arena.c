@@ -1,4 +1,4 @@
-/* Ranges and slots in host memory, and what they share with those of a device. See arena.h. */
+/* Ranges and slots in host memory, and what they share with ranges and slots of a device. See arena.h. */
 #include "unit/arena_impl.h"
 
 #include <errno.h>
@@ -140,7 +140,7 @@ fsdpc_arena_free(fsdpc_arena *arena)
     fsdpc_mem_free(arena);
 }
 
-/* An address of the slot's own, to write it. */
+/* Maps the slot at an address of its own, by which the slot is written. */
 static int
 map_private_slot(fsdpc_arena *arena, fsdpc_arena_slot *slot)
 {
@@ -261,8 +261,8 @@ map_spare(fsdpc_range *range)
     return FSDPC_OK;
 }
 
-/* Private and for reading: see arena_write.c. In a forked child the slots are the parent's, and each range has
- * memory of its own. */
+/* Shows the range's slot, privately and for reading only (see arena_write.c). In a
+ * forked child the slots are the parent's, and each range has memory of its own. */
 static int
 show(fsdpc_arena *arena, fsdpc_range *range)
 {

@@ -4,7 +4,7 @@
  * addresses of the slot's own, which collectives use: those never change, so that they are
  * registered once. What an arena showed stays in memory until the range shows something else.
  * A piece is shown as a whole: a range has as many addresses as its slot has bytes. Binding gives the
- * range these addresses, and moves the range only if the slot is larger than all before it.
+ * range these addresses, and moves the range only if the slot is larger than all that the range has shown.
  */
 #include "unit/arena_impl.h"
 

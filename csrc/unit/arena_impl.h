@@ -8,12 +8,12 @@ typedef struct fsdpc_arena_slot {
     size_t bytes;
     uint64_t offset;    /* in the segment or in the private file */
     fsdpc_piece *piece; /* on a device */
-    void *address;      /* the slot's own */
+    void *address;      /* the slot's own address */
 } fsdpc_arena_slot;
 
 struct fsdpc_arena {
     fsdpc_shm *shm;       /* borrowed; NULL: the private file holds the slots */
-    fsdpc_device *device; /* not NULL: the slots are its pieces */
+    fsdpc_device *device; /* not NULL: the slots are pieces of this device's memory */
     int forks;            /* fsdpc_forks() when made */
     int file;             /* -1 until the first private slot */
     uint64_t file_bytes;
@@ -23,14 +23,14 @@ struct fsdpc_arena {
     uint64_t spare_count;
 };
 
-/* The slot is behind the range in host memory. */
+/* True if the range in host memory shows its slot. */
 static inline bool
 fsdpc_range_is_shown(const fsdpc_range *range)
 {
     return range->slot >= 0 && !range->spare && !range->veiled;
 }
 
-/* arena_write.c: ranges in host memory, from init to fini. */
+/* arena_write.c lists ranges in host memory, each from its init to its fini. */
 void fsdpc_arena_list_range(fsdpc_range *range);
 void fsdpc_arena_unlist_range(fsdpc_range *range);
 

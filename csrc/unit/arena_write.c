@@ -2,11 +2,11 @@
  *
  * A slot is one memory for all ranks of a host, but gathered values are a rank's own. So ranges in host memory
  * show their slot for reading only. The first write (weight.data.mul_()) faults, and from then on the range is a
- * private copy, page by page, until take_back at its release. Without writes this costs nothing. A version counter
- * of torch's does not see these writes.
+ * private copy, page by page, until take_back at its release. Without writes this costs nothing. The version
+ * counters of torch do not see these writes.
  *
- * The handler of SIGSEGV passes on all other faults. Handlers that are installed later must not stand before ours
- * (faulthandler prints and ends the program), so each pass looks once, by one system call.
+ * The handler of SIGSEGV passes on all other faults. Handlers that are installed later must not come before
+ * ours (faulthandler prints and ends the program): each pass checks the handler once, by one system call.
  */
 #include <pthread.h>
 #include <signal.h>
@@ -42,7 +42,7 @@ open_for_writing(const void *address)
     return opened;
 }
 
-/* A handler of before may end by raising the signal again. */
+/* An earlier handler may end by raising the signal again. */
 static void
 pass_on(int number, siginfo_t *info, void *context)
 {

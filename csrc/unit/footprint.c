@@ -27,7 +27,7 @@ sees_other_grads(const fsdpc_layout *layout)
     return false;
 }
 
-/* What the bytes of a gradient's piece are counted of. */
+/* In which form the bytes of a gradient's piece are counted. */
 enum form {
     ACCUMULATED, /* the piece in the accumulate dtype */
     SENT,        /* the piece as a rank sends it: in the reduce dtype, or coded */

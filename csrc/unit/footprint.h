@@ -8,13 +8,13 @@
 #include "unit/layout.h"
 
 typedef struct fsdpc_footprint_options {
-    int replicas; /* 0: none; 1: sums over them are made in place; more: the shares of so many replicas land
+    int replicas; /* 0: none; 1: sums are made in place; more: the shares of so many replicas land
                      behind the shard group's sum */
     bool
         offload; /* master shard and shard gradient lie in another memory than the gathered values */
     bool foreign; /* the gathered values are made elsewhere */
     int senders;  /* ranks whose gradients land apart, because this rank cannot read their memory */
-    /* A GPU: senders count only for units whose gradients travel coded; those also need one stretch per receiver. */
+    /* A GPU: `senders` counts only if gradients travel coded; then there is one stretch per receiver too. */
     bool to_all;
     size_t range_grain; /* size of a page of host memory, or the device's grain */
     size_t page_bytes;  /* of host memory */
@@ -25,7 +25,7 @@ typedef struct fsdpc_footprint {
     size_t master_bytes;
     size_t grad_bytes;     /* shard gradient, accumulate dtype */
     size_t grad_out_bytes; /* the gradient in the storage dtype, where that is narrower; else 0 */
-    size_t grads_bytes;    /* both, one behind the other */
+    size_t grads_bytes;    /* grad and grad_out, one behind the other */
     size_t partial_bytes;  /* sums over shard groups before replicas; 0 without replicas */
     size_t local_bytes;    /* whole gradients of no_sync; allocated when first needed */
     size_t range_bytes;    /* gathered values, whole grains; 0 if direct */
@@ -33,8 +33,8 @@ typedef struct fsdpc_footprint {
     size_t coded_bytes;  /* all ranks' pieces of coded segments as they travel; 0: none is coded */
     /* What a gather brings: all ranks' pieces, of coded segments their codes. */
     size_t gathered_bytes;
-    size_t reduced_bytes; /* the same of gradients, as they are sent */
-    size_t lost_bytes; /* what coding lost of the gradients of one owner to whom this rank sends */
+    size_t reduced_bytes; /* what a reduction sends: all ranks' pieces, coded or not */
+    size_t lost_bytes; /* the error that coding leaves in the gradients that go to one other rank */
 } fsdpc_footprint;
 
 /* Bytes of whole gradients in the accumulate dtype, each segment at a multiple of align_bytes. offsets[s]
@@ -43,25 +43,25 @@ size_t fsdpc_footprint_local(const fsdpc_layout *layout, size_t *offsets);
 
 /* Bytes of one rank's pieces of the gradients of another rank, in the reduce dtype or coded, aligned as above. */
 size_t fsdpc_footprint_landing(const fsdpc_layout *layout, size_t *offsets);
-/* Bytes of packed gradients, aligned as above: codes begin behind them. */
+/* Bytes of packed gradients, rounded up to align_bytes: codes begin behind them. */
 size_t fsdpc_footprint_packed(const fsdpc_layout *layout);
-/* Bytes of all ranks' coded pieces of gradients, of segments that have such, aligned as above; 0: none has. */
+/* Bytes of all ranks' coded pieces of gradients, aligned as above; 0: no segment's gradients are coded. */
 size_t fsdpc_footprint_codes(const fsdpc_layout *layout, size_t *offsets);
 /* Bytes of what coding lost of one rank's pieces, in float32, of segments with error feedback, aligned as above. */
 size_t fsdpc_footprint_lost(const fsdpc_layout *layout, size_t *offsets);
 
-/* Of each run of gradients a replica sums `numel` elements: the replica's share. The last replicas' ones may end behind the
- * run: what is there is sent, summed and dropped. All zero before the first call of next_share. */
+/* A replica's share of a run of gradients: `numel` elements that it sums. The last replicas' shares may end
+ * behind the run: what is there is sent, summed and dropped. All zero before the first call of next_share. */
 typedef struct fsdpc_share {
     fsdpc_grad_run run;
     int64_t numel;
     size_t offset, end; /* in the memory of one replica's shares */
 } fsdpc_share;
-/* False behind the last run. *segment as of fsdpc_layout_next_run. */
+/* The shares of the next run; false: there is none. *segment is that of fsdpc_layout_next_run. */
 bool fsdpc_footprint_next_share(const fsdpc_layout *layout, int replicas, int *segment,
                                 fsdpc_share *share);
-/* Bytes of one replica's shares; *begin: the offset of the first replica's shares, behind the shard group's sum. Those of
- * the other replicas follow. */
+/* Bytes of one replica's shares; *begin: the offset of the first replica's
+ * shares, behind the shard group's sum. The other replicas' shares follow. */
 size_t fsdpc_footprint_shares(const fsdpc_layout *layout, int replicas, size_t *begin);
 
 fsdpc_footprint fsdpc_footprint_of(const fsdpc_layout *layout,

@@ -92,7 +92,7 @@ fsdpc_grad_sum(fsdpc_unit *unit, const void *const *sources, int count)
 
 enum { CHUNK = 1 << 14 }; /* elements; whole blocks of every codec */
 
-/* Whole rows, or a part of one, from `begin` on. */
+/* How many elements are summed at once from `begin` on: whole rows, or a part of one row. */
 static int64_t
 next_chunk(const fsdpc_segment *seg, int64_t begin)
 {
@@ -222,7 +222,7 @@ fsdpc_grad_sum_apart(fsdpc_unit *unit, char *buffer, char *landing, fsdpc_landed
     return FSDPC_OK;
 }
 
-/* Elements of one segment's piece, through `total`, which holds `most` of them. */
+/* Sums one segment's piece in all `buffers`, through `total`, which holds `most` elements. */
 static int
 sum_piece(const fsdpc_unit *unit, const fsdpc_segment *seg, size_t at, const char *const *buffers,
           int count, char *into, void *total, int64_t most)

@@ -21,7 +21,7 @@ struct fsdpc_grad_plans {
     fsdpc_pack_plan *sum; /* trainable segments into the shard gradient, where there are several */
     fsdpc_pack_source *sources;
     int *order;   /* the trainable parameters in the order of their places, segment by segment */
-    int segments; /* trainable */
+    int segments; /* number of trainable segments */
 };
 
 static const fsdpc_segment *
@@ -228,7 +228,7 @@ source_of(const fsdpc_tensor *grad)
     };
 }
 
-/* This rank has a gradient of the parameter: a new one, or one in `local`. */
+/* True if this rank has a gradient of the parameter: a new one, or one in `local`. */
 static bool
 contributes(const fsdpc_unit *unit, const fsdpc_tensor *grads, int param)
 {
@@ -300,8 +300,8 @@ fsdpc_grad_widen(fsdpc_unit *unit, const fsdpc_tensor *grads, void *buffer, uint
 
 /* --- one rank ---------------------------------------------------------------------------------- */
 
-/* The gradients in `local`, and new ones of the other parameters. True: some new gradients need a second
- * pass, for parameters that have both. */
+/* Lists the gradients in `local`, and new gradients of the other parameters. True: parameters
+ * that have both a local and a new gradient need a second pass for the new one. */
 static bool
 list_first(fsdpc_unit *unit, const fsdpc_tensor *grads, bool add, uint8_t *bits)
 {
@@ -361,7 +361,7 @@ fsdpc_grad_direct(fsdpc_unit *unit, const fsdpc_tensor *grads, uint8_t *bits)
 
 /* --- reduced pieces ---------------------------------------------------------------------------- */
 
-/* Trainable segments in order; of the wide dtype, or of the segment's reduce dtype. */
+/* Sums this rank's pieces in `buffer` into `target`. Their dtype is accumulate (`wide`) or reduce. */
 static int
 add_pieces(fsdpc_unit *unit, char *target, const char *buffer, bool wide, double scale, bool add)
 {

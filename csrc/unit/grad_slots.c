@@ -1,13 +1,13 @@
 /* Slots for shard gradients, see grad_slots.h.
  *
- * A unit takes the slot that it had last, if that one is free, and any free one otherwise: then its gradient has
- * another address. If units always run in one order, no unit moves after the first
- * backward. If all slots are held
- * (units that step at the end of backward, gradients that the program keeps) there is one more from then on.
+ * A unit takes the slot that it had last, if that slot is free, and any other free slot otherwise: then its
+ * gradient has another address. If units always run in one order, no unit moves after the first backward.
+ * If all slots are held (units that step at the end of backward, gradients that the program keeps), one more
+ * slot is added, and stays.
  *
  * The streams that use a slot are ordered by what orders the unit's step: the sum is behind the pack of the
  * gradients, which is queued on the holder's stream. So a new holder needs a wait of its own only if the last
- * one was stepped on another stream.
+ * holder was stepped on another stream.
  */
 #include "unit/grad_slots.h"
 
@@ -34,7 +34,7 @@ struct fsdpc_grad_slots {
     size_t bytes;
 };
 
-/* The gradient that the optimizer sees lies behind the sum, if it is another one. */
+/* Puts the unit's gradients into slot `at`: the sum, and behind it a separate one that the optimizer sees. */
 static void
 point_at(fsdpc_unit *unit, int at)
 {
@@ -188,7 +188,7 @@ find(fsdpc_grad_slots *slots, const fsdpc_unit *unit, int *at)
     return add_slot(slots, unit->footprint.grads_bytes);
 }
 
-/* The current stream comes behind the last holder's. */
+/* Makes the current stream wait for the work of the slot's last holder. */
 static int
 follow(const fsdpc_grad_slots *slots, const struct slot *slot)
 {

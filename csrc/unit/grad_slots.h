@@ -13,9 +13,9 @@
 typedef struct fsdpc_grad_slots fsdpc_grad_slots;
 
 /* Local. The gradients of these units, whose values are not needed, move into common slots, if those take less
- * than what the units have (fsdpc_footprint_grad_slots). The units keep the slots alive; *out is a
- * reference of the caller's, NULL: everything is as before. Units with replicas, offloaded ones and those
- * without gradients must not be listed. FSDPC_E_NOMEM, FSDPC_E_DEVMEM: nothing has changed. */
+ * than what the units have (fsdpc_footprint_grad_slots). The units keep the slots alive; *out is the
+ * caller's own reference to the slots, or NULL if nothing has changed. Units with replicas, offloaded units
+ * and units without gradients must not be listed. FSDPC_E_NOMEM, FSDPC_E_DEVMEM: nothing has changed. */
 int fsdpc_grad_slots_share(fsdpc_unit *const *units, int count, int reduce_slots,
                            fsdpc_grad_slots **out);
 /* Drops a reference; NULL is allowed. The last one frees the slots. */
@@ -25,9 +25,9 @@ size_t fsdpc_grad_slots_bytes(const fsdpc_grad_slots *slots);
 /* --- for the files of a unit ------------------------------------------------------------------- */
 
 bool fsdpc_unit_holds_slot(const fsdpc_unit *unit);
-/* The unit is being freed: it holds no slot of these any more. NULL is allowed. */
+/* For a unit that is being freed: it holds none of `slots` any more. NULL is allowed. */
 void fsdpc_grad_slots_forget(fsdpc_grad_slots *slots, const fsdpc_unit *unit);
-/* A no-op for a unit that holds none. */
+/* The unit gives its slot back. A no-op for a unit that holds none. */
 int fsdpc_unit_leave_slot(fsdpc_unit *unit);
 /* Frees the shard gradient, or the unit's reference to the slots. The unit has no gradient afterwards. */
 void fsdpc_unit_free_grads(fsdpc_unit *unit);

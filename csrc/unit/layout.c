@@ -18,7 +18,7 @@ static const int64_t MAX_UNIT_NUMEL = INT64_C(1) << 52;
 static const size_t MIN_ALIGN = 16, MAX_ALIGN = 1 << 21;
 
 /* The smallest step in elements that is a multiple of align_bytes in the narrowest dtype of such values,
- * and so in every one. Independent of the compute and reduce dtypes: a unit has the same cuts in every
+ * and so in every dtype. Independent of the compute and reduce dtypes: a unit has the same cuts in every
  * precision, so that saved flat parameters fit all of them. */
 static int64_t
 align_items(const fsdpc_segment *segment, size_t align_bytes)
@@ -181,7 +181,7 @@ place_param(fsdpc_layout *layout, int index, const fsdpc_param_spec *spec, int64
     return FSDPC_OK;
 }
 
-/* Places of the parameters in `order`: `first` and `count` of each segment. */
+/* Sorts the parameters into `order`, and sets `first` and `count` of each segment. */
 static void
 sort_params(fsdpc_layout *layout)
 {
@@ -200,7 +200,7 @@ sort_params(fsdpc_layout *layout)
     }
 }
 
-/* Rounded up, so that the next segment starts aligned. */
+/* Bytes of so many elements, rounded up, so that the next segment starts aligned. */
 static size_t
 bytes_of(const fsdpc_layout *layout, size_t numel, fsdpc_dtype dtype)
 {

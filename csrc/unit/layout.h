@@ -39,9 +39,9 @@ typedef struct fsdpc_param_spec {
     fsdpc_dtype storage, compute, reduce;
     bool trainable;    /* false: no room in gradient buffers. Must be false for FSDPC_BYTES. */
     int64_t row_numel; /* elements of one row, which divide numel; 0: cut anywhere */
-    fsdpc_codec codec; /* how gathered values travel; only by rows, only of floats */
-    fsdpc_codec reduce_codec; /* how gradients travel between ranks that send; likewise */
-    bool feedback;            /* what reduce_codec loses of gradients is added to the next ones */
+    fsdpc_codec codec; /* how gathered values travel; only floats by rows */
+    fsdpc_codec reduce_codec; /* how gradients travel among ranks that send; only floats by rows */
+    bool feedback;            /* what reduce_codec loses of a gradient is added to the next one */
 } fsdpc_param_spec;
 
 typedef struct fsdpc_param_place {
@@ -56,12 +56,12 @@ typedef struct fsdpc_segment {
     fsdpc_dtype storage, compute, reduce;
     fsdpc_dtype accumulate;   /* of the shard gradient: F64 if storage or reduce is F64, else F32 */
     bool trainable;           /* has room in gradient buffers */
-    int64_t numel;            /* up to the end of the last parameter */
+    int64_t numel;            /* elements up to the end of the last parameter */
     int64_t row_numel;        /* > 0: by rows; 0: flat */
     fsdpc_codec codec;        /* by rows: how pieces travel, whatever gathers them */
-    size_t coded_bytes;       /* of a piece; 0: it travels in the compute dtype */
+    size_t coded_bytes;       /* of a piece; 0: pieces travel in the compute dtype */
     fsdpc_codec reduce_codec; /* by rows: how pieces of gradients travel between ranks that send */
-    size_t reduce_coded_bytes; /* of a piece; 0: it travels in the reduce dtype */
+    size_t reduce_coded_bytes; /* of a piece; 0: pieces travel in the reduce dtype */
     bool feedback;             /* what coding loses of gradients is kept by the sender */
     int64_t piece_numel;       /* per rank; world * piece_numel >= numel */
     int first, count;          /* its parameters: layout->order[first] to [first + count - 1] */
@@ -83,7 +83,7 @@ typedef struct fsdpc_layout {
     size_t grad_bytes;     /* one rank's shard gradient */
     size_t reduce_bytes;   /* one rank's packed full gradient */
     size_t coded_bytes;    /* coded pieces of all segments and ranks */
-    int64_t padding_bytes; /* of full_bytes, those that hold no parameter */
+    int64_t padding_bytes; /* the part of full_bytes that holds no parameter */
 } fsdpc_layout;
 
 /* Consecutive trainable segments in the gradient buffer that have one accumulate dtype, the gaps between

@@ -44,29 +44,29 @@ enum fsdpc_which { FSDPC_MASTER = 0, FSDPC_GRAD = 1 };
  * descriptions). The master shard is zeroed. */
 int fsdpc_unit_new(const fsdpc_unit_options *options, const fsdpc_param_spec *specs, int count,
                    fsdpc_unit **out);
-/* Local. Tensors over its memory must be gone. NULL is allowed. */
+/* Local. Tensors over the unit's memory must be gone. NULL is allowed. */
 void fsdpc_unit_free(fsdpc_unit *unit);
 
 const char *fsdpc_unit_name(const fsdpc_unit *unit);
-/* fsdpc_comm_agreements of the unit's ranks when it was made: equal on all ranks, and another number for units of
- * which the ranks have agreed at another time. */
+/* fsdpc_comm_agreements of the unit's ranks when the unit was made: equal on all
+ * ranks, and different for units on which the ranks agreed at different times. */
 int fsdpc_unit_born(const fsdpc_unit *unit);
-/* A unit is made before its name in the tree is known. */
+/* Sets the unit's name: a unit is made before its name in the tree is known. */
 int fsdpc_unit_rename(fsdpc_unit *unit, const char *name);
 const fsdpc_layout *fsdpc_unit_layout(const fsdpc_unit *unit);
 /* The sizes that the unit allocates. */
 const fsdpc_footprint *fsdpc_unit_footprint(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_comm(const fsdpc_unit *unit);
 int fsdpc_unit_rank(const fsdpc_unit *unit);
-/* Master shard, shard gradient (accumulate dtype) and gathered range: fixed for life. */
+/* Master shard (fixed for life), shard gradient (accumulate dtype; may move), gathered range (arena.h). */
 void *fsdpc_unit_master(const fsdpc_unit *unit);
 void *fsdpc_unit_grad(const fsdpc_unit *unit);
 void *fsdpc_unit_full(const fsdpc_unit *unit);
 /* First byte of this rank's part of a parameter or of the gradient that the optimizer sees. */
 void *fsdpc_unit_master_part(const fsdpc_unit *unit, int param, int64_t *length);
 void *fsdpc_unit_grad_part(const fsdpc_unit *unit, int param, int64_t *length);
-/* Notes a digest of the values of each trainable parameter in the master shard, of all of them or of three
- * elements each; nothing where only a device can read them or where the gathered values are the shard. */
+/* Notes a digest of each trainable parameter's values in the master shard: of all elements (`whole`) or of
+ * three. A no-op where only a device can read the values or where the gathered values are the shard. */
 int fsdpc_unit_note_values(fsdpc_unit *unit, bool whole);
 void fsdpc_unit_forget_values(fsdpc_unit *unit);
 /* The first parameter from `from` on whose values are not those that were noted; -1: none. */
@@ -76,9 +76,9 @@ char *fsdpc_unit_grad_out(const fsdpc_unit *unit, int segment, fsdpc_dtype *dtyp
 /* True when master shard and shard gradient lie in pinned host memory: the CPU may access them after
  * fsdpc_unit_settle. */
 bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);
-/* Host sync: waits until the device's work on master shard and shard gradient is done (offloaded units;
- * else a no-op). A synchronised backward and a forward without a backward end with it; every call below
- * that accesses them begins with it. */
+/* Host sync for an offloaded unit, else a no-op: waits until the device's work on master shard and shard
+ * gradient is done. A synchronised backward (see fsdpc_exchange_settle_apart) and a forward without a
+ * backward end with such a wait; every call below in which the CPU accesses the two begins with it. */
 int fsdpc_unit_settle(fsdpc_unit *unit);
 /* True when the gathered values are the master itself (one rank, no cast) or foreign: no slot is needed. */
 bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
@@ -88,16 +88,16 @@ uint64_t fsdpc_unit_gathers(const fsdpc_unit *unit);
 /* Makes further segments trainable (one byte per segment): allocates their gradients. Values and
  * gradients are kept; old pointers to gradients stay valid memory, but are no longer the unit's gradient.
  * Local, but all ranks of the shard group and all replicas must call it. FSDPC_E_STATE while the unit is
- * in an exchange, FSDPC_E_INVAL for a segment of bytes, FSDPC_E_NOMEM; on an error the unit is
- * unchanged. */
+ * in an exchange, or after a failed sum over replicas; FSDPC_E_INVAL for a segment of bytes; FSDPC_E_NOMEM.
+ * On an error the unit is unchanged. */
 int fsdpc_unit_thaw(fsdpc_unit *unit, const uint8_t *segments);
 
-/* dtype of the gradients of grad_part, read and write: storage, or accumulate if equal. */
+/* dtype of gradients in grad_part, read, write: storage, or accumulate where the optimizer sees the sum. */
 fsdpc_dtype fsdpc_unit_grad_dtype(const fsdpc_unit *unit, int param);
 /* After a backward: casts the sums to the gradients that the optimizer sees, where those are narrower. */
 int fsdpc_unit_finish_grad(fsdpc_unit *unit);
-/* The shard gradient's values are needed no more by what is queued on the current stream later: its memory
- * goes back to the kernel until the next sum, its slot (grad_slots.h) to other units. */
+/* Work that is queued on the current stream from now on does not need the shard gradient's values: the memory
+ * goes back to the kernel until the next sum, or the slot (grad_slots.h) goes to other units. */
 int fsdpc_unit_discard_grads(fsdpc_unit *unit);
 /* Before a gradient is written: a unit without memory of its own gets a slot until discard_grads. `moved`: the
  * gradient has a new address. FSDPC_E_NOMEM, FSDPC_E_DEVMEM: all slots are held, and one more does not fit. */
@@ -107,7 +107,7 @@ int fsdpc_unit_take_slot(fsdpc_unit *unit, bool *moved);
  * within device memory are asynchronous, in the order of the current stream; all other copies end with a
  * host sync, so that a host buffer may be freed on return. Not for use in a step.
  *
- * Local: copies this rank's part of a full, contiguous parameter (dtypes as for read). */
+ * Local: copies this rank's part of a full, contiguous parameter into the shard (dtypes as for read). */
 int fsdpc_unit_write(fsdpc_unit *unit, enum fsdpc_which which, int param, const void *full,
                      enum fsdpc_memory_kind place);
 /* Collective over the shard group: fills full[i] (contiguous, storage dtype or that of
@@ -128,12 +128,12 @@ int fsdpc_unit_read_blocks(fsdpc_unit *unit, const int64_t *block, void *const *
 int fsdpc_unit_write_blocks(fsdpc_unit *unit, const int64_t *block, const void *const *data,
                             enum fsdpc_memory_kind place);
 
-/* Sum of squares and maximum of this rank's part of the gradients of the parameters with
- * mask[i] != 0; each element counts once in the shard group. p is 2 or any p > 0. */
+/* Sum of |x|^p and maximum of |x| over this rank's part of the gradients of the parameters with
+ * mask[i] != 0; each element counts once in the shard group. p > 0. */
 int fsdpc_unit_grad_norm(fsdpc_unit *unit, const uint8_t *mask, double p, fsdpc_norm *out);
-/* The same on a device with streams, without a host sync: writes *count parts of a norm (device.h) to
- * `parts`, which has room for fsdpc_unit_norm_room of them. scale_by multiplies gradients by *factor, a
- * number on the device. */
+/* fsdpc_unit_grad_norm on a device with streams, without a host sync: writes *count
+ * parts of a norm (device.h) to `parts`, which has room for fsdpc_unit_norm_room of
+ * them. scale_by multiplies gradients by *factor, a number on the device. */
 int64_t fsdpc_unit_norm_room(const fsdpc_unit *unit);
 int fsdpc_unit_norm_parts(fsdpc_unit *unit, const uint8_t *mask, double p, void *parts,
                           int64_t *count);
@@ -166,7 +166,7 @@ int fsdpc_unit_reload_grad(fsdpc_unit *unit, int param);
 
 /* --- for exchanges and the tree ---------------------------------------------------------------- */
 
-/* What the unit's exchange keeps of it: owned, defined and written by the exchange. NULL without one. */
+/* What an exchange keeps of the unit: owned, defined and written by the exchange. NULL: in no exchange. */
 struct fsdpc_unit_use;
 struct fsdpc_unit_use *fsdpc_unit_use(const fsdpc_unit *unit);
 void fsdpc_unit_set_use(fsdpc_unit *unit, struct fsdpc_unit_use *use);
@@ -175,51 +175,51 @@ void fsdpc_unit_count_gather(fsdpc_unit *unit);
 fsdpc_device *fsdpc_unit_device(const fsdpc_unit *unit);
 fsdpc_comm *fsdpc_unit_replicate(const fsdpc_unit *unit); /* NULL without replicas */
 bool fsdpc_unit_reshards(const fsdpc_unit *unit);
-/* Only while no tree has the unit. */
+/* Call it only while no tree has the unit. */
 void fsdpc_unit_set_reshards(fsdpc_unit *unit, bool reshard);
-/* The unit has a gather slot of its own, which holds the values until backward also if the unit is released after
- * forward: where ranks share slots, one copy for all of them. Set as above, the same on all ranks. */
+/* True if the unit has a gather slot of its own, which holds the values until backward although the unit is
+ * released after forward (one copy where ranks share slots). Set on all ranks, while no tree has the unit. */
 bool fsdpc_unit_keeps(const fsdpc_unit *unit);
 void fsdpc_unit_set_keeps(fsdpc_unit *unit, bool keeps);
-/* As in the options; set between backwards, the same on all ranks. */
+/* `divide` of the options. Set it between backwards, to the same value on all ranks. */
 double fsdpc_unit_divide(const fsdpc_unit *unit);
 void fsdpc_unit_set_divide(fsdpc_unit *unit, double divide);
 /* The address range of the gathered values; zeros for a direct unit. */
 fsdpc_range *fsdpc_unit_range(fsdpc_unit *unit);
-bool fsdpc_unit_is_spare(const fsdpc_unit *unit); /* mapped to spare memory, not to its slot */
+bool fsdpc_unit_is_spare(const fsdpc_unit *unit); /* its range shows spare memory, not its slot */
 /* First byte of rank r's master shard; NULL where it is not mapped into this process. */
 const char *fsdpc_unit_peer_master(const fsdpc_unit *unit, int r);
 
-/* A communication hook sums the unit's gradients over the ranks (fsdpc_unit_take_sums). */
+/* True if a communication hook sums the unit's gradients over the ranks (fsdpc_unit_take_sums). */
 bool fsdpc_unit_is_hooked(const fsdpc_unit *unit);
 void fsdpc_unit_set_hooked(fsdpc_unit *unit, bool hooked);
-/* A backward keeps the unit's gradients on this rank, also where other units are summed (no_sync). All ranks
- * must set the same before a backward. */
+/* True if a backward keeps the unit's gradients on this rank if others are summed (no_sync). All ranks
+ * must set the same value before a backward. */
 bool fsdpc_unit_withholds(const fsdpc_unit *unit);
 void fsdpc_unit_set_withholds(fsdpc_unit *unit, bool withholds);
-/* Gradients of this rank are kept locally until they are sent (no_sync, or a second gradient of a unit
+/* True if gradients of this rank are kept locally until they are sent (no_sync, or later gradients of a unit
  * that was sent in this backward). */
 bool fsdpc_unit_has_local(const fsdpc_unit *unit);
-/* An exchange sends them at the end of a backward. */
+/* True if there are local gradients that an exchange sends at the end of a backward. */
 bool fsdpc_unit_sends_local(const fsdpc_unit *unit);
-/* One byte per parameter: a gradient of it is kept locally (fsdpc_unit_has_local). */
+/* One byte per parameter: true if its gradient is kept locally (fsdpc_unit_has_local). */
 const uint8_t *fsdpc_unit_local_used(const fsdpc_unit *unit);
-/* Whether the next sum is added to the shard gradient or replaces it. Set before each backward; true
- * after the first sum in it. */
+/* Sets whether the next sum is added to the shard gradient or replaces it. Call it before each backward;
+ * after the first sum of a backward the next ones are added. */
 void fsdpc_unit_set_add(fsdpc_unit *unit, bool add);
-/* One byte per parameter: some rank contributed a gradient since the last backward ended. */
+/* One byte per parameter: true if some rank contributed a gradient since the last backward ended. */
 uint8_t *fsdpc_unit_used(const fsdpc_unit *unit);
 void fsdpc_unit_add_used(fsdpc_unit *unit, const uint8_t *bits);
 void fsdpc_unit_clear_used(fsdpc_unit *unit);
-/* Sums over the shard group before they are summed over replicas, NULL without replicas. */
+/* Sums over the shard group that are still to be summed over replicas; NULL without replicas. */
 void *fsdpc_unit_partial(const fsdpc_unit *unit);
 
 /* Work on master shard or shard gradient has been queued on the current stream: an offloaded unit records
  * its event. */
 int fsdpc_unit_touch(fsdpc_unit *unit, enum fsdpc_which which);
-/* The event of such work, NULL when none is in flight. */
+/* The event behind such work of the device; NULL when none is in flight. */
 fsdpc_event *fsdpc_unit_in_flight(const fsdpc_unit *unit, enum fsdpc_which which);
-/* The host has waited for such work. */
+/* Notes that the host has waited for that event. */
 void fsdpc_unit_settled(fsdpc_unit *unit, enum fsdpc_which which);
 
 /* Bytes of a unit on this rank, beside its gathered range and slots. */

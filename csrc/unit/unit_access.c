@@ -1,4 +1,4 @@
-/* What others read and set of a unit. */
+/* Functions by which other files read and set the fields of a unit. */
 #include <string.h>
 
 #include "unit/unit_impl.h"

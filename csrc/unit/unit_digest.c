@@ -1,7 +1,7 @@
 /* Changes of this rank's master shard between a forward and its backward.
  *
  * A step of the optimizer is known by autograd's counts of writes (py_versions.c). A write to some parameters
- * or through `.data` is not, and some units would be gathered anew with other values than the forward used. So
+ * or through `.data` is not, and some units would be gathered anew with values other than the forward's. So
  * a pass notes a digest of each trainable parameter: of three elements, or with `whole` of all. A device's
  * memory is not read: that would be a host sync.
  */

@@ -8,12 +8,12 @@
 /* What the gradient buffers of a unit hold at the moment. */
 struct fsdpc_grads {
     bool hooked;   /* a communication hook sums the gradients (fsdpc_unit_take_sums) */
-    bool withheld; /* they stay in `local` at the end of a backward */
+    bool withheld; /* the gradients stay in `local` at the end of a backward */
     /* The next sum is added to the gradient (true) or replaces it. Set by the caller per backward,
      * true after the first sum of a backward. */
     bool add;
     bool partial_any, local_any; /* `partial`, `local` hold gradients */
-    uint32_t sums;               /* into the target (grad.c) so far */
+    uint32_t sums;               /* how many were made into the target (grad.c) so far */
     /* One byte per parameter: some rank contributed a gradient since the last backward ended. */
     uint8_t *used;
     /* One byte per parameter: `local` holds a gradient of it. */
@@ -30,9 +30,9 @@ struct fsdpc_swap {
     uint64_t sent_bytes;         /* fsdpc_unit_take_swapped_bytes */
 };
 
-/* A unit's memory is set by fsdpc_unit_new and does not change, with two exceptions: the first
- * gradients make `local` and `plans`, and fsdpc_unit_thaw and fsdpc_grad_slots_share reallocate the gradient buffers. A step changes
- * `grads`, `range` (which is its arena's), `in_flight`, and the entry of the unit's exchange (`use`). */
+/* A unit's memory is set by fsdpc_unit_new and does not change, with two exceptions: the first gradients make
+ * `local` and `plans`; fsdpc_unit_thaw and grad_slots.h replace the gradient buffers. A step changes `grads`,
+ * `swap`, `range` (which is its arena's), `in_flight`, and the entry of the unit's exchange (`use`). */
 struct fsdpc_unit {
     char *name;
     fsdpc_layout *layout;
@@ -66,8 +66,8 @@ struct fsdpc_unit {
     /* With `slots`, `grad` and `grad_out` lie in slot `slot`, and are the unit's while it holds that slot. */
     struct fsdpc_grad_slots *slots;
     int slot;
-    /* Sum over the shard group before it is summed over replicas; NULL without replicas. Behind it the replicas'
-     * shares (fsdpc_footprint_shares), where these travel in the background. */
+    /* The sum over the shard group that is still to be summed over replicas; NULL without replicas. Behind
+     * it lie the replicas' shares (fsdpc_footprint_shares), where these travel in the background. */
     void *partial;
     struct fsdpc_swap swap;
     /* Whole gradients accumulated without communication (no_sync), accumulate dtype, or NULL. */
@@ -84,10 +84,10 @@ struct fsdpc_unit {
     fsdpc_range range;
     bool direct; /* as in the footprint */
     bool foreign;
-    uint64_t gathers; /* of a direct unit */
+    uint64_t gathers; /* see fsdpc_unit_gathers */
 
     uint32_t *digests; /* per parameter, NULL until the first pass (unit_digest.c); */
-    bool noted;        /* they are those of the latest pass */
+    bool noted;        /* the digests are those of the latest pass */
 
     struct fsdpc_grads grads;
     struct fsdpc_unit_use *use; /* borrowed from the exchange; NULL without one */
@@ -101,7 +101,7 @@ char *fsdpc_unit_shard_piece(const fsdpc_unit *unit, enum fsdpc_which which, int
 
 /* Computes the unit's footprint from its layout. */
 void fsdpc_unit_plan(fsdpc_unit *unit);
-/* Allocates grad, grad_out and partial by the layout. After a failure the caller frees the others. */
+/* Allocates grad, grad_out and partial by the layout. After a failure the caller frees what was allocated. */
 int fsdpc_unit_make_grads(fsdpc_unit *unit);
 void fsdpc_unit_free_retired(fsdpc_unit *unit);
 
@@ -122,13 +122,13 @@ void fsdpc_unit_free_partial(fsdpc_unit *unit);
 /* The destination of the sum over the shard group: the shard gradient, or with replicas `partial`. */
 struct fsdpc_grad_target {
     void *sum;
-    bool *add;    /* onto what `sum` holds; true after the first sum */
+    bool *add;    /* the next sum is added to what `sum` holds; true after the first one */
     double scale; /* [Note: divided once] */
 };
 struct fsdpc_grad_target fsdpc_grad_target(fsdpc_unit *unit);
-/* A sum was made into it. */
+/* Notes that a sum was made into the target. */
 void fsdpc_grad_note_sum(fsdpc_unit *unit);
-/* The factor behind the last sum. */
+/* The factor by which gradients are multiplied at their last sum: 1 / divide. */
 double fsdpc_grad_last_scale(const fsdpc_unit *unit);
 
 /* --- grad_pack.c ----------------------------------------------------------------------------- */

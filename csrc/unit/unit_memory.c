@@ -64,7 +64,7 @@ senders_of(const fsdpc_unit *unit)
     return travels ? fsdpc_comm_senders(unit->shard) : 0;
 }
 
-/* See unit_replicas.c. */
+/* The footprint's option `replicas`. How sums over replicas travel is in unit_replicas.c. */
 static int
 replicas_of(const fsdpc_unit *unit)
 {

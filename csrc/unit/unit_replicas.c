@@ -1,13 +1,13 @@
 /* Sums over replicas, where the device does not queue.
  *
- * Over a wire replicas swap their sums in the background, by two flights: each replica gets its share of the others'
- * sums, adds them in the order of replicas, and gets the other replicas' shares. A unit's swap begins in the backward, as
- * soon as all ranks of the shard group have reduced the unit. Replicas run their units each in its own order, so flights
- * are matched by key and not by order, and the second one begins in the backward only where the first one is here: a
- * replica never waits for another one there. At the end all replicas compare in one message what they have: which parameters got a
- * gradient, which units were swapped, and which sums have changed since (a second gradient of the unit in this
- * backward). Those are swapped once more, so that the values do not depend on what began when.
- * Everywhere else each unit's sum is a blocking collective behind that message.
+ * Over a wire replicas swap their sums in the background, by two flights: each replica gets its share of
+ * the others' sums and adds them in the order of replicas, then all replicas gather the added shares. A
+ * unit's swap begins in the backward, once all ranks of the shard group have reduced the unit. Replicas run
+ * units in orders of their own, so flights are matched by key, and the second flight begins in the backward
+ * only if the first one is here: no replica waits for another there. At the end each replica says in one
+ * message which parameters got a gradient, which units were swapped, and which sums have changed since (a
+ * second gradient of the unit). Changed sums are swapped once more, so that the values do not depend on
+ * what began when. Where nothing flies, each unit's sum is a blocking collective behind that message.
  */
 #include <stdio.h>
 #include <string.h>
@@ -95,7 +95,7 @@ land(fsdpc_unit *unit)
     return status;
 }
 
-/* The other replicas' parts of this one's shares come to the first places of the shares. */
+/* The first flight: the other replicas' parts of this replica's shares land in the first shares' places. */
 static int
 begin_scatter(fsdpc_unit *unit)
 {
@@ -123,7 +123,7 @@ done:
     return status;
 }
 
-/* In the order of replicas, to the place from which the replicas gather. */
+/* Sums this replica's shares, in the order of replicas, to the place from which the replicas gather. */
 static int
 sum_shares(fsdpc_unit *unit, const void **sources)
 {
@@ -144,7 +144,7 @@ sum_shares(fsdpc_unit *unit, const void **sources)
     return FSDPC_OK;
 }
 
-/* From the first flight to the second. */
+/* Lands the first flight, sums this replica's shares, and begins the second flight. */
 static int
 begin_gather(fsdpc_unit *unit)
 {
@@ -165,7 +165,7 @@ done:
     return status;
 }
 
-/* The sums of all replicas have landed. */
+/* All summed shares have landed: copies them to `partial`, and takes the sum into the shard gradient. */
 static int
 take_shares(fsdpc_unit *unit)
 {
@@ -226,16 +226,16 @@ fsdpc_unit_free_partial(fsdpc_unit *unit)
 
 /* --- the end of a backward ------------------------------------------------------------------------- */
 
-/* Units with the same replicas, in an order that is the same on them. */
+/* Units with the same replicas, in an order that is the same on all replicas. */
 struct group {
     fsdpc_unit **units;
     int count;
     fsdpc_comm *comm;
-    uint8_t *flags; /* of any replica, one per unit */
-    bool *used;     /* got a gradient on any replica */
+    uint8_t *flags; /* per unit: SWAPPED and CHANGED of any replica */
+    bool *used;     /* per unit: a parameter got a gradient on any replica */
 };
 
-/* Per unit a byte of flags and one byte per parameter. */
+/* A record has, per unit, a byte of flags and one byte per parameter. */
 static void
 write_record(const struct group *s, uint8_t *to)
 {
@@ -309,7 +309,7 @@ is_wanted(const struct group *s, int i, bool again)
     return again ? moves_again(s, i) : moves(s, i);
 }
 
-/* All replicas begin all swaps before they wait for one. `again`: those of changed sums. */
+/* All replicas begin all swaps before they wait for one. `again`: swaps only the sums that have changed. */
 static int
 swap_units(const struct group *s, bool again)
 {
@@ -352,7 +352,7 @@ sum_all_now(const struct group *s)
     return FSDPC_OK;
 }
 
-/* Of the units that have the replicas of the first one. */
+/* Sums those of the units that have the same replicas as the first unit. */
 static int
 sum_group(fsdpc_unit **units, int count)
 {

@@ -15,7 +15,7 @@
 struct fsdpc_retired {
     void *block; /* NULL: a slot that the unit holds for ever */
     size_t bytes;
-    struct fsdpc_grad_slots *slots; /* a reference */
+    struct fsdpc_grad_slots *slots; /* NULL, or a reference to the slots */
     struct fsdpc_retired *next;
 };
 
@@ -105,7 +105,7 @@ copy_old(fsdpc_unit *unit, const struct buffers *old)
     return FSDPC_OK;
 }
 
-/* Takes its list entry from `room`, so that it cannot fail. */
+/* Keeps an old block for the unit's life. The list entry comes from `room`, so that this cannot fail. */
 static void
 retire(fsdpc_unit *unit, struct fsdpc_retired **room, void *block, size_t bytes)
 {

@@ -167,7 +167,7 @@ window_length(const fsdpc_unit *unit, int64_t count, size_t item)
     return smaller(smaller(count, fits), larger(count / 2 + count % 2, small));
 }
 
-/* Through a window, stretch after stretch of all ranks' pieces; `own` is this rank's whole piece. */
+/* Reads a segment through a window, stretch by stretch of all ranks' pieces; `own`: this rank's piece. */
 static int
 read_segment(fsdpc_unit *unit, const stretch *own, const reading *to)
 {
@@ -318,7 +318,7 @@ write_mapped(fsdpc_unit *unit, const int64_t *block, const void *const *data,
     return fsdpc_comm_barrier(unit->shard, what);
 }
 
-/* What the window holds now of all ranks' blocks, from their element `first` on. */
+/* Copies to this rank's shard what the window holds of all ranks' blocks, from element `first` of each on. */
 static int
 take_window(const fsdpc_unit *unit, int param, int64_t block, const char *window, int64_t first,
             int64_t count)

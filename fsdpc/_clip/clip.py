@@ -18,7 +18,7 @@ from fsdpc._clip.device import norm_and_factor, scaling_of, tree_for
 from fsdpc._clip.norm import combine_of, root_of, sums_of_units, tensor_sum
 from fsdpc._clip.torch_utils import check_not_stepped
 
-# Of each unit the parameters that have a gradient, as bytes.
+# For each unit, as bytes, which of its parameters have a gradient.
 Masks = dict[Any, bytes]
 
 

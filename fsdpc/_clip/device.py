@@ -13,8 +13,8 @@ from fsdpc._clip.norm import powers_of
 
 
 def tree_for(units: list[Any], norm_type: float) -> Any:
-    """The tree that computes the norm of these units' gradients on the device; None: the host must.
-    Equal on all ranks. Local.
+    """The tree that computes the norm of these units' gradients on the device; None if the host
+    must compute it. Equal on all ranks. Local.
     """
     if not units or not norm_type > 0:
         return None
@@ -28,7 +28,7 @@ def tree_for(units: list[Any], norm_type: float) -> Any:
 
 @contextmanager
 def scaling_of(units: list[Any]) -> Iterator[dict[Any, bytes]]:
-    """``adopted_grads`` of several units: a mask for each. Local."""
+    """``adopted_grads`` of several units at once; yields a mask for each unit. Local."""
     with ExitStack() as stack:
         yield {unit: stack.enter_context(unit.adopted_grads()) for unit in units}
 

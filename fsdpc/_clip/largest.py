@@ -39,12 +39,12 @@ def _someone_holds_nothing(tensor: DTensor) -> bool:
 
 
 def largest(tensors: Sequence[Any]) -> Tensor:
-    """max |x| over DTensors, 0-dim, whole on every rank: a DTensor of their mesh, a plain tensor if
-    they have several; NaN if an element is. Collective over their meshes.
+    """max |x| over DTensors, 0-dim, whole on every rank: a DTensor of their mesh, or a plain tensor
+    if they have several meshes; NaN if an element is NaN. Collective over their meshes.
     """
     meshes = by_mesh(tensors)
     first = tensors[0]._local_tensor
-    total = torch.zeros(2, dtype=torch.float64, device=first.device)  # the maximum; NaN found
+    total = torch.zeros(2, dtype=torch.float64, device=first.device)  # the maximum; 1 for a NaN
     for mesh, members in meshes.items():
         local = [tensor._local_tensor for tensor in members]
         found = [tensor.abs().max().double() for tensor in local if tensor.numel()]

@@ -30,8 +30,8 @@ def by_comm(units: Iterable[Any]) -> list[tuple[Any, list[Any]]]:
 def sums_of_units(
     units: Iterable[Any], sum_of: Callable[[Any], float], norm_type: float, what: str
 ) -> Iterator[float]:
-    """By sharding communicator, the combined ``sum_of(unit)`` of all its ranks. Collective: ranks
-    have units of the same communicators in the same order.
+    """For each sharding communicator, ``sum_of(unit)`` combined over its units and ranks.
+    Collective: all ranks have units of the same communicators, in the same order.
     """
     for comm, members in by_comm(units):
         part = combine_of(norm_type)(map(sum_of, members))
@@ -87,7 +87,7 @@ def by_mesh(
 
 
 def of_meshes(norms: Sequence[Any], norm_type: float) -> torch.Tensor:
-    """The norm of the DTensors of several meshes from the norms of each mesh's: a plain tensor, as
+    """The norm of the DTensors of several meshes, from each mesh's norm: a plain tensor, as
     no mesh has all of them. Collective over the meshes.
     """
     whole = torch.stack([norm.full_tensor() for norm in norms])

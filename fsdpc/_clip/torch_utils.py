@@ -2,10 +2,10 @@
 
 torch's functions would return the norm of one rank's shard, silently wrong and different on each
 rank. When the first unit is made, both are replaced by functions that detect shards and then return
-the global norm: ``clip_grad_norm_`` by its parameters, which are the same on all ranks,
+the global norm. ``clip_grad_norm_`` finds shards by its parameters, the same on all ranks,
 ``get_total_norm`` by its gradients, of which a rank may hold none. Calls without shards are
 unchanged. The scaling, like ``clip_grad_value_``, is elementwise and correct on shards; both also
-take parameters of both interfaces in one call.
+take parameters of both interfaces (FSDP1 and ``fully_shard``) in one call.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _function_cell(wrapper: Any) -> CellType | None:
 
 
 def _mesh_by_mesh(theirs: Callable[..., None]) -> Callable[..., None]:
-    """An elementwise function, called for plain tensors and for the DTensors of each mesh apart;
+    """An elementwise function, called separately for plain tensors and for each mesh's DTensors;
     not called without gradients, for which torch's ``clip_grad_value_`` raises.
     """
 
@@ -175,9 +175,9 @@ def _sharded_norm(
     norm_type: float,
     foreach: bool | None,
 ) -> Tensor:
-    """The global norm, 0-dim: ``tensors[i]`` lies in the shard of unit ``owners[i]``, DTensors are
-    torch's, and every rank holds the others whole. ``units`` are the same on all ranks, or of the
-    same groups. Collective over the units' groups. ``ValueError``: ``norm_type < 0``.
+    """The global norm, 0-dim. ``tensors[i]`` lies in the shard of unit ``owners[i]``; one without
+    an owner is torch's DTensor, or whole on every rank. ``units`` are the same on all ranks, or of
+    the same groups. Collective over the units' groups. ``ValueError``: ``norm_type < 0``.
     """
     if norm_type < 0:
         raise ValueError(f"norm_type of sharded tensors must be >= 0, got {norm_type}")
@@ -210,10 +210,10 @@ def _with_others(units: Iterable[Any]) -> list[Any]:
 
 
 def _absent_units() -> list[Any]:
-    """For a call without tensors, or without parameters: the units of a sharded model of which
-    other ranks may have passed some. Only their groups matter.
+    """For a call without tensors: the units of a sharded model of which other ranks may have passed
+    some tensors. Only the units' groups matter.
 
-    ``RuntimeError`` on all ranks of all groups: there are several such models, in different groups.
+    ``RuntimeError`` on all ranks of all groups if several such models are in different groups.
     """
     trees = {id(unit.tree): unit.tree for unit in list(_units) if unit.tree is not None}
     groups: dict[tuple[int, ...], list[Any]] = {}
@@ -229,13 +229,13 @@ def _absent_units() -> list[Any]:
 
 
 def _is_left(unit: Any) -> bool:
-    """The unit's group was destroyed: the model cannot train any more."""
+    """Whether the unit's group was destroyed, so that the model cannot train any more."""
     return unit.groups.shard_pg is not None and is_destroyed(unit.groups.shard_pg)
 
 
 def _check_seen(tensors: Sequence[Tensor], owners: dict[int, Any]) -> None:
-    """``RuntimeError`` on all ranks if one may have been given only the other tensors, among which
-    it finds no shard: it would take no part in the norm.
+    """``RuntimeError`` on all ranks if some rank may have been given only tensors without a shard
+    among them: that rank would take no part in the norm.
     """
     units = _with_others(owners.values())
     given = {id(tensors[i]) for i in owners}

@@ -2,14 +2,14 @@
 
 Each process has a board: a memfd whose first page holds what the process waits for
 (csrc/base/board.h). Another process of the same user opens the board through ``/proc/PID/fd``, also
-while the process is stopped or holds the interpreter's lock in C code. For the Python line it sends
-a real-time signal, for which faulthandler writes the main thread's frames behind that page: no lock
-is needed for that.
+while the process is stopped or holds the interpreter's lock in C code. To get the Python line, it
+sends the board's owner a real-time signal, for which faulthandler writes the main thread's frames
+behind the first page: this needs no lock.
 
 The signal is the first one from SIGRTMIN+11 on that has no handler. It is ignored before
-faulthandler's handler is installed, and a sender reads the handler in ``/proc`` first, so the
-signal never ends a process. System calls that it interrupts are restarted; a sleep in C code may
-end early.
+faulthandler's handler is installed, and a sender first reads in ``/proc`` whether there is a
+handler, so the signal never ends a process. System calls that it interrupts are restarted; a sleep
+in C code may end early.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 from fsdpc import _C
 
-PAGE, BOOK_BYTES = 4096, 65536  # of the board; of the verdicts behind it (stall.py)
+PAGE, BOOK_BYTES = 4096, 65536  # bytes of the board's first page; of the book (verdict.py)
 FRAMES_AT = PAGE + BOOK_BYTES
 TEXT = 192
 _MAGIC = 0x3164726163736466
@@ -75,10 +75,10 @@ class Status:
     """What a process does. ``state``: "runs", "sleeps", "stopped", "dead" or "in the kernel"."""
 
     state: str
-    waits: str = ""  # in fsdpc, for other ranks
-    since: float = 0.0  # seconds, of that wait or of the last operation
+    waits: str = ""  # the wait for other ranks, in fsdpc
+    since: float = 0.0  # seconds since that wait began, or since the last operation
     last_operation: str = ""  # the last operation in fsdpc
-    line: str = ""  # of the user's Python: "train.py:41 in step"
+    line: str = ""  # the line of the user's Python: "train.py:41 in step"
 
     @property
     def gone(self) -> bool:
@@ -109,7 +109,7 @@ def status_of(process: Process, patience: float) -> Status:
 
 
 def own_status() -> Status:
-    """The same of this process, whose line is that of the main thread."""
+    """What this process does; the line is that of its main thread."""
     descriptor, _ = _C.board_open()
     words = read_board(descriptor)
     return Status("runs", *words, own_line())
@@ -128,7 +128,7 @@ def own_line() -> str:
 
 
 def read_board(descriptor: int) -> tuple[str, float, str]:
-    """(what it waits for or "", seconds of that or since the last operation, that operation)."""
+    """(the wait or "", seconds since it began or since the last operation, the last operation)."""
     page = os.pread(descriptor, PAGE, 0)
     if len(page) < PAGE or _HEAD.unpack_from(page)[0] != _MAGIC:
         return "", 0.0, ""
@@ -200,7 +200,7 @@ def _request_line(pid: int, board: int, patience: float) -> str:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """The process catches the signal, and does not block it: another one would be ended by it."""
+    """Whether the process catches the signal and does not block it; else the signal may end it."""
     masks = {}
     with suppress(OSError), open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
         masks = dict(line.split(":", 1) for line in file)
@@ -222,6 +222,6 @@ def _is_ours_or_torch(file: str) -> bool:
 
 
 def _is_library(file: str) -> bool:
-    """A package that users install is none: their trainer may be one."""
+    """True for Python's library, torch and fsdpc; not for an installed package, maybe a trainer."""
     standard = file.startswith(_STANDARD) and f"{os.sep}site-packages{os.sep}" not in file
     return standard or _is_ours_or_torch(file)

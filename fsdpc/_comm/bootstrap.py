@@ -4,7 +4,7 @@ A group whose ranks all run on this host (same boot, PID and network namespace) 
 ("shm"); any other group calls back into ``torch.distributed`` ("c10d"), by sends and receives in
 the background where its backend has them, and then shares memory inside each host; a group of one
 rank needs neither ("self"). GPUs use NCCL
-("nccl", see ``_nccl``), whatever the group's backend is.
+("nccl", see ``nccl.py``), whatever the group's backend is.
 Communicators are kept as long as torch keeps the group.
 
 Environment, read on every rank when a group is first used; all ranks need the same values:
@@ -15,9 +15,9 @@ Environment, read on every rank when a group is first used; all ranks need the s
                        takes all but ``nccl``. On GPUs ``auto`` is ``nccl``; the others are staged
                        through host memory, with host syncs in each collective: for several
                        ranks on one GPU, or where there is no NCCL.
-``FSDPC_TIMEOUT``      seconds that a rank waits for others (not over a wire), for its own GPU and
-                       for its other threads; by default 600, or 0.9 of the default group's own
-                       timeout if that is less.
+``FSDPC_TIMEOUT``      seconds that a rank waits for others (in torch's own collectives their
+                       deadline holds), for its own GPU and for its other threads; by default 600,
+                       or 0.9 of the default group's own timeout if that is less.
 ``FSDPC_NCCL_REGISTER``
                        0: slots of GPUs are not registered with NCCL (default 1).
 ``FSDPC_HOST``         the host's name, where another one than the system's is meant: ranks with
@@ -27,7 +27,7 @@ Environment, read on every rank when a group is first used; all ranks need the s
 ``FSDPC_TRUST_ORDER``  1: over a wire, skip the small message beside each collective that detects
                        ranks whose collectives are of different units.
 
-``set_collectives`` sets the first and the last from a program.
+``set_collectives`` sets ``FSDPC_COLLECTIVES`` and ``FSDPC_TRUST_ORDER`` from a program.
 
 The first communicator also installs exit handlers: at an orderly exit the process leaves its
 groups; after an uncaught exception the peers get its type and text.
@@ -71,7 +71,7 @@ _comms: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int | None, _C.Comm]] 
     weakref.WeakKeyDictionary()
 )
 _wanted: weakref.WeakKeyDictionary[dist.ProcessGroup, str] = weakref.WeakKeyDictionary()
-# What reports a stall of a communicator's ranks.
+# The object that reports stalls of a communicator's ranks.
 _followed: weakref.WeakKeyDictionary[_C.Comm, _verdict.Group] = weakref.WeakKeyDictionary()
 _live: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 
@@ -82,7 +82,7 @@ class Groups:
 
     ``shard`` spans the ranks that share one copy of the parameters, ``replicate`` the ranks that
     hold the same piece in different copies (None without replication). Gradients are summed over
-    both and divided by ``divide``, the product of their sizes.
+    both groups and divided by ``divide``, the product of their sizes.
     """
 
     shard: _C.Comm
@@ -107,7 +107,7 @@ def make_groups(
     """Communicators for a sharding strategy on a GPU, or on the CPU (None). Collective over both
     groups.
 
-    ``NO_SHARD`` replicates over ``shard_pg``. Without ``replicate_pg`` there is no replication.
+    ``NO_SHARD`` replicates over ``shard_pg``. Otherwise only ``replicate_pg`` makes replicas.
     """
     if strategy is ShardingStrategy.NO_SHARD:
         if replicate_pg is not None:
@@ -129,12 +129,12 @@ def comm_for_group(
 ) -> _C.Comm:
     """The communicator of a process group, made on first use and kept as long as torch keeps `pg`.
 
-    Collective over ``pg``. A group has one for the CPU (``device`` None) and one for GPUs, where
-    each rank gives the number of its own. ``kind`` overrides ``FSDPC_COLLECTIVES`` (and is ignored
-    when the group already has a communicator). ``ValueError``: ``shm`` is chosen although the
-    ranks are on several hosts, or a kind that does not support this device's memory.
+    Collective over ``pg``. A group has one communicator for the CPU (``device`` None) and one for
+    GPUs, for which each rank gives its own GPU's number. ``kind`` overrides ``FSDPC_COLLECTIVES``
+    (ignored if the group has a communicator already). ``ValueError``: ``shm`` is chosen although
+    the ranks are on several hosts, or the kind does not support this device's memory.
     ``MismatchError``: the ranks' environments differ. ``CommTimeout`` names the missing ranks;
-    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: none on another rank.
+    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: another rank has none.
     """
     comms = _comms.setdefault(pg, {})
     comm = comms.get(device)
@@ -150,15 +150,15 @@ def comm_for_group(
 
 def comm_for_host(pg: dist.ProcessGroup) -> _C.Comm:
     """A communicator for arrays in host memory: one that the group has, for whatever device, or a
-    new one for the CPU. Collective over ``pg`` if it has none; as ``comm_for_group``.
+    new one for the CPU. Collective over ``pg`` if it has none; errors as in ``comm_for_group``.
     """
     return next(iter(_comms.get(pg, {}).values()), None) or comm_for_group(pg)
 
 
 def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
-    """A new communicator of the same ranks, for another thread; ``None`` where it needs a process
-    group of its own, because they are not all on this host. Collective over ``pg``, by the
-    communicator that the group has for the CPU or gets now: which rank is dead is known at once.
+    """A new communicator of the same ranks, for another thread; ``None`` where the ranks do not
+    share memory: the thread then needs a process group of its own. Collective over ``pg``, by the
+    communicator that the group has for the CPU or gets now, which knows at once which rank is dead.
     """
     kind = "auto" if os.environ.get("FSDPC_COLLECTIVES") == "nccl" else None
     comm = comm_for_group(pg, kind=kind)
@@ -175,7 +175,7 @@ def comm_beside(pg: dist.ProcessGroup) -> _C.Comm | None:
 
 
 def is_destroyed(pg: dist.ProcessGroup) -> bool:
-    """Whether torch knows the group no more; its caches may keep the object. Local."""
+    """Whether the group was destroyed; torch's caches may keep the object. Local."""
     try:
         dist.get_backend(pg)
     except ValueError:
@@ -211,7 +211,7 @@ def set_collectives(kind: str, *, trust_order: bool = False) -> None:
 
 
 def trust_order() -> bool:
-    """Whether the ranks' turns are not compared; read when a tree of units is made."""
+    """Whether the check of the ranks' turns is off; read when a tree of units is made."""
     return os.environ.get("FSDPC_TRUST_ORDER") == "1"
 
 
@@ -234,7 +234,7 @@ def _say_note(device: int) -> None:
 
 
 def _numbered(pg: dist.ProcessGroup, kind: str | None, device: int | None) -> tuple[_C.Comm, str]:
-    """As ``_make_comm``; errors say what the group's ranks are called."""
+    """As ``_make_comm``; errors also say by which numbers they call the group's ranks."""
     numbers = numbers_of(pg)
     try:
         comm, wanted = _make_comm(pg, kind, device)
@@ -272,7 +272,7 @@ class _Offer:
     host: str
     pid: str
     name: str
-    # Errors of this rank: the first fails all ranks, the second only a group over shared memory.
+    # Errors of this rank: a refusal fails all ranks, an obstacle only a group over shared memory.
     refusal: str = ""
     obstacle: str = ""
 
@@ -325,8 +325,8 @@ def _connect(
 
 
 def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeout: float) -> str:
-    """Memory for the ranks of each host, by the name of this one's; if that is impossible
-    somewhere, no host has any.
+    """Make memory that the ranks of each host share. Returns the name of this host's segment, or ""
+    if some host cannot share memory: then none does.
     """
     for rank, each in enumerate(everyone):
         if each.obstacle and hosts.count(each.host) > 1:
@@ -344,8 +344,8 @@ def _share_hosts(comm: _C.Comm, everyone: list[_Offer], hosts: list[str], timeou
 def _follow(
     comm: _C.Comm, pg: dist.ProcessGroup, name: str, pids: list[int]
 ) -> _verdict.Group | None:
-    """Reports of the group's stalls, for as long as the communicator lives; ``None``: there are
-    none, because another rank's board cannot be read.
+    """Reports of the group's stalls, for as long as the communicator lives. ``None``: there are
+    no reports, because another rank's board cannot be read.
     """
     try:
         stall = _verdict.read_stall()
@@ -451,8 +451,8 @@ def _read_kind(kind: str | None) -> str:
 
 
 def read_timeout() -> float:
-    """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``, else 600, or less where torch's
-    collectives give up earlier, whose errors name no rank. Local.
+    """Seconds that a rank waits for others: ``FSDPC_TIMEOUT``, else 600, or less if torch's
+    collectives give up earlier: their errors name no rank. Local.
     """
     limits = [_C.DEFAULT_TIMEOUT, *(0.9 * seconds for seconds in group_timeouts())]
     text = os.environ.get("FSDPC_TIMEOUT") or str(min(limits))
@@ -484,7 +484,7 @@ ON_UNCAUGHT: list[Callable[[BaseException], None]] = []
 
 
 def _prepare_end() -> None:
-    """Once a process: make peers find out how this one ends."""
+    """Once in a process: let the peers learn how this process ends."""
     global _prepared_pid
     if _prepared_pid == os.getpid():
         return
@@ -498,7 +498,7 @@ def _prepare_end() -> None:
 
 
 def _own_comms() -> list[_C.Comm]:
-    """Communicators that this process made and may break; none of them in a forked child."""
+    """Communicators that this process made and may break; in a forked child there are none."""
     return list(_live) if _prepared_pid == os.getpid() else []
 
 

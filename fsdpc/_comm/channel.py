@@ -38,7 +38,7 @@ def store_of(pg: dist.ProcessGroup) -> Any:
 
 
 def numbers_of(pg: dist.ProcessGroup) -> str:
-    """What messages say of the ranks' numbers in the group; empty if they are the program's."""
+    """What messages say of the ranks' numbers in the group; empty if those are the program's."""
     ranks: list[int] = []
     with suppress(KeyError):  # a group that torch does not know
         ranks = dist.get_process_group_ranks(pg)
@@ -97,7 +97,7 @@ class Channel:
         return Channel(self._base, prefix, *options)
 
     def __call__(self, memory: np.ndarray, piece_bytes: int, what: str) -> None:
-        """All-gather in place: ``memory`` is 1-D, uint8, one piece of so many bytes a rank."""
+        """All-gather in place: ``memory`` is 1-D, uint8, ``piece_bytes`` bytes for each rank."""
         begin = self.rank * piece_bytes
         pieces = self.gather(memory[begin : begin + piece_bytes].tobytes(), what)
         for rank, piece in enumerate(pieces):
@@ -109,7 +109,7 @@ class Channel:
         memory[:] = np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
     def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """Every rank's bytes. Collective. ``CommTimeout``, ``PeerError``, ``CommError``."""
+        """Every rank's bytes. Collective. ``CommError``: a rank is late or failed, or no store."""
         try:
             return self._gather(mine, what)
         except _C.CommError as error:
@@ -192,7 +192,7 @@ class Channel:
                 )
 
     def _absent(self, keys: list[str], first: int = 0) -> list[int]:
-        """Ranks whose keys are missing, by bisection: they are few among many."""
+        """Ranks whose keys are missing, by bisection, because few of many are missing."""
         if self._store.check(keys):
             return []
         half = len(keys) // 2
@@ -213,11 +213,11 @@ class Channel:
         return self._store.get("failed").decode(errors="replace")
 
     def has_left(self, rank: int) -> bool:
-        """Whether a rank has left in good order. As ``failure``."""
+        """Whether a rank has left in good order. Local; ``RuntimeError`` without a store."""
         return self._store.check([f"left/{rank}"])
 
     def publish(self, text: str) -> None:
-        """Publishes this rank's failure to the others; the first one counts. Local."""
+        """Publishes this rank's failure to the others; only the first failure counts. Local."""
         self._say(lambda store: store.compare_set("failed", "", text))
 
     def leave(self) -> None:
@@ -230,7 +230,7 @@ class Channel:
         self._say(words)
 
     def for_watching(self) -> Channel:
-        """The same keys over a connection of its own, for the watching thread."""
+        """A channel with the same keys and a connection of its own, for the watching thread."""
         twin = self.renamed("")
         twin._store = self._parallel()
         return twin
@@ -247,7 +247,7 @@ class Channel:
             pass
 
     def _parallel(self, timeout: timedelta | None = None) -> Any:
-        """A connection of its own, which torch tries for as long as the store's timeout says."""
+        """A second connection, which torch tries to make for ``timeout`` or the store's own."""
         clone = getattr(self._store, "clone", None)
         if clone is None:
             return self._store

@@ -2,8 +2,8 @@
 
 Units of ranks on several hosts travel by sends and receives in the background (``post``, ``land``;
 csrc/comm/flight.h), whose waits end at ``FSDPC_TIMEOUT`` and name the rank that did not come. A
-connection that ends is an error at once, which names its rank. All other collectives are torch's,
-with torch's deadline.
+connection that ends is an error at once, which names the rank behind it. All other collectives
+are torch's, with torch's deadline.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ _REDUCE_SCATTER = (
 # Words of backends for a rank that did not come, or whose connection has ended.
 _LATE = ("timed out", "timeout")
 _LOST = (*_LATE, "closed", "reset by peer", "broken pipe", "refused")
-# Of the first message from rank to rank; comm_flight.c has the others.
+# The tag of the first message from rank to rank; comm_flight.c has the other tags.
 _TRIAL_TAG = (1 << 30) - 2
-# Of the thread that watches the other hosts; what a table may take beyond the answers' time; for
-# the reason of a rank whose connection has ended; after that the store counts as unreachable.
+# Seconds: between looks of the thread that watches other hosts; for a table beyond the answers'
+# time; for the reason why a connection has ended; after which a silent store counts as gone.
 _LONGEST_PAUSE_S, _SPARE_S, _REASON_S, _SILENCE_S = 1.0, 1.0, 0.7, 1.0
 
 T = TypeVar("T")
@@ -51,8 +51,8 @@ wires: weakref.WeakSet[Collectives] = weakref.WeakSet()
 class Collectives:
     """The callbacks of one group; `memory` is a 1-D array of bytes, valid during the call.
 
-    ``flies``: units are exchanged by sends and receives, if the backend has them. ``timeout``: of
-    their waits, in seconds. ``locations``: of all ranks, for errors.
+    ``flies``: units are exchanged by sends and receives, if the backend has them. ``timeout``:
+    seconds that these may take. ``locations``: where all ranks run, for errors.
     """
 
     def __init__(
@@ -73,10 +73,10 @@ class Collectives:
         # Made now: while a rank fails, a new connection may take as long as the store's timeout.
         self._asking = channel.for_watching() if channel else None
         self.stalls: _verdict.Group | Hosts | None = None
-        # For as long as the group works: a failed rank's connections must be able to end.
+        # Transfers given up, kept only while the group works: after a failure connections must end.
         self._given_up: Transfers = []
         self._broken = False
-        self._late: list[int] = []  # for which this rank has waited in vain, where that is known
+        self._late: list[int] = []  # the ranks for which this rank waited in vain, if known
         wires.add(self)
 
     def publish(self, text: str) -> None:
@@ -87,8 +87,8 @@ class Collectives:
     # --- what is known of a failure ---------------------------------------------------------------
 
     def _reason(self) -> str:
-        """What another rank has published, at most ``_REASON_S`` from now on: a rank that raises
-        publishes the reason before its connections end, but over another one.
+        """What another rank has published, or publishes within ``_REASON_S`` seconds, or "": a rank
+        that raises publishes the reason before its connections end, but over another connection.
         """
         until = time.monotonic() + _REASON_S
         if isinstance(self.stalls, Hosts) and not self.stalls.answers:
@@ -106,8 +106,8 @@ class Collectives:
         return _within(_REASON_S, ask) or ""
 
     def _why(self, late: list[int] | None) -> str:
-        """What is known of a collective that another rank has ended, or to which ranks have not
-        come (``late``, where they are known).
+        """What is known of a collective that failed: ``late`` are the ranks that have not come, as
+        far as they are known; None: another rank has ended the collective.
         """
         reason = self._reason()
         if reason or late is None:
@@ -182,8 +182,8 @@ class Collectives:
     # --- transfers in the background --------------------------------------------------------------
 
     def post(self, moves: list[tuple[np.ndarray, int, bool]], tag: int, what: str) -> Transfers:
-        """Begin sends and receives, (memory, rank of the group, send), all with one tag. The memory
-        stays valid until they have landed, or for ever.
+        """Begin sends and receives with one tag; a move is (memory, rank of the group, send). The
+        memory stays valid until all have landed, or for ever.
         """
         pg = self._group()
         works = []
@@ -196,9 +196,9 @@ class Collectives:
         return works
 
     def land(self, works: Transfers, skip: bytes | None, what: str) -> None:
-        """Wait for those with ranks r that are not skipped by ``skip[r]``, which find no match.
-        ``CommTimeout``, ``PeerError``, and what a signal handler raises (Ctrl-C): then none of them
-        writes to memory any more.
+        """Wait for the transfers, except those with ranks r where ``skip[r]`` is set: they find no
+        match. After ``CommTimeout`` (a rank is late), ``PeerError`` (a rank has ended) or what a
+        signal handler raises (Ctrl-C), no transfer writes to memory any more.
         """
         until = time.monotonic() + self._timeout
         failed: list[tuple[int, RuntimeError]] = []
@@ -220,7 +220,7 @@ class Collectives:
                 raise self._failed(peer, error, what) from error
 
     def give_up(self, works: Transfers) -> None:
-        """Leave them to themselves: what another rank has begun to send must arrive, or the
+        """Leave transfers to themselves: what another rank has begun to send must arrive, or the
         connection could carry nothing behind it. Local.
         """
         if not self._broken:
@@ -253,14 +253,14 @@ class Collectives:
 
 
 def _cut(works: Sequence[dist.Work]) -> None:
-    """End the works, and the connections with those that have not landed: a wait whose time is over
-    leaves nothing that writes to memory.
+    """End the works, and the connections of those that have not landed, so that nothing writes to
+    memory after a wait whose time is over.
     """
     for work in works:
         try:
             work.wait(timedelta(milliseconds=1))
         except RuntimeError:
-            return  # so are all other works of the group
+            return  # this has ended all other works of the group, too
 
 
 def _within(seconds: float, call: Callable[[], T]) -> T | None:
@@ -317,7 +317,7 @@ class Hosts:
 
     @property
     def answers(self) -> bool:
-        """Whether the store has not kept the watching thread waiting."""
+        """False once the store has kept the watching thread waiting for ``_SILENCE_S`` seconds."""
         return time.monotonic() - self._polls_since < _SILENCE_S
 
     def verdict(self, gives_up: bool, late: list[int]) -> tuple[list[int], str] | None:

@@ -1,4 +1,4 @@
-"""The error file of torchrun, in its format: its summary then names the rank that failed first.
+"""torchrun's error file, from which torchrun's summary names the rank that failed first.
 
 torchrun calls the failure with the smallest time stamp, in whole seconds, the root cause. A rank
 that fails because of another one therefore writes a later stamp.
@@ -34,7 +34,7 @@ def write_error_file(error: BaseException) -> None:
 
 
 def follows(error: BaseException) -> bool:
-    """Another rank's failure or absence is behind this error."""
+    """Whether another rank's failure or absence is behind this error."""
     seen: BaseException | None = error
     for _ in range(16):
         if seen is None:

@@ -8,11 +8,11 @@ import os
 import threading
 from collections.abc import Callable
 
-PATIENCE_S = 5.0  # for a wait that was cut short
+PATIENCE_S = 5.0  # for the end of a wait that was cut short
 
 
 class _Waiter:
-    """A thread that makes one call at a time. Two locks hand a call over and back: 20 us."""
+    """A thread that makes one call at a time. Two locks hand a call over and back, in 20 us."""
 
     def __init__(self) -> None:
         self._begin, self._end = threading.Lock(), threading.Lock()
@@ -63,7 +63,7 @@ os.register_at_fork(after_in_child=_forget)
 
 def run(call: Callable[[], None], cut: Callable[[], None]) -> None:
     """Return or raise as ``call()`` does; what a signal handler raises meanwhile comes at once,
-    after ``cut()``, which makes ``call`` end soon. In threads that run no handlers: ``call()``.
+    after ``cut()``, which makes ``call`` end soon. Threads that run no handlers call it directly.
     """
     global _waiter
     if threading.current_thread() is not threading.main_thread():

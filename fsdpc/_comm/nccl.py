@@ -52,7 +52,7 @@ class _Hello:
 
     @staticmethod
     def from_bytes(data: bytes, rank: int, what: str) -> _Hello:
-        """``CommError`` names a rank whose bytes are malformed."""
+        """The message in ``data``; ``CommError`` names a rank whose bytes are malformed."""
         kinds = (dict, str, int, int, str, bool, str, tuple)
         fields = read(data, rank, what)
         fits = isinstance(fields, tuple) and len(fields) == len(kinds)
@@ -81,8 +81,8 @@ def make_nccl_comm(
 
     ``device`` is the number of this rank's GPU; ``host`` is equal for processes that can open
     pidfds of each other; the deadline in seconds must be equal on all ranks.
-    ``NotImplementedError``: no such GPU or NCCL here; ``PeerError``: none on another rank;
-    ``MismatchError``; ``CommTimeout`` names the missing ranks.
+    ``NotImplementedError``: no such GPU or no NCCL here; ``PeerError``: another rank has none;
+    ``MismatchError``: the ranks' settings differ; ``CommTimeout`` names the missing ranks.
     """
     store = store_of(pg)
     if store is None:
@@ -137,8 +137,8 @@ class _Start:
 
 
 def held_bytes(comm: _C.Comm) -> int:
-    """Device memory that a communicator's start took, 0 for those without NCCL: the GPU's free
-    bytes before and after, so that other processes on that GPU at that moment count, too. Local.
+    """Device memory that a communicator's start took, 0 without NCCL: the GPU's free bytes before
+    less those after, so what other processes took of that GPU meanwhile counts, too. Local.
     """
     return _held.get(comm, 0)
 
@@ -232,7 +232,7 @@ class _Watched:
             self._ask(lambda: self._stall.poll(comm))
 
     def _ask(self, question: Any) -> Any:
-        """``None`` once the store is gone: its process may have ended in good order."""
+        """The answer; ``None`` once the store is gone: its process may have ended in good order."""
         try:
             return question() if self._answers else None
         except _C.StateError:  # closed: no wait to end, but the peers' deaths are still of interest
@@ -297,7 +297,7 @@ _thread_pid: int | None = None
 
 
 def watch(comm: _C.Comm, channel: Channel, locations: list[Location]) -> None:
-    """Watch a communicator until it is gone. ``locations``: of its ranks."""
+    """Watch a communicator until it is gone. ``locations``: where its ranks run."""
     global _thread_pid
     with _lock:
         if _thread_pid != os.getpid():  # the first one, or a forked child's first one

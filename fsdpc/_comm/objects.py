@@ -1,7 +1,7 @@
 """Plain values between ranks, through a unit's communicator.
 
-Unlike torch's object collectives they end in an error that names who did not come, at the
-communicator's deadline, need no device memory, and run no code of the sender's (``_plain``).
+Unlike torch's object collectives, these end in an error that names who did not come, at the
+communicator's deadline, need no device memory, and run no code of the sender's (``plain.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _VALUE, _PROBLEM = b"v", b"p"
 def exchange(comm: Any, value: Any, what: str) -> list[Any]:
     """Every rank's ``value``, in rank order. Collective; ``what`` goes into error texts.
 
-    ``TypeError`` on every rank, naming the place, where some rank's is no plain value;
+    ``TypeError`` on every rank if some rank's value is not plain, naming the place in the value;
     ``CommError`` names a rank that sent something else.
     """
     if comm.world == 1:
@@ -40,7 +40,7 @@ def exchange(comm: Any, value: Any, what: str) -> list[Any]:
 
 
 def check_equal(setting: str, values: list[Any]) -> None:
-    """``MismatchError``: a rank's value of the setting is not rank 0's. Local."""
+    """``MismatchError`` if a rank's value of the setting differs from rank 0's. Local."""
     for rank, value in enumerate(values):
         if value != values[0]:
             raise _C.MismatchError(
@@ -62,7 +62,7 @@ def unreadable(rank: int, what: str, why: object) -> _C.CommError:
 
 
 def broadcast(comm: Any, value: Any, what: str) -> Any:
-    """Rank 0's ``value``; what the others pass is ignored. Collective. Errors as ``exchange``."""
+    """Rank 0's ``value``; what others pass is ignored. Collective. Errors as in ``exchange``."""
     if comm.world == 1:
         return value
     mine, problem = _packed(value) if comm.rank == 0 else (b"", None)
@@ -77,7 +77,7 @@ def broadcast(comm: Any, value: Any, what: str) -> Any:
 
 
 def _packed(value: Any) -> tuple[bytes, TypeError | None]:
-    """What is sent, and why it is not the value: the other ranks wait for something in any case."""
+    """The bytes to send, and why they are not the value: the others wait for bytes in any case."""
     try:
         return _VALUE + encode(value), None
     except TypeError as error:

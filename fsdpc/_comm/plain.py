@@ -5,7 +5,7 @@ peer, or any process that reaches the process group's store, can send a wrong va
 
     "fsdpc1" | length of the JSON, 8 bytes | JSON | raw bytes
 
-In the JSON a list stands for a list; what JSON lacks is an object of one key, its kind.
+In the JSON a list stands for a list; what JSON lacks is an object with one key, which is its kind.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NUMPY_KINDS = "biufc"
 
 @dataclass(frozen=True)
 class Outline:
-    """Stands for a tensor with dimensions; its elements travel apart."""
+    """Stands for a tensor with dimensions; its elements are sent separately."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    index: int = -1  # which one, where that matters
+    index: int = -1  # which tensor, where that matters
 
     @property
     def numel(self) -> int:
@@ -49,7 +49,7 @@ class Malformed(ValueError):
 
 
 def encode(value: Any) -> bytes:
-    """``TypeError`` names the path of what is no plain value."""
+    """The value as bytes. ``TypeError`` names the path of what is no plain value."""
     form, raw = parts_of(value)
     text = json.dumps(form, separators=(",", ":")).encode()
     return b"".join([_HEAD.pack(_MAGIC, len(text)), text, *raw])

@@ -1,4 +1,4 @@
-"""A rendezvous before a call that a program may make on some ranks only; models compared.
+"""A rendezvous before a call that a program may make on some ranks only; comparison of models.
 
 A communicator that ``names_absentees`` has a deadline and names the missing ranks. Over a wire the
 wait is the backend's, which ends late or never and names no rank; there each rank first sets a key
@@ -44,8 +44,8 @@ def agree_on_model(
     """Compare ``text`` over ranks, or, where it differs, ``nameless``: the same without
     ``names`` of modules and parameters. Collective. A process warns once of names that differ.
 
-    ``MismatchError`` quotes the first difference of ``text``: ``nameless`` differs, too, or all
-    ranks have these names, in other orders.
+    ``MismatchError`` quotes the first difference of ``text``. It is raised if ``nameless`` differs,
+    too, or if all ranks have these names, in other orders.
     """
     global _warned
     try:

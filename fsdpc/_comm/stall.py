@@ -1,10 +1,10 @@
 """Ranks of several hosts that stand still: one table and one cause, through the group's store.
 
 A rank that has waited for ``patience`` seconds starts a query. On each host the first rank whose
-watching thread runs reads the status of all ranks of that host, so a stopped one, or one that holds
-the interpreter's lock, is found too. The rank that started the query joins the rows of all hosts to
-one table. Every rank logs this table, and adds it to its error if its deadline passes. The next
-query starts after twice, four times ... as long.
+watching thread runs reads the status of all ranks of that host, so that a stopped rank, or one that
+holds the interpreter's lock, is found too. The rank that started the query joins the rows of all
+hosts to one table. Every rank logs this table, and adds it to its error if its deadline passes. The
+next query starts after twice, four times ... as long.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Stall:
     """A rank's part in the queries for a table (see the module), under keys of one communicator.
 
     The watching thread calls ``poll`` periodically with the communicator; ``seconds(comm)`` is how
-    long it has waited for other ranks, ``note(comm, text)`` gives it the table, ``numbers`` is what
+    long it has waited for other ranks, ``note(comm, text)`` hands it the table, ``numbers`` is what
     warnings say of the ranks' numbers. Errors are the store's.
     """
 
@@ -71,19 +71,19 @@ class Stall:
             for r, location in enumerate(locations)
             if self._host[r] == self._host[rank]
         }
-        self._question = 0  # the last one that this rank has read
-        self._asks_at = 0.0  # not again before this many seconds of waiting
-        self._collects_until: float | None = None  # set if this rank asked
+        self._question = 0  # the last query that this rank has read
+        self._asks_at = 0.0  # no query before this many seconds of waiting
+        self._collects_until: float | None = None  # set if this rank started the query
         self._report_until = 0.0  # a report is expected until then; the collecting rank may fail
         self._urgent = False
         self._took, self._took_at = threading.Event(), 0.0
-        self.verdict: tuple[list[int], str] | None = None  # of this wait
+        self.verdict: tuple[list[int], str] | None = None  # causes and table of this wait
 
     def poll(self, comm: Any) -> None:
         seconds = self._seconds(comm)
         self._answer()
         if self.verdict is not None and seconds < time.monotonic() - self._took_at:
-            self._note(comm, "")  # of a wait that is over
+            self._note(comm, "")  # the table is of a wait that is over
             self.verdict = None
         if seconds < self._patience and not self._urgent:
             self._asks_at = 0.0
@@ -110,7 +110,7 @@ class Stall:
         return f"stall/{self._question}/{what}"
 
     def _answer(self) -> None:
-        """Read the status of this host's ranks, if there is a question and no other rank does."""
+        """Read the status of this host's ranks, if a query is new and no other rank does it."""
         before = self._question
         while self._store.check([f"stall/{self._question + 1}/asked"]):
             self._question += 1

@@ -27,7 +27,7 @@ class Row:
     rank: int
     pid: int
     status: Status
-    host: str = ""  # where the ranks are on several
+    host: str = ""  # empty where all ranks are on one
 
     @property
     def state(self) -> str:
@@ -42,8 +42,8 @@ class Row:
 
 def causes(rows: Sequence[Row], late: Sequence[int] = ()) -> list[int]:
     """The ranks that the others wait for: dead ones, else stopped ones, else those of which nothing
-    is known, else those that do not wait in fsdpc. If all wait, those that wait elsewhere than
-    most; in one place, ``late``.
+    is known, else those that do not wait in fsdpc. If all wait, the ranks of the place where the
+    fewest wait; if all wait in one place, ``late``.
     """
     for kind in (["dead"], ["stopped"], [NO_ANSWER], ["runs", "sleeps", "in the kernel"]):
         found = [row.rank for row in rows if row.state in kind]

@@ -1,7 +1,7 @@
 """Short texts that all ranks of a process group show each other, by one collective of torch's.
 
-``all_gather_object`` needs two collectives for the same and unpickles what peers sent; over gloo
-they are most of the time that making a group's communicator takes.
+``all_gather_object`` needs two collectives for the same and unpickles what peers sent; over gloo,
+collectives are most of the time that making a group's communicator takes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def gather_texts(pg: dist.ProcessGroup, texts: Sequence[str]) -> list[list[str]]
 
 
 def _device(pg: dist.ProcessGroup) -> torch.device:
-    """A device whose tensors the group's backends carry: the CPU, if they do."""
+    """A device whose tensors the group's backends carry: the CPU, if they carry its tensors."""
     if "cpu" in dist.get_backend_config(pg):
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())

@@ -77,7 +77,7 @@ class Group:
     # --- warnings ---------------------------------------------------------------------------------
 
     def linger(self, waited: float) -> None:
-        """This rank has waited so many seconds: make the table, if none has been made for that."""
+        """This rank has waited so many seconds: make the table, unless this wait has one."""
         now = time.monotonic()
         with self._open() as book:
             warning = book.get("warning")
@@ -123,8 +123,8 @@ class Group:
 
     @contextmanager
     def _open(self) -> Iterator[dict[str, Any]]:
-        """This group's entry, which is written back. Without the lock after _LOCK_S: its holder may
-        have been stopped.
+        """This group's entry; changes are written back. If the lock is not free after ``_LOCK_S``
+        seconds, goes on without it: its holder may have been stopped.
         """
         mine = self._mutex.acquire(timeout=_LOCK_S)
         locked = self._lock()
@@ -205,12 +205,12 @@ _pause = math.inf
 
 
 def _own() -> list[Group]:
-    """None of those that a forked child has from its parent."""
+    """The groups of this process, without those that a forked child has from its parent."""
     return [group for group in list(_groups.values()) if group.owner == os.getpid()]
 
 
 class _Reports:
-    """What the waits over shared memory call."""
+    """What the waits over shared memory call to report stalls."""
 
     def linger(self, name: str) -> None:
         for group in _own():
@@ -237,13 +237,13 @@ def pause_of(stall: float, longest: float) -> float:
 
 
 def follow_remote(poller: Any, pause: float) -> None:
-    """Call ``poller.poll()`` each ``pause`` seconds and after ``wake``, for as long as it lives."""
+    """Call ``poller.poll()`` each ``pause`` seconds and after ``wake``, while the poller lives."""
     _pollers.add(poller)
     _start_thread(pause)
 
 
 def follow_segment(name: str, hosts: Any) -> None:
-    """Errors of waits over this host's segment have ``hosts.verdict``, for as long as it lives."""
+    """Errors of waits over this host's segment have ``hosts.verdict``, while ``hosts`` lives."""
     _segments[name] = hosts
     _C.set_stalls(read_stall(), _Reports())
 

@@ -18,7 +18,7 @@ _one_host: weakref.WeakSet[_C.Comm] = weakref.WeakSet()
 
 
 def note_one_host(comm: _C.Comm) -> None:
-    """All ranks of this communicator run on one host. Local."""
+    """Record that all ranks of this communicator run on one host. Local."""
     _one_host.add(comm)
 
 

@@ -1,5 +1,5 @@
-"""Optimizers of other libraries whose rule needs whole parameters: known by the names of their
-classes, and what has the unsharded run's results in their place.
+"""Optimizers of other libraries whose rule needs whole parameters, known by their class names, and
+the optimizers of ``fsdpc.optim`` that have the unsharded run's results in their place.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from fsdpc._engine.companions import register
 from fsdpc._engine.writeback import owner_of
 
-# What a trial of a few steps on flat parts does not show, or cannot run.
+# Classes that need whole parameters, which a trial of a few steps on flat parts fails to show.
 KNOWN = frozenset(
     "AdaGO AdaMuon AdamMini Adam_mini DAdaptAdaGrad DAdaptAdan DAdaptLion DAdaptSGD Dion "
     "DistributedMuon DistributedShampoo FusedLAMB FusedNovoGrad Kron LARS LoRARite Muon MuonClip "
@@ -20,7 +20,7 @@ KNOWN = frozenset(
 )
 _OURS = ("Muon", "Adafactor", "SOAP", "Shampoo", "AdamMini")
 _RIGHT_ON_DTENSORS = ("AdamMini",)
-_SUMS = ("A2Grad", "DAdapt", "Prodigy")  # read sums of a rank's rows, unless fsdp_in_use
+_SUMS = ("A2Grad", "DAdapt", "Prodigy")  # sum over one rank's rows, unless fsdp_in_use
 _FOR_SHARDS = ("fsdpc", "dion")  # packages whose classes are made for shards
 _named: set[type] = set()
 
@@ -31,13 +31,13 @@ def known(kind: type) -> bool:
 
 
 def instead(kind: type) -> str | None:
-    """The class of ``fsdpc.optim`` with a rule of that name. Local."""
+    """The class of ``fsdpc.optim`` whose name is part of the name of ``kind``, or None. Local."""
     name = kind.__name__.lower().replace("_", "")
     return next((ours for ours in _OURS if ours.lower() in name), None)
 
 
 def name_on_dtensors(optimizer: Any) -> None:
-    """Warn, once by class, before steps of a rule for more than rows on DTensors. Local."""
+    """Warn, once per class, of a rule that needs more than a rank's rows of DTensors. Local."""
     kind = type(optimizer)
     ours = "AdamW" if kind.__name__.startswith(_SUMS) else instead(kind)
     if ours is None or ours in _RIGHT_ON_DTENSORS or kind in _named:

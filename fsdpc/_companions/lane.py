@@ -26,7 +26,7 @@ def ordinal_of(tensor: Tensor) -> int | None:
 
 
 def pinned(ordinal: int, nbytes: int) -> Tensor:
-    """Zeroed pinned memory, a CPU tensor of uint8. ``MemoryError``. Freeing it is a host sync."""
+    """Zeroed pinned memory: a CPU tensor of uint8, or ``MemoryError``. Freeing is a host sync."""
     return over(_C.pinned_new(ordinal, nbytes), torch.uint8)
 
 
@@ -58,7 +58,7 @@ class Lane:
         _C.lane_join(self._lane, mark)
 
     def finish(self, mark: int, what: str = "copies to pinned host memory") -> None:
-        """Host sync. ``TimeoutError`` after ``FSDPC_TIMEOUT`` seconds."""
+        """Wait on the host for the mark. ``TimeoutError`` after ``FSDPC_TIMEOUT`` seconds."""
         _C.lane_finish(self._lane, mark, what)
 
     def counts(self) -> dict[str, int]:
@@ -80,6 +80,6 @@ def call_before_write(function: Callable[[], object]) -> None:
 
 
 def before_write() -> None:
-    """What ``call_before_write`` was given; for steps without an optimizer's ``step``. Local."""
+    """Call what ``call_before_write`` was given; for steps outside ``Optimizer.step``. Local."""
     while _before_write:
         _before_write.pop()()

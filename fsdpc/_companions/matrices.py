@@ -16,12 +16,12 @@ import numpy as np
 _EMBEDDINGS = re.compile(r"embed|embd|^(wte|wpe|tok_emb|pos_emb|relative_attention_bias)$")
 _HEADS = re.compile(r"^(lm_head|head|heads|output|classifier|score|unembed|decoder|fc_out)$")
 _EXPERTS = re.compile(r"experts?(\.|$)")
-ROUND = 1 << 25  # elements of an owner's matrices that are exchanged at one time, or one matrix
-ADAPTED = ("base_layer", "original_module", "modules_to_save", "default")  # peft's
+ROUND = 1 << 25  # elements of an owner's matrices that are exchanged in one round, or one matrix
+ADAPTED = ("base_layer", "original_module", "modules_to_save", "default")  # peft's module names
 
 
 def is_embedding_or_head(name: str) -> bool:
-    """By a parameter's own name or that of its module."""
+    """Whether the name of a parameter or its module is that of an embedding or output layer."""
     parts = [each for each in name.split(".") if each not in ADAPTED]
     own = [parts[-1]] if parts[-1] not in ("weight", "bias") else []
     own += parts[-2:-1]
@@ -44,8 +44,8 @@ def is_matrix(name: str, shape: Sequence[int]) -> bool | None:
 class Matrix(NamedTuple):
     """Rows of a parameter that are whole in one place for a step.
 
-    ``begin``: index of the first element in the whole parameter; ``widths``: of the matrices that
-    stand side by side in it, which are orthogonalised one by one.
+    ``begin``: index of their first element in the whole parameter; ``widths``: columns of each of
+    the matrices that stand side by side in these rows and are orthogonalised one by one.
     """
 
     begin: int
@@ -59,7 +59,7 @@ class Matrix(NamedTuple):
 
     @property
     def work(self) -> int:
-        """Products of one iteration of Newton-Schulz, up to a factor."""
+        """Multiplications of one iteration of Newton-Schulz, up to a constant factor."""
         return sum(self.rows * width * min(self.rows, width) for width in self.widths)
 
 
@@ -70,10 +70,10 @@ def deal(
     holders: bool = False,
     kept: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The owner of each matrix, the largest first: the rank that holds most of it (``held(i)``:
-    elements on each rank) among those whose load stays below the mean or the largest matrix, else
-    the rank with the least load. ``holders``: only among ranks that hold some; matrices that fewer
-    ranks hold come first then. ``kept``: owners that stay.
+    """The owner of each matrix. The largest is dealt first, to the rank that holds most of it
+    (``held(i)``: elements of matrix i on each rank) of the ranks whose load stays within the mean
+    or the largest matrix, else to the rank with the least load. ``holders``: only to ranks that
+    hold some of it; matrices that fewer ranks hold come first then. ``kept``: owners that stay.
     """
     owners = [0 if owner is None else owner for owner in kept or [None] * len(work)]
     loads = np.zeros(world, dtype=np.float64)
@@ -90,7 +90,7 @@ def deal(
             chosen = chosen[own[chosen] == own[chosen].max()]
         else:
             chosen = np.flatnonzero(may)
-        owners[i] = int(chosen[loads[chosen].argmin()])  # the first of equal ones
+        owners[i] = int(chosen[loads[chosen].argmin()])  # the first of equal loads
         loads[owners[i]] += work[i]
     return owners
 
@@ -98,8 +98,8 @@ def deal(
 def rounds_of(
     work: Sequence[int], numels: Sequence[int], owners: Sequence[int], world: int, most: int
 ) -> list[int]:
-    """The round in which each matrix is at its owner: as many rounds as the owner with the most
-    elements needs for ``most`` in each, and about equal work in each at every owner.
+    """The round in which each matrix is at its owner. There are as many rounds as the owner with
+    the most elements needs at ``most`` elements a round; an owner's rounds have about equal work.
     """
     elements, loads = [0] * world, [0] * world
     for owner, numel, cost in zip(owners, numels, work, strict=True):

@@ -2,16 +2,16 @@
 
 torch's loop on processors makes a dozen operations for each parameter, and for a small one an
 operation costs more than its arithmetic. Parameters of a unit lie one behind another, and so do
-their gradients. Their states are moved so that they do too; torch's function then gets one tensor
-of each list for all of them. Parameters, gradients, states and steps keep their objects and values.
+their gradients. Their states are moved so that they do too; torch's function then gets, in each of
+its lists, one tensor for the run. Parameters, gradients, states and steps keep objects and values.
 
-What makes a run is only memory, which a program may change at any time: so before each step the
+A run depends on where tensors lie, which a program may change at any time: so before each step the
 places of all tensors are compared with those that the runs were planned for. If one differs, torch
 collects them as usual, and the runs are planned anew.
 
 Results are equal to the bit: each kernel computes an element from the same element of its inputs
-alone, and its code for the last elements of a tensor rounds as its other code does. The latter
-holds for these dtypes and is tried once in each process. Runs are shorter than what torch divides
+alone, and its code for the last elements of a tensor rounds as its other code does. The rounding
+is tried for each of ``_DTYPES``, once in each process. Runs are shorter than what torch divides
 among threads, whose parts would end elsewhere.
 """
 
@@ -38,17 +38,17 @@ _CLASSES = (torch.optim.Adam, torch.optim.AdamW)
 _DTYPES = (torch.float32, torch.float64)
 _LONGEST = 32767  # elements: torch's loops divide longer tensors among threads
 _WIDEST = 512  # bytes between two parameters of a run: padding
-_SMALLEST_EPS = 1e-30  # the padding's own step divides by it
-_MOVES = 8  # of the same states: a program may move them away at every step
-_PATIENCE = 8  # plans in a row that did not hold at the next step, before most steps do without
+_SMALLEST_EPS = 1e-30  # a step on the padding divides by eps
+_MOVES = 8  # the most moves of the same states: a program may move them away at every step
+_PATIENCE = 8  # plans in a row that failed at the next step; after them one step in 8 plans
 _grad_of = attrgetter("grad")
 
 
 def runs_of(optimizer: Any) -> Runs | None:
-    """What makes runs of the optimizer's parameters; None: they step one by one. Local."""
+    """The ``Runs`` of an optimizer; None: its parameters step one by one. Local."""
     may = (
         type(optimizer) in _CLASSES
-        and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # else places are slow to read
+        and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")  # else addresses are slow to read
         and _rounds_alike()
     )
     return Runs() if may else None
@@ -110,7 +110,7 @@ def _options(optimizer: Any, group: dict[str, Any]) -> tuple[bool, ...] | None:
 
 
 class _Collected:
-    """What a step of a group works on: per parameter with a gradient, in order."""
+    """What a step of a group works on: an entry per parameter with a gradient, in order."""
 
     def __init__(self, params: list[Any], grads: list[Any], states: list[Any]) -> None:
         self.lists = [params, grads, *map(list, zip(*states, strict=True))]
@@ -125,7 +125,7 @@ def _local(tensor: Any) -> Any:
 
 
 def _collected(optimizer: Any, group: dict[str, Any]) -> _Collected | None:
-    """None: torch has to make states first, or they are unusual."""
+    """What a step of the group works on; None: states are missing or unusual, or no gradients."""
     params = group["params"]
     grads = list(map(_grad_of, params))
     given = list(map(is_not, grads, repeat(None)))
@@ -147,13 +147,13 @@ class _Plan:
     def __init__(self, options: tuple[bool, ...], count: int) -> None:
         self.options = options
         self.places: bytes | None = None
-        self.runs: list[list[Tensor]] = []  # parameter, gradient, states; the first one's step
-        self.single = list(range(count))  # positions
+        self.runs: list[list[Tensor]] = []  # parameter, gradient, states, first member's step
+        self.single = list(range(count))  # positions of parameters that are in no run
         self.flats: list[Tensor] = []  # memory of states and steps
         self.steps: Tensor | None = None
-        self.members: Tensor  # positions in `steps`
-        self.firsts: Tensor  # for each of `members`, that of the first one of its run
-        self.others: Tensor  # what `steps` grow by beside torch's function
+        self.members: Tensor  # positions in `steps` of all parameters in runs
+        self.firsts: Tensor  # for each of `members`, the position of the first member of its run
+        self.others: Tensor  # added to `steps`: 1 for members whose step torch's function leaves
         self.written: list[Any] = []
 
     def holds(self, now: _Collected) -> bool:
@@ -165,7 +165,7 @@ class _Plan:
         return torch.equal(steps[self.members], steps[self.firsts])
 
     def fill(self, now: _Collected, lists: Sequence[list[Any]]) -> None:
-        """Lists without an amsgrad state leave torch's fifth one empty."""
+        """Fill torch's lists for a step; without amsgrad the fifth list stays empty."""
         used = [*lists[:4], lists[5]] if len(now.lists) == 5 else lists
         single = now.locals(self.single)
         for tensors, own, column in zip(
@@ -196,7 +196,7 @@ def _planned(
 
 
 class _Memory:
-    """Flat tensors made for states: only in these is what lies between two states known."""
+    """Flat tensors made for states: only in these is it known what lies between two states."""
 
     def __init__(self, flats: Iterable[Tensor]) -> None:
         self.flats = sorted(flats, key=Tensor.data_ptr)
@@ -230,7 +230,7 @@ class _Member:
 
 
 def _chains(now: _Collected) -> list[list[_Member]]:
-    """Parameters that lie behind each other like their gradients, at equal steps."""
+    """Lists of parameters at equal steps that lie one behind another, as do their gradients."""
     by_unit: dict[int, list[_Member]] = {}
     found: list[list[_Member]] = []
     for position, tensors in enumerate(zip(*now.lists, strict=True)):
@@ -284,8 +284,8 @@ def _member(position: int, tensors: Sequence[Any]) -> _Member | None:
 
 
 def _following(unit: Any) -> dict[int, int]:
-    """From the address of each of the unit's parameters to that of the next one: between the two
-    there is nothing but padding.
+    """For the address of each of the unit's parameters the address of the next one in memory:
+    between the two there is nothing but padding.
     """
     held = sorted(view.data_ptr() for view in unit.views if view.numel() > 0)
     return dict(zip(held, held[1:], strict=False))
@@ -391,7 +391,7 @@ def _index(step: Tensor, steps: Any) -> int:
 
 
 def _flats_of(now: _Collected, run: list[_Member], known: _Memory) -> list[Tensor] | None:
-    """The tensors that torch's function gets for a run; None: the unit's memory is elsewhere."""
+    """The tensors that torch's function gets for a run; None: not in the unit's memory."""
     first, numel = run[0], _numel(run[0], run[-1])
     dtype, flat = first.local.dtype, first.unit.flat
     param = _span(flat.shard, first.at, numel, dtype)
@@ -408,7 +408,7 @@ def _flats_of(now: _Collected, run: list[_Member], known: _Memory) -> list[Tenso
 
 
 def _span(memory: Any, at: int, numel: int, dtype: torch.dtype) -> Tensor | None:
-    """Elements from address ``at`` in an array of the unit's, without a copy."""
+    """A tensor over the elements from address ``at`` on in ``memory``; None: they lie outside."""
     whole = torch.from_dlpack(memory.view(np.uint8))
     begin, size = at - whole.data_ptr(), numel * dtype.itemsize
     if begin < 0 or begin + size > whole.numel():
@@ -421,8 +421,8 @@ def _span(memory: Any, at: int, numel: int, dtype: torch.dtype) -> Tensor | None
 
 @functools.cache
 def _rounds_alike() -> bool:
-    """Whether torch's kernels of this processor compute the elements of several tensors and of one
-    that has all of them to the same bits: the last elements of a tensor may have code of their own.
+    """Whether torch's kernels for this processor give the same bits for several tensors as for one
+    tensor with all their elements: the last elements of a tensor may have code of their own.
     """
     sizes = [1, 2, 3, 5, 7, 8, 9, 13, 15, 16, 17, 23, 31, 33, 47, 63, 65]
     return all(
@@ -433,7 +433,7 @@ def _rounds_alike() -> bool:
 
 
 def _both_ways(sizes: list[int], dtype: torch.dtype, foreach: bool) -> list[Tensor]:
-    """Parameters after steps of Adam on tensors of these sizes, and on one of all elements."""
+    """Parameters after steps of Adam on tensors of these sizes, and on one tensor of them all."""
     random = torch.Generator(device="cpu").manual_seed(1)
     numel, results = sum(sizes), []
     values = torch.randn((4, numel), dtype=dtype, generator=random, device="cpu")

@@ -1,5 +1,5 @@
-"""Bytes of saved activations that ``fsdpc.activations`` compresses or offloads: arithmetic, for it
-and for the planner, without torch.
+"""Bytes of saved activations that ``fsdpc.activations`` compresses or offloads: arithmetic without
+torch, which the planner uses too.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 BLOCK = 256  # elements that share a scale
-MIN_BYTES = 1 << 20  # of a tensor that is offloaded
+MIN_BYTES = 1 << 20  # the smallest tensor that is offloaded
 HELD = 4  # tensors whose copies may be under way before torch's stream waits for one
 AHEAD = 3  # tensors that are on their way back before they are needed
 _GRAIN = 1 << 12
@@ -25,11 +25,11 @@ def pinned_bytes(nbytes: int) -> int:
 
 
 class Away(NamedTuple):
-    """What an offloaded forward has where, in bytes.
+    """Where the saved tensors of an offloaded forward are, in bytes.
 
-    ``stay``: of tensors that are not copied; ``copied``: to the host; ``pinned``: of host memory;
-    ``resident``: of the last tensors, which are in both memories until backward; ``moving``: the
-    most of the GPU for copied tensors at any other time: those on their way, and the one in use.
+    ``stay``: tensors that are not copied; ``copied``: tensors copied to the host; ``pinned``: host
+    memory; ``resident``: the last tensors, which are in both memories until backward; ``moving``:
+    the most GPU memory of copied tensors at other times: those on their way, and the one in use.
     """
 
     stay: int
@@ -40,7 +40,7 @@ class Away(NamedTuple):
 
 
 def away(sizes: Sequence[int], min_bytes: int = MIN_BYTES) -> Away:
-    """Of saved tensors of these bytes, in the order of the forward; each counted once."""
+    """The bytes for saved tensors of ``sizes`` bytes, in the order of the forward, each once."""
     large = [size for size in sizes if size >= min_bytes]
     width = max(HELD, AHEAD) + 1
     windows = (sum(large[at : at + width]) for at in range(max(1, len(large) - width + 1)))

@@ -1,8 +1,8 @@
 """Tables of spans, and blocks of elements.
 
 Many spans (``_spans/span.py``) of one tensor are a table: an int64 array whose rows are spans. A
-block is so many consecutive elements of a whole tensor that share one value, the last block perhaps
-fewer. Blocks are aligned to the whole tensor, so ranks may share one.
+block is a fixed number of consecutive elements of a whole tensor (fewer in its last block) that
+share one value. Blocks are aligned to the whole tensor, so two ranks may hold parts of one block.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ def table_of(begin: int, at: int, count: int) -> np.ndarray:
 
 
 def whole_span(numel: int) -> np.ndarray:
-    """All elements, at the begin of the memory."""
+    """The table of one span: all elements, at the begin of the memory."""
     return table_of(0, 0, numel)
 
 
 def count_of(spans: np.ndarray) -> int:
-    """The number of elements."""
-    return int(spans[0, 2] if len(spans) == 1 else spans[:, 2].sum())  # one as a rule
+    """The number of elements of all spans."""
+    return int(spans[0, 2] if len(spans) == 1 else spans[:, 2].sum())  # one span as a rule
 
 
 def moved_to(spans: np.ndarray, at: int) -> np.ndarray:
-    """The same elements one behind the other from ``at`` on."""
+    """The spans of the same elements, one behind the other in a memory from ``at`` on."""
     moved = spans.copy()
     moved[:, 1] = at + np.cumsum(spans[:, 2]) - spans[:, 2]
     return moved
@@ -51,10 +51,10 @@ def clip(spans: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def block_spans(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> np.ndarray:
-    """Spans of a block of a tensor, in a memory of its own."""
+    """Spans of a rectangular block of a tensor, in a memory of its own."""
     if not shape or math.prod(sizes) == 0:
         return whole_span(math.prod(sizes))
-    # From the first dimension on, behind which the block has all of every dimension, it is one run.
+    # The last dimensions, which the block has in full, make one run with the dimension before them.
     last = len(shape) - 1
     while last > 0 and sizes[last] == shape[last]:
         last -= 1
@@ -72,8 +72,8 @@ def block_spans(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[in
 def blocks_of(
     shape: Sequence[int], begin: int, count: int
 ) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The blocks (offsets, sizes) of which ``count`` > 0 elements from ``begin`` on consist, in
-    their order: the inverse of ``block_spans``.
+    """The rectangular blocks (offsets, sizes) of which ``count`` > 0 elements from ``begin`` on
+    consist, in their order: the inverse of ``block_spans``.
     """
     if not shape:
         return [((), ())]
@@ -102,8 +102,8 @@ def touched(span: Any, length: int) -> range:
 
 def begun(spans: np.ndarray, length: int) -> tuple[np.ndarray, np.ndarray]:
     """A memory has one value for each block that the span touches. Returns two tables of spans of
-    these values: of the blocks that begin inside the span, and of the one that has begun before it,
-    if any. ``spans``: one span, or none.
+    these values: of the blocks that begin inside the span, and of the block that has begun before
+    the span, if any. ``spans``: one span, or none.
     """
     if not len(spans):
         return NO_SPANS, NO_SPANS

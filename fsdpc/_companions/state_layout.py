@@ -10,11 +10,11 @@ from math import gcd, lcm
 from typing import Any, NamedTuple
 
 PAGE = 4096
-BUFFERS = 3  # of states on a disk: one is read, one stepped, one written
-STAGES = 2  # of states in host memory, on the GPU: one is filled, one stepped and emptied
-ALIGN = 64  # of a state that shares pages with others, and of all in host memory
+BUFFERS = 3  # for states on a disk: one is read, one stepped, one written
+STAGES = 2  # on the GPU, for states in host memory: one is filled, one stepped and emptied
+ALIGN = 64  # bytes, for states that share pages, and for all states in host memory
 BLOCK = 256  # elements that share a scale in states of 8 bits
-MIN_8BIT = 4096  # elements of the smallest whole parameter with such states
+MIN_8BIT = 4096  # elements of the smallest whole parameter with states of 8 bits
 
 
 def chunk_bytes_of(buffer_bytes: int, buffers: int = BUFFERS) -> int:
@@ -26,8 +26,8 @@ def chosen_for_host(
     sizes: Sequence[int], ratio: float, before: tuple[int, int] = (0, 0)
 ) -> list[bool]:
     """Which parameters have their states, of ``sizes`` bytes, in host memory: one after the other,
-    as long as those are at most ``ratio`` of all. ``before``: bytes in host memory, and of all,
-    that were chosen earlier.
+    as long as the states there are at most ``ratio`` of all. ``before``: bytes of earlier states
+    in host memory, and bytes of all earlier states.
     """
     held, total = before[0], before[1] + sum(sizes)
     found = []
@@ -50,8 +50,8 @@ class Field(NamedTuple):
 
 class Extent(NamedTuple):
     """Elements [start, start + length) of a parameter on this rank, whose states are laid out in
-    units of ``unit`` elements: those of the whole parameter, in which ``lead`` elements of the
-    first unit lie before ``start``.
+    units of ``unit`` elements. Units are counted from the begin of the whole parameter: ``lead``
+    elements of the first unit lie before ``start``.
     """
 
     start: int
@@ -66,7 +66,7 @@ class Extent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of the states."""
+        """Bytes of the states."""
         return sum(f.item * (self.units if f.per_unit else self.length) for f in self.states)
 
     @property
@@ -83,8 +83,8 @@ class Extent(NamedTuple):
 def extent_of_8bit(
     start: int, length: int, first: int, is_wide: bool, dtypes: tuple[Any, Any] = (None, None)
 ) -> Extent:
-    """Of ``AdamW8bit``, for elements of one whole parameter, of which ``first`` is the index of the
-    first: codes and scales (of ``dtypes``), of which a chunk has whole blocks, or float32 values.
+    """The extent of ``AdamW8bit`` for elements of one parameter, from index ``first`` on in it. If
+    ``is_wide``: codes and scales (of ``dtypes``), in chunks of whole blocks; else float32 values.
     """
     codes, values = dtypes
     if not is_wide:
@@ -96,7 +96,7 @@ def extent_of_8bit(
 
 
 class Wanted(NamedTuple):
-    """States that need space: units on this rank, (name, bytes of a unit)."""
+    """States that need space: ``numel`` units on this rank; each state's (name, bytes per unit)."""
 
     numel: int
     states: tuple[tuple[str, int], ...]
@@ -113,7 +113,7 @@ class Slice(NamedTuple):
 
 @dataclass
 class Chunk:
-    """What one buffer holds: slices, and the ranges of the file, (offset, bytes, place)."""
+    """What one buffer holds: slices, and parts of the file (offset, bytes, place in the buffer)."""
 
     slices: list[Slice]
     parts: list[tuple[int, int, int]]
@@ -122,13 +122,13 @@ class Chunk:
 
     @property
     def used(self) -> int:
-        """Bytes of the buffer."""
+        """Bytes of the buffer that the parts take."""
         return max((place + count for _, count, place in self.parts), default=0)
 
 
 @dataclass
 class Layout:
-    """Where states lie. ``offsets``: per extent, of each of its states in the file."""
+    """Where states lie. ``offsets``: for each extent, where each of its states is in the file."""
 
     offsets: list[tuple[int, ...]] = field(default_factory=list)
     chunks: list[Chunk] = field(default_factory=list)
@@ -136,15 +136,15 @@ class Layout:
 
 
 def _fewest(items: Sequence[int], page: int) -> int:
-    """Units of which every state has whole pages."""
+    """The fewest units of which every state has whole pages."""
     return lcm(*(page // gcd(page, item) for item in items))
 
 
 def lay_out(wanted: Sequence[Wanted], chunk_bytes: int, begin: int = 0, page: int = PAGE) -> Layout:
     """Place states from byte ``begin`` on: arithmetic, for optimizers and for planners.
 
-    An extent whose states fit into a buffer shares a chunk with its neighbours; a larger one has
-    pages of its own per state, and chunks that hold the same units of each. ``ValueError``: a
+    An extent whose states fit into a buffer shares a chunk with its neighbours; a larger extent has
+    pages of its own per state, and chunks that hold the same units of each state. ``ValueError``: a
     buffer of ``chunk_bytes`` has no room for a page of each state.
     """
     found = Layout(end=_up(begin, page))

@@ -86,7 +86,7 @@ def _step_with_momentum(
     buffers: list[Any],
 ) -> None:
     """A group's step of ``SGD``, which afterwards stores its buffers by the parameters that it has
-    collected: so these remain DTensors, and the step is made here. It then finds nothing to do.
+    collected: so they must be DTensors. The step is made here; ``SGD`` then finds empty lists.
     """
     kept = [(p, b) for p, b in zip(params, buffers, strict=True) if b is not None]
     if not _alike(params, grads) or not _alike([p for p, _ in kept], [b for _, b in kept]):
@@ -113,8 +113,8 @@ def _step_with_momentum(
 
 
 def _alike(params: list[Any], tensors: list[Any]) -> bool:
-    """Whether each DTensor of ``tensors`` is distributed as the parameter in the same place, and
-    every other tensor is a number.
+    """Whether each DTensor of ``tensors`` is distributed as the parameter in the same place, no
+    tensor is None, and every tensor of another class than its parameter is a number.
     """
     equal: set[tuple[int, int]] = set()
     for param, tensor in zip(params, tensors, strict=False):

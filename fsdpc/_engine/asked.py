@@ -1,11 +1,11 @@
 """Gradients of sharded parameters that a program asks for: ``loss.backward(inputs=parameters)`` and
 ``torch.autograd.grad(loss, parameters)``.
 
-The graph of a loss leads to the gathered tensors, not to the sharded parameters (but for a loss
-that reads these directly, as a penalty on weights does). So a backward that is asked for the latter
-also makes the gradients of the former, which the engine sums over the ranks into ``.grad`` as in
-every backward; all ranks must ask for the same. ``autograd.grad`` moves them from there into its
-result.
+The graph of a loss leads to the gathered tensors, not to the sharded parameters (unless the loss
+reads these directly, as a penalty on weights does). So a backward that is asked for sharded
+parameters also makes the gradients of the gathered tensors, which the engine sums over the ranks
+into ``.grad`` as in every backward; all ranks must ask for the same parameters. ``autograd.grad``
+moves the sums from ``.grad`` into its result.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from fsdpc._torch import RUN_BACKWARD, current_graph_task_id, is_batched
 
 
 def asked(run: Callable[..., Any]) -> Callable[..., Any]:
-    """``run``, which every backward of torch goes through, for sharded parameters among the inputs
-    as well. ``StateError``: their gradients cannot be had, for the reason that its text says.
+    """Wrap ``run``, which every backward of torch goes through, so that its inputs may be sharded
+    parameters. ``StateError``: their gradients cannot be returned; its text says why.
     """
 
     @functools.wraps(run)
@@ -144,7 +144,7 @@ def _of_direct_reads(
     create: bool,
     inputs: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """The gradients of a loss that reads the sharded parameters themselves and no gathered one."""
+    """The gradients of a loss that reads sharded parameters themselves and no gathered tensor."""
     made = (*inputs, *_gathered(places))
     found = run(outputs, grads, retain, create, made, True, accumulate_grad=False)
     if any(grad is not None for grad in found[len(inputs) :]):
@@ -166,7 +166,7 @@ def _summed(
     retain: bool,
     inputs: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """One gradient per input, of sharded parameters as ``.grad`` shows them behind a backward."""
+    """One gradient per input; for sharded parameters what ``.grad`` shows after a backward."""
     targets = [_variable(one) for one in inputs]
     leaves = [one for one in targets if isinstance(one, Tensor) and one.is_leaf]
     others = [one for one in targets if not (isinstance(one, Tensor) and one.is_leaf)]
@@ -197,7 +197,7 @@ def _without_grads(leaves: Sequence[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def _caught(edges: Sequence[Any]) -> Iterator[list[Any]]:
-    """A list of the gradients that come to these edges."""
+    """Yields a list that gets the gradients that come to these edges."""
     caught: list[Any] = [None] * len(edges)
 
     def catch(number: int, grads: Sequence[Any]) -> None:

@@ -1,9 +1,9 @@
-"""What companions do for the engine and its front ends, which know none of them: each registers its
-functions here when it is imported.
+"""What companions do for the engine and its front ends, which know none of them: each companion
+registers its functions here when it is imported.
 
-Some work in programs that import no companion: ``fsdpc/__init__.py`` has the modules that register
-them, which are imported when they are asked for. A companion whose folder was left away does
-nothing.
+Some functions work in programs that import no companion: ``fsdpc/__init__.py`` lists the modules
+that register them, and such a module is imported when its function is asked for. A companion whose
+folder was left out does nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def registered(what: str) -> Callable[..., Any]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """In the place of a companion that was left away."""
+    """Stands in for the function of a companion that was left out."""
 
 
 def explain(error: BaseException, phase: str, **about: Any) -> None:
@@ -42,7 +42,7 @@ def explain(error: BaseException, phase: str, **about: Any) -> None:
 
 @contextmanager
 def explained(phase: str, name: str = "") -> Iterator[None]:
-    """Around what may fail in the unit ``name``."""
+    """Around code of the unit ``name`` that may fail: calls ``explain`` with its exception."""
     explain = registered("explain")  # an import may fail where memory is short
     try:
         yield

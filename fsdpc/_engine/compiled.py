@@ -20,7 +20,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def hook(function: Function) -> Function:
-    """``not_traced``, callees included: a hook may run inside a module that is compiled with
+    """As ``not_traced``, callees included: a hook may run inside a module that is compiled with
     ``fullgraph=True``, where whatever the compiler cannot trace raises.
     """
     return not_traced(function, _torch.SKIP_CALLEES)
@@ -51,7 +51,7 @@ def call_untraced(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def inside(module: nn.Module) -> nn.Module:
-    """The original module of a compiled one (``torch.compile``); any other module unchanged."""
+    """The original of a module that ``torch.compile`` returned; any other module unchanged."""
     compiled = _torch.compiled_class()
     if compiled is not None and isinstance(module, compiled):
         return inside(_torch.compiled_from(module))

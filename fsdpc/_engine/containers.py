@@ -44,7 +44,7 @@ def children_of(value: Any) -> list[Any] | None:
 
 
 def rebuilt(value: Any, items: Sequence[Any]) -> Any:
-    """Another object like ``value``, with other ``children_of``. Local."""
+    """Another object like ``value``, with ``items`` as its ``children_of``. Local."""
     kind = type(value)
     if isinstance(value, list):
         made = copy.copy(value)
@@ -59,7 +59,7 @@ def rebuilt(value: Any, items: Sequence[Any]) -> Any:
 
 
 def _within_fields(change: Change, value: Any) -> Any:
-    """A dict, a dataclass, or both: a copy whose constructor did not run on the new values."""
+    """``within`` for a dict, a dataclass, or both: no constructor runs on the new values."""
     made = value
     for key, item in list(value.items()) if isinstance(value, dict) else ():
         new = change(item)

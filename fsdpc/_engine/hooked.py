@@ -119,7 +119,7 @@ class _Order:
                     member.reduce(used)
 
     def _agree(self, number: int, own: Sequence[int], what: str) -> bytes | None:
-        """Elementwise OR of ``own`` over ranks; None if ``number`` differs. Collective."""
+        """Elementwise OR of ``own`` over ranks; None if ranks differ in ``number``. Collective."""
         mine = np.zeros(4 + self.width, np.uint8)
         mine[:4] = np.array([number], np.int32).view(np.uint8)
         mine[4 : 4 + len(own)] = np.frombuffer(bytes(own), np.uint8)

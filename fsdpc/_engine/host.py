@@ -1,6 +1,6 @@
 """What the engine needs of a front end: the description of a unit's host, and the front end's
-part of lazy initialisation. ``FullyShardedDataParallel`` and ``fully_shard`` both fill them; a
-third front end needs no change below these two protocols.
+part of lazy initialisation. ``FullyShardedDataParallel`` and ``fully_shard`` provide both; a third
+front end needs no change in the engine if it has a ``UnitHost`` and a ``FrontEnd``.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ class TreeOptions:
 class FrontEnd:
     """A front end's part of lazy initialisation; see ``fsdpc/_engine/root.py``.
 
-    ``hosts(module)``: those that the front end has made of this module. ``describe(host)``: what
-    the host is, for errors. ``check(hosts)``: before hosts join a tree: takes over what the user
-    has changed, and raises ``ValueError`` if options that must be equal in a tree differ.
+    ``hosts(module)``: the hosts of this front end for the module. ``describe(host)``: what the host
+    is, for errors. ``check(hosts)``: called before hosts join a tree; takes over what the user has
+    changed, and raises ``ValueError`` if options that must be equal in a tree differ.
     ``prepare(host, name)``: sets what depends on the position in the tree. ``pass_unit(root)``: the
-    root's ``_pass_unit``, made when needed. ``forget_pass_unit(root)``: its hooks are not used any
-    more. ``options(root)``. ``modules(root)``: the modules that the root owns. ``ignored(root)``:
-    modules and parameters below it that the user left out. ``clean``: a name as the user knows it.
-    ``one_device``: how a user puts units on one device.
+    root's ``_pass_unit``, made on demand. ``forget_pass_unit(root)``: called when that is dropped.
+    ``options(root)``: the tree's options. ``modules(root)``: the modules that the root owns.
+    ``ignored(root)``: modules and parameters below it that the user left out. ``clean``: a name as
+    the user knows it. ``one_device``: how a user puts units on one device.
     """
 
     hosts: Callable[[nn.Module], Iterable[Any]]

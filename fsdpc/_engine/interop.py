@@ -27,7 +27,7 @@ autocasts = _torch.is_any_autocast_enabled
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The engine's name of a dtype; "uint8" (opaque bytes) for dtypes without arithmetic there."""
+    """The engine's name of a dtype; "uint8" (opaque bytes) for one that it cannot cast and sum."""
     return _NAMES.get(dtype, "uint8")
 
 
@@ -37,7 +37,7 @@ def computes(dtype: torch.dtype) -> bool:
 
 
 def check_trains(what: str, dtype: torch.dtype) -> None:
-    """``TypeError``: a trainable parameter, ``what`` in the text, of a dtype without arithmetic."""
+    """``TypeError``: the trainable parameter ``what`` has a dtype that the engine cannot sum."""
     if computes(dtype):
         return
     out = "Freeze it (requires_grad_(False)), or list it in ignored_states (ignored_params)"
@@ -61,7 +61,7 @@ def over(capsule: Any, dtype: torch.dtype, shape: torch.Size | None = None) -> t
     return tensor if shape is None else tensor.view(shape)
 
 
-@torch.inference_mode(False)  # tensors made in that mode have no counter
+@torch.inference_mode(False)  # tensors made in inference mode have no counter
 def version_counter(device: torch.device) -> torch.Tensor:
     """A tensor whose version counter ``counted`` shares with others."""
     return torch.empty(16, dtype=torch.uint8, device=device)
@@ -75,8 +75,8 @@ def counted(counter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def makes_grads(params: list[torch.Tensor]) -> bool:
-    """Whether the backward that runs on this thread makes a gradient of one of these leaves; one
-    of ``torch.autograd.grad`` makes those of its ``inputs`` only.
+    """Whether the backward that runs on this thread makes a gradient of one of these leaves;
+    ``torch.autograd.grad`` makes the gradients of its ``inputs`` only.
     """
     trained = (param for param in params if param.requires_grad)
     return any(_torch.will_execute(get_gradient_edge(param).node) for param in trained)
@@ -123,7 +123,7 @@ def around(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def put_grad(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Set ``leaf.grad``, perhaps of another dtype, which torch does not accept. Local."""
+    """Set ``leaf.grad``, also to a gradient of another dtype, which torch refuses. Local."""
     leaf.grad = None
     if grad is None or grad.dtype == leaf.dtype:
         leaf.grad = grad

@@ -1,7 +1,7 @@
 """The user's post-accumulate-grad hooks on sharded parameters, and optimizers that step in
 backward.
 
-Sharded parameters are in no autograd graph, so torch never calls these. The engine calls them at
+Sharded parameters are in no autograd graph, so torch calls neither. The engine calls both at
 the end of every synchronised backward, on every rank of the group, for each parameter that got a
 gradient on any rank: ``.grad`` holds the reduced gradient. On ranks without elements of the
 parameter ``.grad`` is an empty tensor while hooks run and None afterwards, and no optimizer steps.
@@ -45,9 +45,9 @@ def holds_nothing(param: nn.Parameter) -> bool:
 
 
 def check_listeners(name: str, unit: str, param: nn.Parameter, use_orig_params: bool) -> None:
-    """Warn at construction of hooks that will not be called. Local.
+    """Warn, when a unit is constructed, about hooks that will not be called. Local.
 
-    ``RuntimeError``: an optimizer in backward on a parameter that a flat parameter will replace.
+    ``RuntimeError``: a parameter that a flat parameter will replace has an optimizer in backward.
     """
     if not use_orig_params and param.__dict__.get("_in_backward_optimizers"):
         raise RuntimeError(

@@ -1,5 +1,5 @@
-"""Parameters whose memory is codes of another library: bitsandbytes' ``Params4bit``; refusals of
-classes around several tensors.
+"""Parameters whose memory is codes of another library: bitsandbytes' ``Params4bit``. Refuses
+parameter classes that wrap several tensors.
 
 Their dtype, ``quant_storage``, may be a float of any size, but no cast may touch them: the engine
 carries their bytes. Modules see the library's class with its ``quant_state``; every rank has the
@@ -22,12 +22,12 @@ _SAVED = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")  # the sta
 
 
 def holds_codes(param: Any) -> bool:
-    """Whether a parameter holds codes, or stands for one that does. Local."""
+    """Whether a parameter holds codes, or stands for a parameter that does. Local."""
     return _STATE in getattr(param, "__dict__", ())
 
 
 def check_memory(param: Any, what: str, way_out: str) -> None:
-    """``TypeError``: a class around tensors of its own (torchao's), which only its code cuts."""
+    """``TypeError``: the parameter's class wraps tensors (torchao's) that only its code can cut."""
     if hasattr(type(param), "__tensor_flatten__"):
         raise TypeError(
             f"{what} is of the class {type(param).__name__} ({type(param).__module__}), whose "
@@ -36,7 +36,7 @@ def check_memory(param: Any, what: str, way_out: str) -> None:
 
 
 def check_is_kept(param: Any, what: str, dtype: torch.dtype) -> None:
-    """``TypeError``: codes are to become values of another dtype, or values bytes."""
+    """``TypeError``: codes would be converted to ``dtype``, or floats be written into bytes."""
     if holds_codes(param) and param.dtype != dtype:
         raise TypeError(
             f"{what} holds 4-bit codes in memory of {param.dtype}, which a conversion to {dtype} "
@@ -61,7 +61,7 @@ def check_same_state(param: Any, shown: Any, what: str) -> None:
 
 
 def check_trainable(param: Any, what: str) -> None:
-    """``TypeError``: codes are to be trained."""
+    """``TypeError``: the parameter holds codes and requires a gradient."""
     if holds_codes(param) and param.requires_grad:
         raise TypeError(
             f"{what} requires a gradient, but holds 4-bit codes, which no optimizer can step: "
@@ -70,7 +70,7 @@ def check_trainable(param: Any, what: str) -> None:
 
 
 def parameter(tensor: Tensor, like: Any, requires_grad: bool) -> Any:
-    """A Parameter over ``tensor``; over codes of the class, and with the state, of ``like``."""
+    """A Parameter over ``tensor``; if ``like`` holds codes, of its class and with its state."""
     if not holds_codes(like):
         return nn.Parameter(tensor, requires_grad)
     kind = like.__dict__.get(_CLASS, type(like))
@@ -91,14 +91,14 @@ def attributes(param: Any) -> dict[str, Any]:
 
 
 def mark_again(param: Any, like: Any) -> None:
-    """Give ``param`` the attributes that ``Module.to`` of DTensors has left behind."""
+    """Give ``param`` the attributes of ``like`` that ``Module.to`` of DTensors has dropped."""
     if holds_codes(like) and not holds_codes(param):
         param.__dict__.update(attributes(like))
 
 
 def check(module: nn.Module, param: nn.Parameter, what: str) -> None:
-    """Prepare codes for sharding. ``ValueError``: values are not coded yet, or in the order of an
-    evaluation. ``TypeError``: they require gradients. Local.
+    """Prepare codes for sharding. ``ValueError``: values are not quantised yet, or an evaluation
+    has reordered the codes. ``TypeError``: codes require gradients, or are of 8 bits. Local.
     """
     if getattr(param, "has_fp16_weights", True) is False:
         raise TypeError(
@@ -125,7 +125,7 @@ def check(module: nn.Module, param: nn.Parameter, what: str) -> None:
 
 
 def let_load(module: nn.Module, param: nn.Parameter) -> None:
-    """Let ``module`` load the state of codes, sharded or ignored, which it saves. Local."""
+    """Let ``module`` load the state of codes that it saves; they may be sharded or not. Local."""
     if holds_codes(param) and not module.__dict__.get(_LOADS):
         module.__dict__[_LOADS] = True
         module.register_load_state_dict_pre_hook(_take)
@@ -146,7 +146,7 @@ def _scales(state: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def description(param: Any) -> str:
-    """What all ranks must have alike of the state, for texts that ranks compare; "" without."""
+    """What of the state must be equal on all ranks, as a text to compare; "" without a state."""
     state = getattr(param, "__dict__", {}).get(_STATE)
     if state is None:
         return ""

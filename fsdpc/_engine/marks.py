@@ -35,7 +35,7 @@ def mark_replicated(what: P) -> P:
     all ranks: they were added below a sharded module, no unit manages them, and each forward would
     raise. The program averages their gradients (``dist.all_reduce`` before the optimizer's step).
 
-    Local; call on every rank. Returns ``what``. ``TypeError``: neither a module nor a parameter.
+    Local; call on every rank. Returns ``what``. ``TypeError``: it is no module or parameter.
     """
     if not isinstance(what, nn.Module | nn.Parameter):
         raise TypeError(
@@ -69,16 +69,16 @@ def attach_marked(root: nn.Module) -> list[Any]:
             if units:
                 marked, inner = _Marked(units), getattr(module, "_fsdp_wrapped_module", module)
                 handles.append(inner.register_forward_pre_hook(marked.before))
-                # Between the unit's own hooks. Also after a forward that raises, as torch's
-                # checkpoint ends a recomputation.
+                # Between the unit's own hooks. Also called after a forward that raises: torch's
+                # checkpoint ends a recomputation by raising.
                 after = inner.register_forward_hook(marked.after, prepend=True, always_call=True)
                 handles.append(after)
     return handles
 
 
 def enter_marked(module: nn.Module) -> None:
-    """Run what ``attach_marked`` has registered on ``module`` in the pre-hooks of the same call,
-    of which torch has made its list before. Local.
+    """Run the pre-hooks that ``attach_marked`` has registered on ``module`` while a call of it
+    began: torch had listed the pre-hooks of that call before. Local.
     """
     for hook in list(module._forward_pre_hooks.values()):
         marked = getattr(hook, "__self__", None)
@@ -104,17 +104,17 @@ class _Marked:
             unit.flat.leave_forward()
         if not self.units or not torch.is_grad_enabled():
             return None
-        from fsdpc._torch import tree_map_only  # imports torch
+        from fsdpc._torch import tree_map_only  # imports torch's FSDP, which takes long
 
         if self.leaves_out(output):
             output = tree_map_only(Tensor, with_gradient, output)
         return tree_map_only(Tensor, self.watched, output)
 
     def leaves_out(self, output: Any) -> bool:
-        """Whether no gradient can come to the outputs here, but may on ranks that have run units:
-        those would gather alone.
+        """Whether no gradient can reach the outputs on this rank, but one may on ranks that have
+        run units: those ranks would gather alone.
         """
-        from fsdpc._torch import tree_leaves  # imports torch
+        from fsdpc._torch import tree_leaves  # imports torch's FSDP, which takes long
 
         tensors = [tensor for tensor in tree_leaves(output) if isinstance(tensor, Tensor)]
         if any(tensor.requires_grad for tensor in tensors):

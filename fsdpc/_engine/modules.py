@@ -1,4 +1,4 @@
-"""The modules below one that a unit owns, and their parameters with all registration sites."""
+"""The modules that a unit owns, and their parameters with all registration sites."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def collect(
     what: str,
 ) -> list[ParamInfo]:
     """The modules' parameters in registration order, each once with all its sites. ``check`` gets
-    each and its name, and raises for one that a unit cannot shard; ``what``: the unit.
+    each parameter and its name, and raises if a unit cannot shard it; ``what``: the unit.
     """
     infos: dict[int, ParamInfo] = {}
     for module_name, module in modules:
@@ -78,7 +78,7 @@ def collect(
 
 
 def _check_kind(module: nn.Module, param: nn.Parameter, name: str, what: str) -> None:
-    """``ValueError``: a parameter without a shape yet, or of a module that TorchScript holds."""
+    """``ValueError``: the parameter has no shape yet, or belongs to a TorchScript module."""
     if is_lazy(param):
         raise ValueError(
             f"parameter {name!r} of {what} has no shape yet (a lazy module, such as "

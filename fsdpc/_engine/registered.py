@@ -1,8 +1,8 @@
 """Parameters and modules that the program registers below a sharded module afterwards.
 
 No unit manages a parameter that is new: no backward averages its gradient, and ranks would drift
-apart. torch calls a hook at each registration; one below a root makes the next pass look for such
-parameters. A parameter of a unit that is replaced while a pass runs would be lost.
+apart. torch calls a hook at each registration; a registration below a root makes the next pass look
+for such parameters. To replace a unit's parameter while a pass runs is refused: it would be lost.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Watch:
         sites = {(id(m), key) for unit in units for info in unit.infos for m, key in info.sites}
         left_out = {id(item) for item in self.front.ignored(root)}
 
-        def averaged(module: nn.Module) -> bool:  # by somebody else
+        def averaged(module: nn.Module) -> bool:  # its gradients, by somebody else
             apart = isinstance(module, DistributedDataParallel) or has_replicate(module)
             return apart or is_replicated(module) or id(module) in left_out
 

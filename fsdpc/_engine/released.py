@@ -81,8 +81,8 @@ class ReleasedParameter(torch.Tensor):
 
 
 class ReleasedDTensor(ReleasedParameter):
-    """Stands for a parameter whose sharded form is a DTensor, also for ``isinstance``: mesh and
-    placements are that one's, and the full tensor where no gradient goes through it.
+    """Stands for a parameter whose sharded form is a DTensor, also for ``isinstance``: it has the
+    DTensor's mesh and placements, and its full tensor where no gradient goes through that.
 
     A rank's rows are not readable: changes of them would reach the gathers of some ranks.
     """
@@ -92,8 +92,8 @@ class ReleasedDTensor(ReleasedParameter):
         return DTensor
 
     def full_tensor(self, **options: Any) -> Any:
-        """torch's: a collective of all ranks of the mesh. Another unit's gradient would be that of
-        this rank's batch alone, hence an error where the parameter trains.
+        """torch's ``full_tensor``, collective over the ranks of the mesh. ``StateError`` where the
+        parameter trains: no rank would have the gradient of all ranks.
         """
         own: Any = self._fsdpc_sharded
         if own is None or (own.requires_grad and torch.is_grad_enabled()):

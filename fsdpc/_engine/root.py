@@ -79,7 +79,7 @@ def _leave_tree(member: Any, root: Any) -> None:
             "use it now: finish the other model's step first, or give each model its own units "
             "(copy.deepcopy)"
         )
-    if not release(member) and tree is not None:  # its root was deleted
+    if not release(member) and tree is not None:  # the tree's root was deleted
         tree.detach()
 
 
@@ -145,7 +145,7 @@ def _attach_tree(root: Any, units: list[tuple[int, Any]]) -> None:
 
 
 def attach_hooks(root: Any) -> None:
-    """Let functions of the user's that hosts have as ``_summing`` sum gradients in place of the
+    """Let the user's functions, which hosts have as ``_summing``, sum gradients in place of the
     engine. Local.
     """
     if root._tree is not None:
@@ -175,8 +175,8 @@ def _thaw_tree(root: Any) -> None:
 
 @contextmanager
 def no_sync(units: list[Any]) -> Iterator[None]:
-    """Leave gradients of ``units`` unreduced: on this rank, unsharded, in fp32. Restored on exit,
-    also after exceptions. Local.
+    """Leave gradients of ``units`` unreduced: on this rank, unsharded, in fp32. On exit, also after
+    exceptions, the units reduce or not as before. Local.
     """
     before = [unit.flat.sync for unit in units]
     for unit in units:
@@ -215,7 +215,7 @@ def _dtypes(segments: list[dict[str, Any]], role: str) -> str:
 
 
 def _slots(root: Any) -> str:
-    """``, 2 gather slots of 436 MB, 1 reduce slot``."""
+    """A text such as ``, 2 gather slots of 436 MB, 1 reduce slot``."""
     if root._tree is None:
         return ""
     stats = root._tree.memory_stats()
@@ -230,8 +230,8 @@ def _count(number: int, noun: str) -> str:
 
 
 def forget_lost(model: nn.Module) -> None:
-    """Drop what codes lost of gradients and would be added to the next ones: other values came into
-    ``model``, which may be a part of a tree: all of it drops them. Local.
+    """Drop what codes lost of gradients, which would be added to the next gradients: ``model`` has
+    got other values. If ``model`` is part of a tree, the whole tree drops its losses. Local.
     """
     trees = {host._unit.tree for host in hosts(model) if host._unit is not None}
     for tree in trees - {None}:
@@ -243,10 +243,10 @@ def barrier(model: nn.Module) -> None:
 
     Ranks of one host that share memory may have run different numbers of batches without gradients
     since they met (in a backward, or here), but each at least one, or changed weights raise
-    ``MismatchError`` later; elsewhere all must have run as many. While a rank waits here, others of
-    its host can finish their batches. After it all may sum metrics with other libraries, change
-    weights, save and evaluate again. ``torch.distributed.barrier`` cannot replace it: fsdpc does
-    not know who waits there. A model without units returns at once.
+    ``MismatchError`` later; elsewhere all must have run the same number. While a rank waits here,
+    others of its host can finish their batches. After the barrier all ranks may sum metrics with
+    other libraries, change weights, save and evaluate again. ``torch.distributed.barrier`` cannot
+    replace it: fsdpc does not know who waits there. For a model without units it returns at once.
 
     ``TypeError``: ``model`` is not an ``nn.Module``. ``StateError``: it is in forward or backward.
     ``MismatchError``: another rank calls another collective. ``PeerError``, ``CommTimeout``: a rank
@@ -261,7 +261,7 @@ def barrier(model: nn.Module) -> None:
             raise _C.StateError(
                 f"fsdpc.barrier was called in {tree.training_state}: call it between two batches"
             )
-    units += [unit for tree in trees for unit in tree.units]  # of which ``model`` may be a part
+    units += [unit for tree in trees for unit in tree.units]  # ``model`` may be a part of a tree
     for comm in {id(comm): comm for unit in units for comm in unit.groups.comms}.values():
         comm.barrier("fsdpc.barrier")
     for tree in trees:

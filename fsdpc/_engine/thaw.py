@@ -29,7 +29,7 @@ def unfrozen(unit: Any) -> list[int]:
 
 
 def _places(units: list[Any]) -> list[tuple[int, int]]:
-    """Of each unfrozen parameter its unit's index in ``units``, and its index in the unit."""
+    """For each unfrozen parameter: its unit's index in ``units``, and its index in the unit."""
     found = ((n, unit.optim_params[k][2]) for n, unit in enumerate(units) for k in unfrozen(unit))
     return [(number, i) for number, covers in found for i in covers]
 
@@ -63,7 +63,7 @@ def agree(units: list[Any]) -> None:
         agree_on_model(comm, *texts, what=f"unfreezing of parameter {names[0]}")
 
 
-@torch.inference_mode(False)  # a forward in that mode may thaw; its tensors could not train
+@torch.inference_mode(False)  # tensors made in inference mode could not train
 def thaw(unit: Any) -> None:
     """Allocate gradients for the unfrozen parameters of ``unit``, which belongs to no tree. Local;
     every rank of the unit's groups must make the call.
@@ -94,7 +94,7 @@ def _allocate(unit: Any, wanted: list[int]) -> None:
 
 
 def _renew(unit: Any, k: int) -> None:
-    """Make a tensor over the gradient's new memory, and replace the old one in ``.grad``."""
+    """Make a tensor over the gradient's new memory, also in ``.grad`` if that was the old one."""
     param, old, covers = unit.optim_params[k]
     grad = unit.fresh_grad(k)
     if old is not None and param.grad is old:

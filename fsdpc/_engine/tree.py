@@ -14,10 +14,10 @@ from fsdpc._engine.interop import torch_functions
 from fsdpc._engine.unit import Unit
 from fsdpc._engine.writeback import grads_free, renew_grads, viewed
 
-TREES: weakref.WeakSet[Any] = weakref.WeakSet()  # those that exist
-# Called with each tree that has been made.
+TREES: weakref.WeakSet[Any] = weakref.WeakSet()  # all trees that exist
+# Each function is called with every tree that has been made.
 ON_TREE: list[Callable[[Any], None]] = []
-PROCESS = os.getpid()  # that has imported this module: another one was forked from it
+PROCESS = os.getpid()  # the one that imported this module; a process with another id is its fork
 _PREFETCH = {None: 0, "pre": 1, "post": 2}
 
 

@@ -34,8 +34,8 @@ from fsdpc._engine.released import ReleasedParameter
 from fsdpc._engine.whole import WholeValues
 from fsdpc._spans import rows as _sharded
 
-UNITS: weakref.WeakSet[Any] = weakref.WeakSet()  # those that exist
-# Called with each unit after its gradients were allocated.
+UNITS: weakref.WeakSet[Any] = weakref.WeakSet()  # all units that exist
+# Each function is called with every unit whose gradients were allocated or moved.
 ON_GRADS: list[Callable[[Any], None]] = []
 
 
@@ -64,16 +64,16 @@ class Unit(WholeValues):
     ``by_rows`` (which needs ``use_orig_params``) these elements are the rows of
     ``torch.chunk(param, world, 0)[rank]``, for every parameter; a 0-dim parameter is one row.
     ``dims``: the place that the first dimension of each parameter has in the modules (default 0).
-    ``codecs``: in which codes of ``csrc/codec`` each parameter's values, and its gradients,
-    travel, "": in none; and whether what codes lose of gradients is added to the next ones.
+    ``codecs``: for each parameter the codes of ``csrc/codec`` in which its values and its gradients
+    travel ("": none), and whether what codes lose of gradients is added to the next ones.
     ``MismatchError``: ranks differ in names, shapes, dtypes or options. ``TypeError``: a trainable
     parameter's dtype is not a float of 16, 32 or 64 bits.
     """
 
     readable_outside = "inside summon_full_params"
-    dtensors = False  # the optimizer sees DTensors around this rank's rows
+    dtensors = False  # True: the optimizer sees DTensors around this rank's rows
     released_class = ReleasedParameter
-    foreign = False  # the gathered tensors are not in the engine's memory
+    foreign = False  # True: the gathered tensors are not in the engine's memory
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class Unit(WholeValues):
         self.scatter_full([info.param for info in infos])
         self._versions = version_counter(self.device)
         self.full = [self._make_full(i) for i in range(len(infos))]
-        # In modules while the unit is released, or while other units' forwards run.
+        # Placed in modules while the unit is released, or while other units' forwards run.
         self.released = [self._stand_in(i) for i in range(len(infos))]
         self.flat_params: list[nn.Parameter] = []
         self.flat_places: dict[int, tuple[dict[str, Any], str]] = {}
@@ -308,7 +308,7 @@ class Unit(WholeValues):
 
     def replacement(self, index: int, param: Tensor, what: str) -> Tensor:
         """What stands for the sharded parameter ``index`` where the user has put ``param``.
-        ``ValueError``: ``param`` cannot. Local.
+        ``ValueError``: ``param`` cannot stand for it. Local.
         """
         return param
 
@@ -377,7 +377,7 @@ class Unit(WholeValues):
         this = weakref.ref(self)
 
         def outside(call: Callable[[Any], None]) -> Callable[[], None]:
-            """Calls outside of torch.func's transforms, in which tensors have no addresses."""
+            """``call`` outside of torch.func's transforms, in which tensors have no addresses."""
 
             def run() -> None:
                 with _torch.without_transforms():
@@ -476,8 +476,8 @@ class Unit(WholeValues):
 
     @contextmanager
     def adopted_grads(self) -> Iterator[bytes]:
-        """The mask of parameters that have a gradient, with all of them in the shard; those of low
-        precision are so again afterwards, whatever is raised. Local.
+        """Yields the mask of parameters that have a gradient, with all gradients in the shard. Low
+        precision gradients are lowered again afterwards, also after exceptions. Local.
         """
         try:
             self.flat.adopt_grads()
@@ -502,7 +502,7 @@ class Unit(WholeValues):
 
     def grad_norm_sums(self, mask: bytes, norm_type: float) -> float:
         """sum |g|^p over this rank's shard (max |g| for inf); each element once per shard group.
-        ``mask``: of ``adopted_grads``. Local.
+        ``mask``: what ``adopted_grads`` yields. Local.
         """
         if norm_type == float("inf"):
             return self.flat.grad_norm(mask, 2.0)[1]

@@ -36,8 +36,8 @@ class WholeValues:
 
     @property
     def items(self) -> list[int]:
-        """What C's layout counts for one element of each parameter: the bytes of those of dtypes
-        that the engine only carries.
+        """What C's layout counts for one element of each parameter: its bytes if the engine only
+        carries the parameter's values, else 1.
         """
         return [
             dtype.itemsize if carried else 1
@@ -45,7 +45,7 @@ class WholeValues:
         ]
 
     def spans(self) -> list[list[Span]]:
-        """Of each parameter, every rank's elements in its piece of the segment. Local."""
+        """For each parameter, every rank's elements in that rank's piece of the segment. Local."""
         return [
             [Span(begin // item, at // item, count // item) for begin, at, count in spans]
             for item, spans in zip(self.items, self.flat.layout()["spans"], strict=True)
@@ -88,7 +88,7 @@ class WholeValues:
 
     def write_rows(self, rows: Sequence[Tensor]) -> None:
         """Write the parameters from every rank's rows, as ``read_rows`` returns them. Collective
-        over the shard group. ``ValueError``: another shape than that of ``read_rows``.
+        over the shard group. ``ValueError``: a shape is not the one that ``read_rows`` returns.
         """
         rank, world = self.groups.shard.rank, self.groups.shard.world
         values = []
@@ -116,7 +116,7 @@ class WholeValues:
 
     def scatter_full(self, full: Sequence[Tensor]) -> None:
         """Write this rank's slices of full tensors (original shapes) into the shard. Local.
-        ``ValueError``: another shape.
+        ``ValueError``: a tensor does not have its parameter's shape.
         """
         for i, tensor in enumerate(full):
             value = tensor.detach()
@@ -135,8 +135,8 @@ class WholeValues:
 
     def gather_full_grads(self, to: torch.device | None = None) -> list[Tensor | None]:
         """Full gradients in original shapes and storage dtypes, on the unit's device or ``to``:
-        None if no rank has one, with zeros for ranks that have none. Collective over the shard
-        group.
+        None for a parameter of which no rank has a gradient; zeros stand for ranks that have none.
+        Collective over the shard group.
         """
         with self.adopted_grads() as mask:
             have = np.frombuffer(mask, dtype=np.uint8).astype(np.float32)

@@ -18,7 +18,7 @@ from fsdpc import _C
 from fsdpc._comm.channel import this_rank
 from fsdpc._torch import storage_use_count
 
-# The unit that shards a parameter. Keys and values are weak: the table keeps neither alive.
+# The unit that shards each parameter. Keys and values are weak: the table keeps neither alive.
 _OWNERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _OWNER, _GATHERED = "_fsdpc_owner", "_fsdpc_gathered"
 
@@ -74,7 +74,7 @@ def adopt_values(unit: Any) -> None:
 
     New values have the shape of this rank's shard, or (``use_orig_params=True``) of the whole
     parameter on every rank. Parameters on the meta device keep what the shard holds.
-    ``RuntimeError``: another shape, torch's "Cannot writeback when the parameter shape changes".
+    ``RuntimeError``: any other shape (torch's "Cannot writeback when the parameter shape changes").
     ``NotImplementedError``: names of a tied parameter have got different values. ``StateError``: a
     parameter was deleted. ``ValueError``: another unit's parameter replaced one.
     """
@@ -98,8 +98,8 @@ def adopt_values(unit: Any) -> None:
 
 
 def adopt_objects(unit: Any, but: int = -1) -> None:
-    """Let Parameters that the user has put into the modules stand for the unit's; their values are
-    copied later. ``but``: number of a parameter that is left. Local.
+    """Let Parameters that the user has put into the modules take the place of the unit's; their
+    values are copied later. ``but``: number of a parameter that is not looked at. Local.
     """
     if unit.use_orig_params:
         for index, info in enumerate(unit.infos):
@@ -144,7 +144,7 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
     for module, name in info.sites:
         module._parameters[name] = new
         if any(module.__dict__.get(name) is param for param in changed):
-            del module.__dict__[name]  # set past the module's __setattr__, it would hide the entry
+            del module.__dict__[name]  # it was set past __setattr__ and would hide the entry
     _, grad, covers = unit.optim_params[index]
     info.param.grad = new.grad = None
     unit.optim_params[index] = (new, grad, covers)
@@ -155,8 +155,8 @@ def _adopt_new(unit: Any, index: int, info: Any) -> None:
 
 
 def refuse_unread(unit: Any) -> None:
-    """Raise if another tensor stands where a pass with flat parameters reads none: as one of these,
-    or as what they are made of. ``NotImplementedError``: inside ``functional_call``.
+    """Raise if the user has replaced a flat parameter, or an original parameter that it covers: no
+    pass would read the new tensor. ``NotImplementedError`` inside ``functional_call``, else
     ``StateError``. Local.
     """
     for index, (table, key) in unit.flat_places.items():
@@ -193,8 +193,8 @@ def refuse_lending(what: str) -> None:
 
 
 def _one_of(unit: Any, changed: list[Any], what: str) -> Any:
-    """One of the Parameters that the names of a tied one have got, if their values are equal: a
-    load with ``assign=True`` makes one for each name.
+    """One of the new Parameters under the names of a tied parameter, if their values are equal: a
+    load with ``assign=True`` makes a Parameter for each name.
     """
     made = [param for param in changed if not param.is_meta] or changed
     if unit.dtensors and all(_equal(unit.local(param), unit.local(made[0])) for param in made):
@@ -212,8 +212,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _in_functional_call() -> bool:
-    """Whether the replacement ends with the call in progress: nothing else distinguishes it from a
-    permanent one.
+    """Whether ``functional_call`` is running: it replaces parameters until it ends, and nothing
+    else tells such a replacement from a permanent one.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -225,8 +225,8 @@ def _in_functional_call() -> bool:
 
 @torch.no_grad()
 def leave_kept(unit: Any) -> None:
-    """Give gradients that the user has cleared or replaced memory of their own: the program has
-    kept some, and a backward writes new values into the unit's. Local.
+    """Give gradient tensors that the user has cleared or replaced memory of their own: the program
+    has kept some of them, and a backward writes new values into the unit's memory. Local.
     """
     for index, (param, grad, _) in enumerate(unit.optim_params):
         if grad is not None and param.grad is not grad:
@@ -236,9 +236,9 @@ def leave_kept(unit: Any) -> None:
     unit.announce_grads()
 
 
-@torch.inference_mode(False)  # a first forward in that mode may share gradients
+@torch.inference_mode(False)  # a first forward in inference mode may share gradients
 def renew_grads(unit: Any) -> None:
-    """Make tensors over gradients that have another address and are not shown. Local."""
+    """Make new tensors over gradients that have moved and that no ``.grad`` shows. Local."""
     for index, (_, grad, _) in enumerate(unit.optim_params):
         if grad is not None:
             _renew(unit, index)
@@ -264,7 +264,7 @@ def grads_free(unit: Any) -> bool:
 
 def _has_views(grad: torch.Tensor) -> bool:
     storage = grad.untyped_storage()
-    # The tensor, its base, the engine's alias (csrc/py/unit/py_flat.h), and `storage` itself.
+    # Uses by the tensor, its base, the engine's alias (csrc/py/unit/py_flat.h) and `storage`.
     own = 3 + (grad._base is not None)
     return storage_use_count(storage) > own
 

@@ -81,7 +81,7 @@ class Options:
         return {**given, "ignored_states": ignored_params}
 
     def for_unit(self, strategy: ShardingStrategy) -> dict[str, Any]:
-        """The keyword arguments of the engine's ``Unit``; ``strategy``: the one in force. Local."""
+        """The keyword arguments of the engine's ``Unit``; ``strategy``: that in force. Local."""
         mixed = self.mixed_precision or MixedPrecision()
         if mixed.param_dtype is not None:
             # A single rank shards nothing, but can free low-precision copies after forward.
@@ -288,7 +288,7 @@ _askings = count()
 
 
 def _names_of_hosts() -> list[str]:
-    """Exchanged through the group's store: NCCL would need every rank's current GPU set by now."""
+    """Each rank's host name, exchanged through the store: NCCL would need every rank's GPU set."""
     group, mine = _default_group(), this_host()
     store, seconds = store_of(group), read_timeout()
     if store is None:

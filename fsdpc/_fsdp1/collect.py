@@ -27,8 +27,8 @@ from fsdpc.api import FlatParameter
 
 @dataclass
 class Ignored:
-    """The user's ignored modules, with all below them, and ignored parameters; those of nested
-    units included.
+    """The user's ignored modules, with all modules below them, and ignored parameters; also those
+    that nested units ignore.
     """
 
     modules: set[nn.Module] = field(default_factory=set)

@@ -34,7 +34,7 @@ def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> No
     ranks make the calls in the same order; units without gradients make none, and ``no_sync``
     makes none.
 
-    ``AssertionError``: not the root, a HYBRID strategy, or a hook is registered already.
+    ``AssertionError``: ``self`` is not the root, a unit is HYBRID, or a hook is registered already.
     ``ValueError``: ``hook`` is not callable.
     """
     if not self.check_is_root():
@@ -56,7 +56,7 @@ def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> No
 
 
 def summing_of(member: Any) -> Summing | None:
-    """The hook registered on an instance, as the engine calls it. Local."""
+    """The hook registered on an instance, in the form that the engine calls, or None. Local."""
     hook, state = member._comm_hook, member._comm_hook_state
     return None if hook is None else partial(_sum, hook, state)
 

@@ -2,8 +2,8 @@
 
 A conversion that keeps dtype and device skips the unit's parameters: the engine owns their memory.
 A change of dtype or device reshards the unit from the converted full values; Parameter objects keep
-their identity, also flat ones, because an optimizer may hold them. Flat parameters of several
-dtypes that become one cannot: a warning says so.
+their identity, also flat ones, because an optimizer may hold them. Only flat parameters whose
+dtypes become one dtype are replaced by another object: a warning says so.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from fsdpc._engine.lowbit import holds_codes
 from fsdpc._engine.unit import ParamInfo
 from fsdpc._fsdp1.collect import Ignored
 
-# Shared by both models.
+# Attributes that the original and the copy share.
 _SHARED = frozenset(
     {
         "process_group",
@@ -36,7 +36,7 @@ _SHARED = frozenset(
         "_optim_state_dict_config",
     }
 )
-# Set in the copy by its unit and its lazy initialisation.
+# Attributes that the copy gets from its own unit and its own lazy initialisation.
 _OWN = frozenset(
     {
         "_unit",
@@ -58,9 +58,9 @@ Memo = dict[int, Any]
 
 
 class Copying:
-    """The way of an instance through ``copy.deepcopy``. A method ``__deepcopy__`` of the instance
-    would also be called for wrappers that pass attributes on, as torch's ``checkpoint_wrapper``
-    does, and they would be missing in the copy.
+    """Stands for an instance inside of ``copy.deepcopy``. A method ``__deepcopy__`` of the instance
+    would also be called for wrappers that pass attributes on, such as torch's
+    ``checkpoint_wrapper``, and the wrappers would be missing in the copy.
     """
 
     def __init__(self, member: Any) -> None:
@@ -77,7 +77,7 @@ class Copying:
 
 
 def copied(made: Any) -> Any:
-    """What ``copy.deepcopy`` calls with the copy, and ``copy.copy`` without one."""
+    """``copy.deepcopy`` calls this with the copy; ``copy.copy`` with a ``Copying``: refused."""
     return made.__reduce_ex__(2) if isinstance(made, Copying) else made
 
 
@@ -85,8 +85,8 @@ def deepcopy(member: Any, memo: Memo) -> Any:
     """The sharded copy of ``member`` with nested instances, without gradients. Collective: every
     rank of the groups must copy the same instance, between steps.
 
-    ``RuntimeError``: in forward, backward or ``summon_full_params``. ``TypeError``: a module's
-    ``__deepcopy__`` omits a parameter, or a flat parameter was copied before its model.
+    ``RuntimeError``: called in forward, backward or ``summon_full_params``. ``TypeError``: a
+    module's ``__deepcopy__`` omits a parameter, or a flat parameter was copied before its model.
     """
     _check_free(member)
     result = type(member).__new__(type(member))

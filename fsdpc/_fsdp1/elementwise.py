@@ -1,6 +1,6 @@
-"""Optimizers whose step of an element depends on other elements of its parameter, and groups that
-took parts of parameters for vectors, at their first step on flat shards: results are not the
-unsharded run's, and nothing else would say so.
+"""Warnings before an optimizer's first step on flat shards: its step of an element depends on other
+elements of the parameter, or its groups took parts of parameters for vectors. Results are then not
+the unsharded run's, and nothing else would say so.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _look(optimizer: Any, args: Any, kwargs: Any) -> None:
         _rule(group): (param, {**optimizer.defaults, **group})
         for group in optimizer.param_groups
         for param in group["params"]
-        if _is_flat(param) and not group.get("fsdp_in_use")  # sums its parts over ranks itself
+        if _is_flat(param) and not group.get("fsdp_in_use")  # which sums over ranks itself
     }
     if not flat:
         return
@@ -77,8 +77,8 @@ def _rule(group: dict[str, Any]) -> str:
 
 
 def _look_at_groups(groups: list[dict[str, Any]]) -> None:
-    """Warn of groups that were chosen by ``p.dim()``: none is a matrix any more, so all weights lie
-    in the group of the vectors, and the other one is empty.
+    """Warn of groups that were chosen by ``p.dim()``: no parameter is a matrix any more, so all
+    weights lie in the group of the vectors, and the group of the matrices is empty.
     """
     decays: tuple[list[float], list[float]] = ([], [])
     for group in groups:
@@ -101,14 +101,14 @@ def _was_matrix(param: Any) -> bool:
 
 
 def _is_flat(param: Any) -> bool:
-    """Whether an optimizer sees a flat part of parameters, or several as one, instead of them."""
+    """Whether an optimizer sees a flat part of a parameter, or several parameters as one."""
     unit = owner_of(param)
     return unit is not None and not unit.dtensors and (unit.is_sharded or not unit.use_orig_params)
 
 
 def _is_elementwise(kind: type, options: dict[str, Any], device: torch.device) -> bool:
-    """Whether a few steps on a matrix are those on its two halves, as flat tensors; True if the
-    trial fails, or is not the same twice.
+    """Whether a few steps move a matrix as they move its two halves, as flat tensors; True also if
+    the step calls collectives, the trial fails, or a second trial differs.
     """
     code = getattr(inspect.unwrap(kind.step), "__code__", None)
     if code is not None and _COLLECTIVES & set(code.co_names):
@@ -145,8 +145,8 @@ def _moves_alike(make: Any, device: torch.device) -> bool:
 
 
 def _matrix() -> tuple[Tensor, list[Tensor]]:
-    """Values and gradients: the first is orthogonal to the values row by row, the others are alike
-    and of every size, because some optimizers are elementwise otherwise.
+    """Values and gradients. The first gradient is orthogonal to the values row by row, the others
+    resemble it at every size: with other gradients some optimizers step as if elementwise.
     """
     numbers = torch.Generator().manual_seed(0)
     values, first = (torch.randn(_SHAPE, generator=numbers, device="cpu") for _ in range(2))

@@ -57,7 +57,7 @@ def forward(member: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 @contextmanager
 def _full_parameters(member: Any) -> Iterator[None]:
     unit = member._unit
-    if unit is None or unit.summoned:  # summoned: recursion of a module
+    if unit is None or unit.summoned:  # summoned: a module calls itself
         yield
         return
     install(member, unit.gather_full())

@@ -19,7 +19,7 @@ def _strides(shape: torch.Size) -> tuple[int, ...]:
 
 
 def _with_padding(params: list[dict[str, Any]]) -> tuple[tuple[int, ...], list[bool]]:
-    """Lengths of parameters and of the padding between them, and a flag per length: padding."""
+    """Lengths of parameters and of padding between them; for each length whether it is padding."""
     numels: list[int] = []
     padding: list[bool] = []
     at = 0
@@ -61,8 +61,8 @@ class HandledUnit(Unit):
         super().__init__(*args, **options)
 
     def make_flat_param(self, index: int, segment: dict[str, Any]) -> nn.Parameter:
-        """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``; the
-        object of the same parameters in ``former``, if there is one.
+        """This rank's shard of one segment as torch's flat parameter: 1-D, with ``_fqns``. Uses the
+        object for the same parameters in ``former`` again, if there is one.
         """
         layout = self.flat.layout()
         members = [i for i, p in enumerate(layout["params"]) if p["segment"] == index]
@@ -114,8 +114,8 @@ class HandledUnit(Unit):
 
     @property
     def flat_param(self) -> nn.Parameter | None:
-        """The first flat parameter, trainable if one is. With ``use_orig_params`` no flat parameter
-        is registered: each read makes a view of the shard.
+        """The first flat parameter: a trainable one if there is any. With ``use_orig_params`` no
+        flat parameter is registered: each read makes a view of the shard.
         """
         if self.flat_params:
             return self.flat_params[0]

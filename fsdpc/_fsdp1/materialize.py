@@ -58,7 +58,7 @@ def _own_tensors(module: nn.Module, ignored: Ignored) -> Iterator[tuple[str, tor
 
 
 def tied_sites(modules: list[tuple[str, nn.Module]]) -> list[list[Site]]:
-    """The places of each Parameter that has several, for ``retie``."""
+    """The places of each Parameter that has several places, for ``retie``."""
     sites: dict[int, list[Site]] = {}
     for _, module in modules:
         for name, param in module._parameters.items():

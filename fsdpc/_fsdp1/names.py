@@ -26,8 +26,8 @@ def clean_fqn(name: str) -> str:
 
 
 def cleaner(model: nn.Module) -> Callable[[str], str]:
-    """From a name without FSDP's segments to the name in the bare model: without those of
-    DistributedDataParallel and torch.compile.
+    """A function from a name without FSDP's segments to the name in the bare model: it removes the
+    segments of DistributedDataParallel and torch.compile.
     """
     parallel = (
         join(clean_fqn(name), _PARALLEL)

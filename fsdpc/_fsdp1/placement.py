@@ -24,7 +24,7 @@ def asked_device(device_id: Any) -> torch.device | None:
     """The device of the constructor's ``device_id``, with an index for a GPU. Local.
 
     A GPU without an index is torch's current one (``UserWarning``, as in torch). ``TypeError``: not
-    a device. ``RuntimeError``: the device is unusable; the message has the reason.
+    a device at all. ``RuntimeError``: the device is unusable; the message has the reason.
     """
     if device_id is None:
         return None
@@ -91,9 +91,9 @@ def move_module(
 ) -> torch.device:
     """Move the unit's own parameters and buffers to ``asked``; returns the compute device. Local.
 
-    Tensors that are ignored or belong to nested units do not move. ``RuntimeError``: parameters on
-    the CPU and on a GPU without ``asked``, or on an unusable device. ``ValueError``: parameters on
-    another GPU than ``asked``.
+    Tensors that are ignored or belong to nested units do not move. ``RuntimeError``: parameters are
+    on the CPU and on a GPU without ``asked``, on several GPUs, or on an unusable device.
+    ``ValueError``: parameters are on another GPU than ``asked``.
     """
     _check_single_device(root, ignored, asked, unit_name)
     if asked is not None:

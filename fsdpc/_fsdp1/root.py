@@ -1,5 +1,5 @@
 """FSDP1's part of lazy initialisation (see ``fsdpc/_engine/root.py``): which instances belong to a
-root, and what each needs of its position.
+root, and what an instance needs to know of its position.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _prepare_member(member: Any, name: str) -> None:
 
 
 def _options(root: Any) -> TreeOptions:
-    """Without ``limit_all_gathers``: slots bound the gathers in any case."""
+    """The tree's options, without ``limit_all_gathers``: slots bound the gathers in any case."""
     return TreeOptions(_PREFETCH[root.backward_prefetch], root.forward_prefetch)
 
 

@@ -53,7 +53,7 @@ def summon_full_params(
 
 
 def check_arguments(writeback: bool, rank0_only: bool, offload_to_cpu: bool) -> None:
-    """Check for combinations that torch refuses or warns of, and fsdpc too. Local."""
+    """Refuse, or warn of, the combinations that torch refuses or warns of. Local."""
     if writeback and rank0_only:
         raise NotImplementedError(
             "writeback=True and rank0_only=True is not supported yet: the other ranks have no full "
@@ -101,7 +101,7 @@ def summon_one(
     with_grads: bool,
     offload: bool = False,
 ) -> Iterator[None]:
-    """``summon_full_params`` of one FSDP instance without nested ones. Collective on entry."""
+    """``summon_full_params`` of one FSDP instance, not of nested instances. Collective on entry."""
     unit = member._unit
     if unit is None:
         with _flagged(member, rank0_only):
@@ -210,7 +210,7 @@ def install(
     own: list[OwnObject] | None = None,
 ) -> None:
     """Register ``full`` (and ``grads``) at the unit's sites in place of the sharded parameters.
-    Local. ``own``: through the user's Parameters, otherwise through new ones.
+    Local. ``own``: the user's Parameters show ``full``; None: new Parameters do.
     """
     unit = member._unit
     hide_flat_params(member)

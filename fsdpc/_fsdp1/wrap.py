@@ -1,10 +1,10 @@
 """The two engines that apply a wrap policy to a module tree.
 
 Policy objects select their targets in one pass; then the tree is rewritten from the leaves up.
-Callables are called twice per module: on the way down whether to recurse, on the way up whether to
-wrap the rest. Neither wraps the root: the calling constructor does. A module registered twice
-becomes one unit registered twice. A compiled module is wrapped as a whole if its original module is
-a target.
+Callables are asked twice per module: on the way down whether to recurse, on the way up whether to
+wrap the rest. Neither engine wraps the root: the calling constructor does. A module registered
+twice becomes one unit registered twice. A compiled module is wrapped as a whole if its original
+module is a target.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _TreeRewriter:
 
 
 class _Recursion:
-    """Call a callable policy on the way down and up; count the elements not yet in a unit."""
+    """Asks a callable policy on the way down and up; counts the elements not yet in a unit."""
 
     def __init__(
         self,

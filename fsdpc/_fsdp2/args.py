@@ -23,11 +23,11 @@ from fsdpc.api import ShardingStrategy
 
 @dataclass(frozen=True)
 class DataMesh:
-    """The ranks that share a unit. ``mesh``: that of its DTensors; the last of its data-parallel
-    dimensions shards, one before replicates. ``groups``: the communicators over these dimensions.
+    """The ranks that share a unit. ``mesh``: the data-parallel mesh of its DTensors; the last
+    dimension shards, a first of two replicates. ``groups``: the communicators of these dimensions.
 
-    ``spmd``: the mesh on which all parameters are DTensors if ``dp_mesh_dims`` names dimensions of
-    it, ``shard_dims`` and ``replicate_dims``; several that shard are one dimension of ``mesh``.
+    With ``dp_mesh_dims``: ``spmd`` is the mesh on which all parameters are DTensors, ``shard_dims``
+    and ``replicate_dims`` are its dimensions; several that shard are one dimension of ``mesh``.
     """
 
     mesh: DeviceMesh
@@ -49,7 +49,7 @@ class DataMesh:
 
 def check_module(module: nn.Module, alone: bool) -> None:
     """``TypeError``: not a module. ``ValueError``: a container without a forward of its own, unless
-    other modules of the same call have one (not ``alone``).
+    the call got a list of modules (not ``alone``).
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"fully_shard expects an nn.Module but got {type(module).__name__}")
@@ -60,14 +60,14 @@ def check_module(module: nn.Module, alone: bool) -> None:
         )
 
 
-# By the group of all ranks and the type of device, a function that returns the mesh, or None.
+# For the group of all ranks and a type of device: a function that returns the mesh, or None.
 _meshes: weakref.WeakKeyDictionary[
     dist.ProcessGroup, dict[str, Callable[[], DeviceMesh | None]]
 ] = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """All ranks on one dimension, on the accelerator if there is one; the same for all units, as
+    """A 1-D mesh of all ranks, on the accelerator if there is one. All units get the same mesh, as
     long as one of them lives. Collective.
     """
     if not dist.is_initialized():
@@ -79,16 +79,16 @@ def default_mesh() -> DeviceMesh:
     mesh = meshes[kind]() if kind in meshes else None
     if mesh is None:
         mesh = init_device_mesh(kind, (dist.get_world_size(),))
-        # A mesh keeps its group alive. With gloo beside GPUs that is a new one, which all ranks
-        # make together: it must not depend on when each of them has freed its last model.
+        # A mesh keeps its group alive. With gloo beside GPUs the mesh has a new group, made by all
+        # ranks together: this must not depend on when a rank has freed its last model.
         of_everyone = mesh.get_group() is everyone
         meshes[kind] = weakref.ref(mesh) if of_everyone else lambda mesh=mesh: mesh
     return mesh
 
 
 def check_policies(mp_policy: Any, offload_policy: Any) -> None:
-    """``TypeError``: of another class; FSDP1's have other fields, which would count for nothing.
-    As in torch, ``offload_policy`` may be None.
+    """``TypeError``: a policy of another class; FSDP1's classes have other fields, which would
+    count for nothing. As in torch, ``offload_policy`` may be None.
     """
     for name, value, kind in (
         ("mp_policy", mp_policy, MixedPrecisionPolicy),
@@ -103,7 +103,7 @@ def check_policies(mp_policy: Any, offload_policy: Any) -> None:
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """``ValueError``: not 1-D or 2-D. ``AssertionError``: 2-D without names."""
+    """``ValueError``: the mesh is not 1-D or 2-D. ``AssertionError``: it is 2-D without names."""
     if mesh.ndim not in (1, 2):
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
@@ -111,8 +111,8 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 
 def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The names of the dimensions that replicate and of those that shard, of a mesh that has
-    others, too. torch's ``ValueError``s for names that the mesh lacks, and for none that shards.
+    """The names of the dimensions that replicate and of those that shard; the mesh may have other
+    dimensions. torch's ``ValueError``s if the mesh lacks a name, or if no dimension shards.
     """
     if dims.shard is None and dims.replicate is None:
         raise ValueError("At least one of shard or replicate must be set in dp_mesh_dims")
@@ -135,13 +135,13 @@ def named_dims(mesh: DeviceMesh, dims: Any) -> tuple[tuple[str, ...], tuple[str,
 
 
 def _as_one(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    """The named dimensions as one. Collective if they are several."""
+    """The named dimensions as one dimension. Collective if they are several."""
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names], "_".join(names))
 
 
 def data_mesh_of(mesh: DeviceMesh, dims: Any = None) -> DataMesh:
-    """The communicators of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
-    over its second; or those of the dimensions that ``dims`` (``dp_mesh_dims``) names. Collective.
+    """The ``DataMesh`` of a mesh: 1-D shards, 2-D replicates over its first dimension and shards
+    over its second; or of the dimensions that ``dims`` (``dp_mesh_dims``) names. Collective.
     """
     if dims is None:
         return _data_mesh(mesh)
@@ -200,8 +200,8 @@ def reshards(value: Any, world: int) -> bool:
 
 def keeps(value: Any, comm: Any) -> bool:
     """Whether the ranks of each host keep one copy of a unit that is released after forward, in the
-    memory that they share, so that backward gets it from there: for an int that is the number of
-    ranks of each of several hosts. Elsewhere an int saves no wire, and nothing is kept.
+    memory that they share, so that backward gets it from there: True if ``value`` is an int and the
+    number of ranks per host. Any other int saves no traffic between hosts, and nothing is kept.
     """
     return type(value) is int and value > 1 and value == comm.ranks_per_host
 
@@ -247,8 +247,8 @@ def _own_mesh(mesh_info: Any, default: DataMesh, name: str) -> DeviceMesh:
 
 
 def _dim(chosen: Any, info: Any, world: int) -> int:
-    """The dimension that a placement names (None: 0), not negative. ``NotImplementedError``: a size
-    of a later dimension that ``world`` does not divide (as torch). torch's exceptions for other
+    """The dimension that a placement names (None: 0), not negative. ``NotImplementedError``, as in
+    torch: it is not 0, and ``world`` does not divide its size. torch's exceptions for other
     values.
     """
     if chosen is None:

@@ -1,5 +1,5 @@
-"""``param.data = value`` and ``param.grad.data = value`` where both are DTensors. torch changes its
-wrapper and keeps the local tensor, so that nothing happens; here the local tensor is the value's.
+"""``param.data = value`` and ``param.grad.data = value`` with DTensors on both sides. torch changes
+its wrapper and keeps the old local tensor, so nothing happens; here the value's takes its place.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _OURS = "_fsdpc_assignable"
 
 
 def mark(grad: Any) -> Any:
-    """``grad``, a gradient of a sharded parameter, whose ``data`` may be assigned. Local."""
+    """Mark ``grad``, a gradient of a sharded parameter: its ``data`` may be assigned. Local."""
     grad.__dict__[_OURS] = True
     return grad
 
 
 def install() -> None:
-    """Let sharded parameters of this process and their gradients take values that way. Local."""
+    """Let ``.data = value`` work for sharded parameters and gradients of this process. Local."""
     if "data" not in DTensor.__dict__:
         plain = torch.Tensor.data
         DTensor.data = property(plain.__get__, _put)

@@ -31,15 +31,15 @@ def _is_apart(module: nn.Module) -> bool:
 
 
 def roots_of(modules: list[nn.Module]) -> list[nn.Module]:
-    """The modules of a list without those below another one of the list."""
+    """The modules of a list without those below another module of the list."""
     below = {child for module in modules for child in module.modules() if child is not module}
     return [module for module in dict.fromkeys(modules) if module not in below]
 
 
 def managed_modules(roots: list[nn.Module]) -> list[tuple[str, nn.Module]]:
     """``(name, module)`` in registration order, each module once, without those that an earlier
-    call or ``replicate`` manages. Names are relative to their root, with its number in front if
-    there are several.
+    call or ``replicate`` manages. Names are relative to their root, with the root's number in front
+    if there are several roots.
     """
     found: list[tuple[str, nn.Module]] = []
     seen: set[nn.Module] = set()

@@ -1,6 +1,6 @@
 """Random values of DTensors on processors. torch draws them on each rank from the rank's generator,
 so that ranks with the usual equal seeds give all shards of a parameter the same values. For
-accelerators torch has a tracker that prevents this; the one here is for meshes of type "cpu".
+accelerators torch has a tracker that prevents this; ``Draws`` is one for meshes of type "cpu".
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from fsdpc._fsdp2.unit import RowUnit
 from fsdpc._spans.rows import rows_shape
 from fsdpc._torch import without_transforms
 
-_ALIGN = 16  # bytes; where a tensor begins among what a rank sends
+_ALIGN = 16  # bytes: alignment of each tensor among what a rank sends
 
 
 class ExtendedUnit(RowUnit):
@@ -71,7 +71,7 @@ class ExtendedUnit(RowUnit):
 
         def on_values(gathered: bool) -> None:
             unit = this()
-            assert unit is not None  # it calls
+            assert unit is not None  # the unit makes this call
             with without_transforms(), torch.inference_mode(False), torch.no_grad():
                 unit.on_values(gathered)
 
@@ -79,7 +79,7 @@ class ExtendedUnit(RowUnit):
         release = self.post_forward_hook
 
         def post_forward(*inputs_and_output: Any) -> Any:
-            """Outputs that lie in the gathered memory, which ends, become copies."""
+            """Replace outputs that lie in the gathered memory, which is given back, by copies."""
             *inputs, output = inputs_and_output
             unit = this()
             assert unit is not None
@@ -118,7 +118,7 @@ class ExtendedUnit(RowUnit):
     def _shard_originals(self) -> None:
         super()._shard_originals()
         for param, view, extended in zip(self.shard_params, self.views, self.extended, strict=True):
-            if extended:  # a Parameter has a detached one, which not every class takes care of
+            if extended:  # a Parameter detaches the view, which not every class supports
                 self.show_shard(param, view)
 
     @torch.no_grad()
@@ -143,12 +143,12 @@ class ExtendedUnit(RowUnit):
         return param
 
     def follow_memory(self) -> None:
-        """Nothing: gathered tensors are made here. Local."""
+        """A no-op: this class makes the gathered tensors itself. Local."""
 
     def adopt_own(self, index: int) -> bool:
         """Take note of the local tensor that a parameter with a gather of its own has now; False
-        for other parameters. Local. ``TypeError``: it has no gather any more. ``RuntimeError``:
-        another shape.
+        for other parameters. Local. ``TypeError``: the tensor has no gather of its own.
+        ``RuntimeError``: it has another shape than before.
         """
         if not self.extended[index]:
             return False
@@ -179,8 +179,8 @@ class ExtendedUnit(RowUnit):
     # --- a gather --------------------------------------------------------------------------------
 
     def on_values(self, gathered: bool) -> None:
-        """Make the gathered tensors or give their memory back, also if one cannot be made. As
-        ``gather_values`` and ``drop_values``.
+        """``gather_values``, or ``drop_values`` if not ``gathered``; also drops the values if a
+        tensor cannot be made.
         """
         try:
             if gathered:
@@ -193,7 +193,7 @@ class ExtendedUnit(RowUnit):
 
     def gather_values(self) -> None:
         """Make the gathered tensors. Collective over the shard group. Errors of one rank's tensors
-        are raised there, ``MismatchError`` on the others.
+        are raised on that rank, ``MismatchError`` on the other ranks.
         """
         shard, what = self.groups.shard, f"gather of unit {self.name!r}"
         self.tree.core.before_hook(self.tree.units.index(self), what)
@@ -272,7 +272,7 @@ class ExtendedUnit(RowUnit):
             whole = whole.movedim(0, self.dims[i])
         spec = self.parallel[i]
         param: Any = nn.Parameter(whole if spec is None else around(whole, spec), False)
-        if param.is_floating_point():  # the hook stays where the parameter is frozen
+        if param.is_floating_point():  # a frozen parameter gets the hook, too
             param.requires_grad_(True)
             param.register_hook(partial(_as_plain, self.grad_of_parallel(i)))
             param.requires_grad_(before.requires_grad)
@@ -288,8 +288,8 @@ class ExtendedUnit(RowUnit):
 
 
 def _as_plain(place: Any, grad: Any) -> Any:
-    """A gradient as a plain tensor of a dtype that the engine sums. ``place``: puts a gradient of
-    tensor parallelism to its parameter's placements.
+    """A gradient as a plain tensor of a dtype that the engine sums. ``place``: None, or a function
+    that brings a tensor-parallel gradient to its parameter's placements.
     """
     if place is not None:
         return place(grad)
@@ -301,7 +301,7 @@ def _as_plain(place: Any, grad: Any) -> Any:
 
 
 def _places(sent: list[list[Tensor]]) -> tuple[list[list[int]], int]:
-    """Where each tensor begins among the bytes that a rank sends, and how many these are."""
+    """Where each tensor begins among the bytes that a rank sends, and the number of these bytes."""
     places: list[list[int]] = []
     end = 0
     for tensors in sent:

@@ -22,7 +22,7 @@ _PRE, _POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 def extends(tensor: Any) -> bool:
     """Whether a tensor, or the local tensor of a DTensor, has the interface. torch's
-    ``AssertionError``: only one of its two functions.
+    ``AssertionError``: the tensor has only one of the two functions.
     """
     tensor = getattr(tensor, "_local_tensor", tensor)
     pre, post = hasattr(tensor, _PRE), hasattr(tensor, _POST)
@@ -50,8 +50,8 @@ class Extension(Gathered):
         self._metadata: Any = None
 
     def send(self, local: Any) -> list[Tensor]:
-        """As ``Gathered.send``. torch's ``AssertionError``: another signature, or a size that an
-        uneven shard must not have.
+        """As ``Gathered.send``. torch's ``AssertionError``: ``fsdp_pre_all_gather`` has another
+        signature, or returns a size that an uneven shard must not have.
         """
         if local.device != self.device:
             local = local.to(self.device, non_blocking=True)
@@ -79,7 +79,7 @@ class Extension(Gathered):
         """As ``Gathered.finish``. ``TypeError``: ``fsdp_post_all_gather`` returned no pair."""
         metadata, self._metadata = self._metadata, None
         if self.made:
-            # Its code writes the values that autograd has saved, which is no change of them.
+            # The call writes the saved values anew: autograd must not count that as a change.
             with preserved_versions(tuple(_parts(getattr(out, "_local_tensor", out)))):
                 local.fsdp_post_all_gather(self.shaped(), metadata, self.dtype, out=out)
             return None
@@ -94,6 +94,6 @@ class Extension(Gathered):
 
 
 def _parts(tensor: Any) -> list[Tensor]:
-    """A tensor and those that it wraps."""
+    """A tensor and the tensors that it wraps."""
     names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else ()
     return [tensor, *(part for name in names for part in _parts(getattr(tensor, name)))]

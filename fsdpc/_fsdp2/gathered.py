@@ -14,7 +14,7 @@ from fsdpc._torch import preserved_versions
 
 
 class Gathered:
-    """What all ranks sent of one parameter, each as much as the others, and what is made of it.
+    """What all ranks sent of one parameter, equally much each, and the tensor that is made of it.
 
     This class is for a plain parameter, which travels in ``dtype``. ``padded``: the size of a shard
     on the ranks that have most.
@@ -22,9 +22,9 @@ class Gathered:
 
     def __init__(self, padded: torch.Size, dtype: torch.dtype, device: torch.device) -> None:
         self.padded, self.dtype, self.device = padded, dtype, device
-        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of what one rank sends
+        self.kinds: list[tuple[torch.Size, torch.dtype]] = []  # of each tensor sent by a rank
         self.outputs: list[Tensor] = []  # 1-D, all ranks' parts end to end
-        self.inner: tuple[Tensor, ...] = ()  # others that exist only while gathered
+        self.inner: tuple[Tensor, ...] = ()  # further tensors, with memory only while gathered
         self.made = False
 
     def send(self, local: Tensor) -> list[Tensor]:
@@ -34,8 +34,8 @@ class Gathered:
         return [padded]
 
     def finish(self, local: Tensor, out: Any) -> Tensor | None:
-        """Make the gathered tensor, whose rows may be more than the parameter's: it, the first
-        time; None when ``out``, the parameter over it, has its values again.
+        """Make the gathered tensor, which may have more rows than the parameter. The first time
+        returns the tensor; later None, and ``out``, the parameter over it, has its values again.
         """
         return None if self.made else self.outputs[0]
 
@@ -71,12 +71,12 @@ class Gathered:
         return value
 
     def shaped(self) -> tuple[Tensor, ...]:
-        """The outputs in the shapes in which they were sent, one behind the other."""
+        """The outputs in the shapes in which ranks sent them, all ranks' rows end to end."""
         pairs = zip(self.outputs, self.kinds, strict=True)
         return tuple(output.view(-1, *size[1:]) for output, (size, _) in pairs)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The addresses of the memory, from and to."""
+        """The first and the end address of each tensor's memory."""
         storages = [tensor.untyped_storage() for tensor in (*self.outputs, *self.inner)]
         return [(s.data_ptr(), s.data_ptr() + s.size()) for s in storages]
 

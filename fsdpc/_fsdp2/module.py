@@ -43,7 +43,7 @@ class UnshardHandle(TorchUnshardHandle):
     """Returned by ``unshard(async_op=True)``."""
 
     def wait(self) -> None:
-        """Make the unsharded parameters usable on the current stream; they are already. Local."""
+        """A no-op: the unsharded parameters are already usable on the current stream. Local."""
 
 
 class FSDPModule:
@@ -144,14 +144,14 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """False: a backward leaves this unit's gradients on this rank, whole and in fp32; the next
-        one with True reduces the sum. Until then ``.grad`` is zero, and clearing it discards what
-        waits. Every rank must set the same value (``MismatchError``, over shared memory).
+        backward with True reduces the sum. Until then ``.grad`` is zero, and clearing it discards
+        these gradients. Every rank must set the same value (``MismatchError``, over shared memory).
         """
         for state in self._states(recurse):
             state.set_sync(gradients=requires_gradient_sync)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """HSDP. False: gradients stay on this rank until a backward with True, which sums over
+        """For HSDP. False: gradients stay on this rank until a backward with True, which sums over
         shards and replicas at once.
         """
         for state in self._states(recurse):
@@ -277,7 +277,7 @@ class FSDPModule:
         raise NotImplementedError(_custom("set_symm_mem_for_comm"))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted."""
+        """Accepted, without effect."""
 
     def _states(self, recurse: bool) -> list[State]:
         assert isinstance(self, nn.Module)
@@ -314,21 +314,21 @@ def fully_shard(
     exceptions.
 
     Parameters that an earlier call manages are left out, so call it on the inner modules first.
-    They become ``DTensor``s: rank r of the mesh's sharding dimension has the rows
+    The others become ``DTensor``s: rank r of the mesh's sharding dimension has the rows
     ``torch.chunk(param, world, 0)[r]``. ``mesh``: 1-D shards; 2-D, with names, replicates over its
     first dimension and shards over its second. Collective over the mesh: every rank must make the
     call with an equal module and equal options (``MismatchError`` names the difference).
 
     Trainable parameters of several dtypes in one unit are allowed. A parameter that tensor
-    parallelism has made a DTensor is sharded once more; ``mesh`` and its mesh must be parts of one
+    parallelism has made a DTensor is sharded once more; ``mesh`` and its own must be parts of one
     mesh with names (``ValueError``). ``shard_placement_fn``: ``Shard(dim)`` or None for each
-    parameter; a dimension other than 0 must be a multiple of the ranks, and the full parameter is
-    then a view with that dimension first in memory. ``dp_mesh_dims``: the names of the
-    data-parallel dimensions of ``mesh``, on which every parameter is a DTensor. Parameters and
-    gradients of the modules are then DTensors on ``mesh`` as well. ``NotImplementedError``: a
-    dimension that is no such multiple. ``shard_placement_fn`` may return torch's
-    ``ShardPlacementResult``: parameters of another mesh are a unit of their own then, gathered with
-    the call's modules.
+    parameter; a dimension other than 0 must be a multiple of the ranks (``NotImplementedError``),
+    and the full parameter is then a view with that dimension first in memory. The function may also
+    return torch's ``ShardPlacementResult``: parameters of another mesh are then a unit of their
+    own, gathered with the call's modules. ``dp_mesh_dims``: the names of the data-parallel
+    dimensions of ``mesh``, on which every parameter is a DTensor. Parameters and gradients of the
+    modules are then DTensors on ``mesh`` as well. ``NotImplementedError``: with ``dp_mesh_dims``,
+    ``reshard_after_forward`` is an int.
     """
     _args.check_policies(mp_policy, offload_policy)
     modules = roots_of(module if isinstance(module, list) else [module])

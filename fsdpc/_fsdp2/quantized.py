@@ -1,5 +1,5 @@
-"""Weights and gradients that travel in fewer bits (qwZ and qgZ of ZeRO++): their policy. The engine
-codes, by ``csrc/codec``.
+"""The policy for weights and gradients that travel in fewer bits (qwZ and qgZ of ZeRO++). The
+engine codes them, by ``csrc/codec``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fsdpc._engine.interop import computes
 
 CODECS = tuple(name for name, *_, weights, _ in _C.CODECS if weights)
 REDUCE_CODECS = tuple(name for name, *_, gradients in _C.CODECS if gradients)
-_FEWEST = 64  # rows, and elements of a row, of a parameter that is coded
+_FEWEST = 64  # a coded parameter has at least so many rows, and elements in each
 _SCALED = (
     "error_feedback adds to a gradient what an earlier one lost, and float16's loss scale may "
     "differ between both: choose bfloat16 or float32, or leave error_feedback away"
@@ -29,9 +29,9 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     calls that qwZ and qgZ).
 
     Each rank sends codes of its rows of a parameter, made from the shard's own dtype, with one
-    scale per block of a row: of floating-point parameters with at least 64 rows of at least 64
-    elements. Modules compute with the decoded values in ``param_dtype``. ``codec`` is None (values
-    travel as they are) or one of
+    scale per block of a row. Only floating-point parameters with at least 64 rows of at least 64
+    elements are coded. Modules compute with the decoded values in ``param_dtype``. ``codec`` is
+    None (values travel as they are) or one of
 
     - ``"int8"``: a signed byte per element and a float32 scale per 256. A value is off by at most
       the largest magnitude of its block / 252.
@@ -43,8 +43,8 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     - ``"nf4"``: 4 bits and a float32 scale per 64, the levels of QLoRA.
 
     ``reduce_codec`` names the codes in which gradients of the same parameters go to the rank that
-    sums them, over a wire or between GPUs; None: they go as they are. One of the above but for nf4,
-    or
+    sums them, over a wire or between GPUs; None: they go as they are. Choose one of the above
+    except nf4, or
 
     - ``"int4"``: -7 to 7 in 4 bits and a float32 scale per 128. A value is off by at most the
       largest magnitude of its block / 14: smaller ones become 0.
@@ -63,13 +63,13 @@ class QuantizedPolicy(MixedPrecisionPolicy):
     by what is kept, not by what all steps lost. What is kept belongs to the process: no state dict
     or checkpoint has it, loading one drops it, and so does unfreezing a parameter that was frozen
     when its unit was made; one that is frozen later keeps its part until it is trained again. A
-    resumed run begins with nothing kept. Blocks that are not finite leave it as it is. Not for
-    float16, whose loss scale changes between steps.
+    resumed run begins with nothing kept. Blocks that are not finite leave what is kept as it is.
+    ``error_feedback`` is not for float16, whose loss scale changes between steps.
 
     A block with a value that is not finite becomes NaN. Other parameters (norms, biases, adapters
-    of low rank) travel as without. Shards, optimizer states and checkpoints are as without. Units
-    with parameters that bring their own gather (``fsdp_pre_all_gather``) gather all others as they
-    are.
+    of low rank) travel as they are. Shards, optimizer states and checkpoints do not change. Units
+    with parameters that bring their own gather (``fsdp_pre_all_gather``) gather their other
+    parameters as they are.
     """
 
     codec: str | None = "int8"
@@ -95,8 +95,8 @@ def codecs_of(
     policy: MixedPrecisionPolicy | None, shape: torch.Size, dtype: torch.dtype
 ) -> tuple[str, str, bool]:
     """In which codes ``policy`` gathers parameters of this shape and dtype, cut along dimension 0,
-    and sends their gradients ("": in none), and whether it keeps what these lose. ``ValueError``:
-    that cannot be kept.
+    and sends their gradients ("": in none), and whether it keeps what the gradients lose.
+    ``ValueError``: it should keep what gradients in float16 lose.
     """
     if not isinstance(policy, QuantizedPolicy) or len(shape) < 2 or not computes(dtype):
         return "", "", False

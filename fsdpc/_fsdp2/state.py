@@ -39,7 +39,7 @@ class State:
     ``keeps``: the ranks of each host keep a copy when the unit is released (``args.keeps``).
     ``automatic``: ``reshard_after_forward`` was None, so that the root keeps its parameters.
     ``_others``: the states of further meshes on which the call has parameters; what is called on
-    this state, their ``leader``, includes them. They come behind it in the tree, as nested ones.
+    this state, their ``leader``, includes them. They come behind it in the tree, as nested hosts.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class State:
     def leader(self) -> State:
         """The state through which the call's modules know this one."""
         leader = self if self._leader is None else self._leader()
-        assert leader is not None  # modules hold both
+        assert leader is not None  # modules hold both states
         return leader
 
     def make_unit(self, infos: list[ParamInfo], dims: Sequence[int]) -> None:
@@ -101,7 +101,7 @@ class State:
             _writeback.set_owner(param, self._unit)
 
     def name_in(self, module: str) -> str:
-        """The unit's name, in which a further mesh of one call shows."""
+        """The unit's name for ``module``; on a further mesh of the call, it names the mesh too."""
         if self.leader is self:
             return module
         names = "_".join(self.data_mesh.mesh.mesh_dim_names or ())
@@ -138,8 +138,8 @@ class State:
     # --- what the user sets ----------------------------------------------------------------------
 
     def set_sync(self, *, gradients: bool | None = None, replicas: bool | None = None) -> None:
-        """Whether backwards sum the unit's gradients: False for one of both keeps them on this
-        rank. Local.
+        """Set whether backwards sum the unit's gradients: False for ``gradients`` or ``replicas``
+        keeps them on this rank. Local.
         """
         if gradients is not None:
             self._sync_gradients = bool(gradients)
@@ -276,11 +276,11 @@ class State:
 
     @property
     def _comm_ctx(self) -> Any:
-        """torch 2.15's pipelines compare this of their stages; fsdpc's stages share nothing."""
+        """torch 2.15's pipelines compare their stages' contexts; fsdpc's stages share nothing."""
         return self
 
     def _root_post_backward_final_callback(self) -> None:
-        """Sum gradients that wait, by a backward without gradients. Collective over the mesh."""
+        """Sum gradients that wait, by a backward that adds none. Collective over the mesh."""
         unit = self._unit or self._pass_unit
         if unit is None or unit.tree is None:
             return
@@ -351,7 +351,7 @@ class State:
         self, *, without: int = -1, sites: Mapping[int, list[tuple[nn.Module, str]]] | None = None
     ) -> None:
         """Shard the parameters anew, in their local tensors' dtypes; the Parameter objects stay.
-        ``without``: number of one that the unit gives up; ``sites``: places of others, by number.
+        ``without``: number of a parameter to give up; ``sites``: new sites of parameters by number.
         Collective over the mesh.
         """
         release(self)
@@ -412,7 +412,7 @@ def _prepare(state: State, name: str) -> None:
 
 
 def _names_in_root(state: State, names: list[str]) -> list[str]:
-    """The names that parameters of the unit, given by their names in the unit, have in the root."""
+    """The names in the root of those parameters of the unit that have ``names`` in the unit."""
     unit, root = state._unit, None if state._root is None else state._root()
     if not names or unit is None or root is None:
         return names

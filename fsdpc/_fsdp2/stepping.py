@@ -1,4 +1,4 @@
-"""Before steps of torch's optimizers on sharded parameters: what is refused, and laid out anew."""
+"""What comes before steps of torch's optimizers on sharded parameters: refusals, new strides."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def install() -> None:
 
 
 def _prepare(optimizer: Any, args: Any, kwargs: Any) -> None:
-    """Before a step."""
+    """Check and prepare an optimizer before its step."""
     if torch.compiler.is_compiling():
         return
     if optimizer not in _checked:
@@ -56,9 +56,9 @@ def _refuse_gathered(optimizer: Any) -> None:
 
 
 def _lay_like(param: Any, state: dict[str, Any]) -> None:
-    """Give the gradient and the states of a parameter that is cut along a later dimension its
-    strides: torch's fused kernels on processors read all of them in the parameter's order. Values
-    that a program has loaded or assigned may have others.
+    """Give the gradient and the states of a parameter that is cut along a later dimension the
+    parameter's strides: torch's fused kernels on processors read all of them in the parameter's
+    order. Values that a program has loaded or assigned may have other strides.
     """
     local = param._local_tensor
     for value in (param.grad, *state.values()):

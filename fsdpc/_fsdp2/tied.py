@@ -1,6 +1,6 @@
 """Weights that are tied after ``fully_shard``: one Parameter put into modules of several units
-before the first forward, as a loader does that ties weights last. The outermost unit takes all its
-places.
+before the first forward, by a loader that ties weights last. The outermost unit takes all places of
+the Parameter.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from fsdpc._engine import writeback as _writeback
 
 
 def join(states: list[Any]) -> None:
-    """Leave each Parameter to one of the units that show it, whose modules contain the others'.
-    Collective over the mesh if there are such Parameters; others stay as they are.
+    """Leave each Parameter that several units show to the one whose modules contain the others'.
+    Collective over the mesh if there are such Parameters; other Parameters stay as they are.
     """
     found = _first(states)
     while found is not None:
-        _leave_to(*found)  # numbers in units change
+        _leave_to(*found)  # numbers in units change: look again
         found = _first(states)
 
 

@@ -34,7 +34,7 @@ class RowUnit(Unit):
 
     Parameters on the meta device stay there until ``to_empty`` or a load replaces them; the memory
     of their shards exists from the start. ``adopted``: sharded parameters of an earlier unit that
-    stand for this one's; the caller copies their values.
+    become this unit's; the caller copies their values.
 
     ``dims``: the dimension along which each parameter is cut (default 0). The engine has that
     dimension first in memory, so that a rank's part is rows; parameters in the modules, local
@@ -71,7 +71,7 @@ class RowUnit(Unit):
             if dim > 0:
                 _put_first(info, dim)
         codecs = [codecs_of(policy, info.param.shape, info.param.dtype) for info in infos]
-        if self.foreign:  # gathered in Python
+        if self.foreign:  # gathered in Python, so not in codes
             codecs = [("", *sent) for _, *sent in codecs]
         super().__init__(
             name,
@@ -105,8 +105,8 @@ class RowUnit(Unit):
         return param
 
     def grad_of_parallel(self, i: int) -> Callable[[Any], Any] | None:
-        """What brings gradients of a parameter to its placements on the tensor-parallel mesh; None
-        without such a mesh. Local.
+        """A function that brings gradients of parameter ``i`` to its placements on the
+        tensor-parallel mesh; None without such a mesh. Local.
         """
         spec = self.parallel[i]
         kept = (*self.data_mesh.replicate_dims, *self.data_mesh.shard_dims)
@@ -210,7 +210,7 @@ class RowUnit(Unit):
         return [info.name for info in self.infos if self.local(info.param).is_meta]
 
     def take_memory(self) -> None:
-        """Let parameters on the meta device show the shards, whose memory is there, without values.
+        """Let parameters on the meta device show the shards, which have memory but no values yet.
         Local.
         """
         for i, info in enumerate(self.infos):
@@ -233,7 +233,7 @@ class RowUnit(Unit):
                 self.flat.write(i, self._own(tensor, i))
 
     def announce_grads(self) -> None:
-        """Nothing: torch's functions on DTensor gradients are collective by themselves."""
+        """A no-op: torch's functions on DTensor gradients are collective by themselves."""
 
 
 def check_materialized(unit: RowUnit, names: list[str]) -> None:
@@ -284,8 +284,8 @@ def _as_placed(grad: Any, spec: Any, kept: Sequence[int]) -> Any:
 
 def sharded_spec(param: Tensor, data_mesh: DataMesh, parallel: Any, cut: int) -> Any:
     """Mesh and placements of the sharded parameter: parts along its dimension ``cut`` over the
-    data-parallel dimensions, which stand before those of tensor parallelism. ``param`` is this
-    rank's local tensor then.
+    data-parallel dimensions, which stand before those of tensor parallelism (``parallel``: its
+    spec, or None). With tensor parallelism ``param`` is this rank's local tensor.
     """
     if parallel is None:
         shape = param.shape
@@ -306,8 +306,8 @@ def sharded_spec(param: Tensor, data_mesh: DataMesh, parallel: Any, cut: int) ->
 
 def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
     """As ``sharded_spec``, on the mesh that the parameter is distributed on already. Several
-    dimensions that shard are one there, which stands in the place of the first with that of the
-    replicas before it.
+    sharding dimensions become one, in the place of the first of them; the dimension of replicas
+    comes right before it.
     """
     dims, placements = data_mesh.shard_dims, list(spec.placements)
     split = 1
@@ -331,8 +331,8 @@ def _spmd_spec(data_mesh: DataMesh, spec: Any, cut: int) -> Any:
 
 
 def joined_mesh(data: Any, parallel: Any) -> Any:
-    """The mesh with the dimensions of both, which cut the same ranks and have names. Meshes that
-    are equal stand for one another: made twice, copied, pickled. ``ValueError``: no such mesh.
+    """The mesh with the dimensions of ``data`` and ``parallel``, named parts of one mesh. Equal
+    meshes stand for one another: made twice, copied, pickled. ``ValueError``: no such mesh.
     """
     try:
         return DeviceMesh._concatenate([data, parallel])

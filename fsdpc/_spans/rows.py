@@ -51,7 +51,7 @@ def block(shape: Sequence[int], world: int, rank: int) -> Span:
 
 
 def block_shape(shape: Sequence[int], world: int, rank: int) -> tuple[int, ...]:
-    """Shape of ``block``."""
+    """Shape of a rank's ``block``."""
     return rows_shape(shape, world, rank) if is_cut(shape) else tuple(shape)
 
 
@@ -105,8 +105,8 @@ def sharded_tensor(
     blocks: Sequence[tuple[list[int], list[int]]],
     pg: dist.ProcessGroup,
 ) -> ShardedTensor:
-    """The value of which every rank has one of ``blocks`` (offsets, sizes), perhaps an empty one,
-    and this one's is ``local``. Local.
+    """The value of which rank r has block r of ``blocks`` (offsets, sizes), perhaps an empty one;
+    this rank's block is ``local``. Local.
     """
     shards, own = [], []
     for rank, (offsets, sizes) in enumerate(blocks):
@@ -173,8 +173,8 @@ def unwrap(
 
     Local, except for a DTensor with other placements than those of ``wrap_rows``: gathering it is
     collective over its mesh. ``group``: the ranks that hold the rows (default: any group of
-    ``world`` ranks). ``ValueError`` names the value: another shape than ``shape``, or a
-    ShardedTensor cut in another way. ``TypeError``: not a tensor.
+    ``world`` ranks). ``ValueError``: the value has another shape than ``shape``, or is a
+    ShardedTensor cut in another way. ``TypeError``: it is no tensor.
     """
     if not isinstance(value, (torch.Tensor, ShardedTensor)):
         raise TypeError(f"{name}: expected a tensor but got {type(value).__name__}")
@@ -211,8 +211,8 @@ def _own_shard(
 
 
 def _lies_in_rows(value: DTensor, world: int, rank: int, group: dist.ProcessGroup | None) -> bool:
-    """True if ``to_local()`` is this rank's block. Equal on all ranks of the mesh, because
-    otherwise the value is gathered, which is collective.
+    """True if ``to_local()`` is this rank's block. All ranks of the mesh get the same answer: if it
+    is False, they gather the value, which is collective.
     """
     mesh = value.device_mesh
     last = mesh.ndim - 1

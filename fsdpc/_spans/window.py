@@ -36,9 +36,9 @@ def gather(
 ) -> None:
     """Gather ``wanted`` elements from all ranks' pieces. Collective.
 
-    Every rank has a piece of ``piece`` elements; each of this rank's ``parts``, 1-D, begins at its
-    number there. ``spans``: of each target, per rank, the elements in its piece. The window is on
-    ``device``, the communicator's.
+    Every rank has a piece of ``piece`` elements; each of this rank's ``parts`` is a place in its
+    piece and the 1-D values there. ``spans``: for each target and rank, the target's elements in
+    that rank's piece. The window is on ``device``, the communicator's.
     """
     room = min(piece, max(LEAST_NUMEL, WINDOW_BYTES // (dtype.itemsize * comm.world)))
     memory = torch.empty(comm.world * room, dtype=dtype, device=device)
@@ -59,8 +59,8 @@ def gather(
 
 
 def _copy_common(source: torch.Tensor, first: int, to: torch.Tensor, begin: int) -> None:
-    """Copy what two ranges of elements share; they begin with the elements ``first`` and ``begin``
-    of the same memory.
+    """Copy the elements that two ranges share: ``source`` begins with element ``first``, ``to``
+    with element ``begin``.
     """
     low, high = max(first, begin), min(first + len(source), begin + len(to))
     if low < high:

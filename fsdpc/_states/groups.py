@@ -1,4 +1,4 @@
-"""Options of param groups by the names of parameters: those with which each parameter was saved."""
+"""The options of param groups with which each parameter was saved, by the parameters' names."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NAMES = ("params", "param_names")
 
 
 def plain_options(group: Group) -> Group:
-    """Without the parameters."""
+    """The group's options, without its parameters."""
     return {key: value for key, value in group.items() if key not in NAMES}
 
 
@@ -22,8 +22,8 @@ def owners_of(groups: Sequence[Group]) -> dict[str, int]:
 
 
 def group_of(groups: Sequence[Group], owner: dict[str, int], names: Sequence[str]) -> Group | None:
-    """The first group that has one of these parameters; ``None`` if none has. ``ValueError``: other
-    groups have some with other options.
+    """The first group that has one of these parameters; ``None`` if none has. ``ValueError``:
+    another group has some of them, with other options.
     """
     known = [name for name in names if name in owner]
     indices = sorted({owner[name] for name in known})

@@ -1,8 +1,8 @@
 """The key rule: which states of a parameter have one element per element, and are cut with it.
 
-Those are the tensors of its shape. Where the parameter has no dimensions, a 0-dim state may be its
-element or a number of the parameter, like Adam's ``step``; a state of that name on parameters with
-dimensions tells which.
+These are the states of the parameter's shape. Where the parameter has no dimensions, a 0-dim state
+may be its element or a number of the parameter, like Adam's ``step``; a state of that name on
+parameters with dimensions tells which.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ Shape = tuple[int, ...]
 
 
 def shape_of(value: Any) -> Shape | None:
-    """``None``: not a tensor, nor what stands for one."""
+    """The shape of a tensor or of what stands for one; ``None`` for other values."""
     if isinstance(value, Outline):
         return value.shape
     return size_of(value) if isinstance(value, (torch.Tensor, ShardedTensor)) else None
 
 
 def numbers_of(states: Iterable[tuple[Shape | None, Mapping[str, Shape | None]]]) -> set[str]:
-    """Names of states with one number per parameter. ``states``: shapes of parameters, and of their
-    states by name.
+    """Names of states with one number per parameter. ``states``: for each parameter its shape, and
+    the shapes of its states by name.
     """
     numbers, elements = set(), set()
     for shape, state in states:
@@ -41,6 +41,6 @@ def numbers_of(states: Iterable[tuple[Shape | None, Mapping[str, Shape | None]]]
 
 def is_cut(name: str, shape: Shape | None, of: Shape | None, numbers: set[str]) -> bool:
     """True if a state of this name and shape has one element per element of a parameter of shape
-    ``of``; ``None``: no tensor, or not known.
+    ``of``. A shape of ``None``: no tensor, or not known.
     """
     return shape is not None and shape == of and (shape != () or name not in numbers)

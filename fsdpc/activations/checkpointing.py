@@ -61,9 +61,9 @@ def checkpoint(
 
     A checkpointed block keeps its inputs and computes its forward again in backward (torch's
     non-reentrant ``checkpoint``), with the buffers that it had: they change once per forward
-    (running statistics, counters, spectral norms), where torch's change twice. Which ones, at most
-    one of: ``ratio``, a number or a text like "2/3" between 0 and 1, the fraction of blocks, evenly
-    spaced (block i of n, counted from 1, if ``i * ratio`` reaches 1/2, 3/2, 5/2 and so on);
+    (running statistics, counters, spectral norms), where torch's change twice. Choose blocks by at
+    most one of: ``ratio``, a number or a text like "2/3" between 0 and 1, the fraction of blocks,
+    evenly spaced (block i of n, counted from 1, if ``i * ratio`` reaches 1/2, 3/2, 5/2 and so on);
     ``every``: blocks 0, ``every``, 2 * ``every`` and so on; ``which``: their indices, negative ones
     from the end. Default: all blocks.
 
@@ -77,10 +77,10 @@ def checkpoint(
 
     ``blocks``: the blocks' classes, or a function that is true for them; default: the items of the
     longest ``nn.ModuleList`` or ``nn.Sequential`` whose items are of one class. An FSDP instance
-    around a block is checkpointed as a whole: its unit is gathered twice in a step, as without.
+    around a block is checkpointed as a whole: its unit is still gathered only twice in a step.
 
-    ``ValueError``: no or ambiguous blocks, an invalid number, a block that is inside another or
-    checkpointed already. The model is unchanged then.
+    ``ValueError``: no or ambiguous blocks, an invalid number, a block that is inside another block
+    or checkpointed already. The model is unchanged then.
     """
     if sum(choice is not None for choice in (ratio, every, which)) > 1:
         raise ValueError("checkpoint() takes at most one of ratio=, every= and which=")
@@ -180,7 +180,7 @@ def _longest_list(model: nn.Module) -> list[nn.Module]:
 def _chosen(count: int, ratio: Any, every: Any, which: Any) -> list[int]:
     if ratio is not None:
         share = _share(ratio)
-        # Block i is one of them when i * share passes a half-odd number.
+        # The i-th block (from 1) is chosen if i * share is the first to reach 1/2, 3/2 and so on.
         passed = [math.floor(i * share + Fraction(1, 2)) for i in range(count + 1)]
         return [i for i in range(count) if passed[i + 1] > passed[i]]
     if every is not None:
@@ -238,7 +238,7 @@ def _checked(policy: Any, context: Any, operator: Any, *args: Any, **kwargs: Any
 
 # Module, name of the buffer, the buffer before the forward, a copy of its values.
 Before = list[tuple[nn.Module, str, torch.Tensor, torch.Tensor]]
-LARGE = 1 << 20  # bytes of a buffer that is not copied again if a training forward left it alone
+LARGE = 1 << 20  # bytes: so large a buffer is not copied again if a training forward left it alone
 
 
 class _OneChange:
@@ -275,8 +275,8 @@ class _OneChange:
         for full, module, name, buffer, version in found:
             now = module._buffers.get(name)
             if now is None or (now.dtype, now.device) != (buffer.dtype, buffer.device):
-                continue  # converted
-            # Norms change their statistics without another version.
+                continue  # converted to another dtype or device
+            # Norms change their statistics without a new version number.
             moves = module.training and getattr(module, "track_running_stats", False)
             if now is not buffer or buffer._version != version or moves:
                 if buffer._version != version and full in self.constant:
@@ -292,8 +292,8 @@ class _OneChange:
 
 
 class _AsBefore:
-    """While a block is computed again its buffers are copies of what they were before. Entered for
-    each backward of a graph that is retained.
+    """While a block is computed again its buffers are copies of what they were before. Entered once
+    for each backward, several times if the graph is retained.
     """
 
     def __init__(self, before: Before, inner: AbstractContextManager[Any]) -> None:

@@ -43,7 +43,7 @@ _NORMS = "layer_norm rms_norm group_norm batch_norm instance_norm"
 
 
 def _functions(names: str) -> set[Any]:
-    """As torch calls them: functions and methods, operators, and those in place."""
+    """torch's functions, methods and operators of these names, and their in-place forms."""
     forms = [form for name in names.split() for form in (name, f"{name}_", f"__{name}__")]
     places = (torch, Tensor, torch.nn.functional)
     return {getattr(place, form) for place in places for form in forms if hasattr(place, form)}
@@ -87,8 +87,8 @@ def compress(model: nn.Module, dtype: str = "int8", min_bytes: int = MIN_BYTES) 
 
 
 class _Functions(TorchFunctionMode):
-    """Tells the table which function saves. Hooks of their own around the others would hide their
-    tensors from a checkpoint around them.
+    """Tells the table which function saves. Separate hooks around every other function would hide
+    the function's tensors from a checkpoint around it.
     """
 
     def __init__(self, table: _Compressed) -> None:
@@ -103,7 +103,7 @@ class _Functions(TorchFunctionMode):
             return function(*args, **kwargs)
         table = self.table
         before, table.fewest = table.fewest, 0
-        if function in _NORM_FUNCTIONS:  # what is smaller than the input are statistics
+        if function in _NORM_FUNCTIONS:  # tensors smaller than the input are statistics
             given = args[0] if args else kwargs.get("input")
             table.fewest = given.numel() if isinstance(given, Tensor) else 0
         try:
@@ -113,7 +113,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _needs_exact(function: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-    """Factors without a gradient, which are masks and tables; powers below 1."""
+    """True for factors without a gradient, which are masks and tables, and for powers below 1."""
     if function in _FACTORS:
         given = (*args, *kwargs.values())
         return any(isinstance(each, Tensor) and not each.requires_grad for each in given)
@@ -141,7 +141,7 @@ class Kept:
 
 
 class _Packed:
-    """The elements of a contiguous tensor."""
+    """The elements of a contiguous tensor, compressed."""
 
     def __init__(self, whole: Tensor, dtype: str) -> None:
         self.dtype = whole.dtype
@@ -224,14 +224,14 @@ class Table:
         return not any(begin <= address < end for begin, end in self.ranges)
 
     def _hold(self, tensor: Tensor, dense: bool) -> Any:
-        """The elements in the other form; None: the tensor stays."""
+        """The elements in the other form; None: autograd keeps the tensor as it is."""
         raise NotImplementedError
 
 
 class _Compressed(Table):
     def __init__(self, model: nn.Module, dtype: str, min_bytes: int) -> None:
         super().__init__(model, min_bytes)
-        self.fewest: int | None = None  # elements of what is packed; None: nothing is
+        self.fewest: int | None = None  # elements of a tensor to pack; None: pack none
         self.dtype = dtype
 
     def _is_wanted(self, tensor: Tensor) -> bool:
@@ -250,8 +250,8 @@ class _Compressed(Table):
 
 def own_ranges(model: nn.Module) -> tuple[list[tuple[int, int]], bool]:
     """Addresses of the model's parameters, gathered or not, and buffers, and whether they are
-    final: on a GPU gathered parameters have none before the first forward. ``model`` may be what
-    a unit wraps, or a part of it.
+    final: on a GPU gathered parameters have no address before the first forward. ``model`` may be
+    what a unit wraps, or a part of that.
     """
     placed = [each for module in model.modules() for each in vars(module).values()]
     own = [*model.parameters(), *model.buffers(), *placed]
@@ -278,7 +278,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor, dense: bool) -> Tensor:
-    """The elements in the order of memory, or in rows where others lie between them."""
+    """The elements in the order of memory; row-major if other elements lie between them."""
     tensor = tensor.detach()
     if not dense:
         return tensor.contiguous().view(-1)

@@ -2,8 +2,8 @@
 
 Forward queues a copy of each saved tensor to pinned memory on a lane (``_companions/lane.py``). The
 tensor itself is held until torch's stream waits for the copy, a few tensors later, so that
-copies run beside the forward; then its memory is free for others. In backward a tensor is, as a
-rule, on its way back since those saved after it were needed.
+copies run beside the forward; then its memory is free for other tensors. In backward a tensor is,
+as a rule, already on its way back: its copy was queued when tensors saved after it were needed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fsdpc._companions.lane import Lane, ordinal_of, pinned
 from fsdpc._companions.saved import AHEAD, HELD, MIN_BYTES, pinned_bytes
 from fsdpc.activations.compression import Table, View, flat, unpack
 
-_said: list[str] = []  # the sentence, once a process has read it
+_said: list[str] = []  # not empty once this process has warned
 
 
 @dataclass
@@ -33,9 +33,9 @@ class Offloaded:
     """What one ``offload`` did. Bytes are those of copies to the host; none are counted twice.
 
     ``no_room``: tensors that stayed, because pinned memory was at its bound. ``resident``: the last
-    ones, used in backward without a copy back. ``ahead``, ``late``: copies back that were queued
-    before they were needed, and that were not. ``pinned_bytes``: of this process, kept for the next
-    step.
+    tensors, used in backward without a copy back. ``ahead``, ``late``: copies back that were queued
+    before they were needed, or only then. ``pinned_bytes``: this process's pinned memory, kept for
+    the next step.
     """
 
     tensors: int = 0
@@ -61,8 +61,8 @@ def offload(
     host waits only when pinned memory is allocated. Yields counts.
 
     On ranks that compute on processors, the model is in host memory already: nothing is copied, no
-    hook is set, and one warning per process says so. Local. ``NotImplementedError``: a parameter
-    on a device that is neither. ``StateError``: the forward is captured into a CUDA graph.
+    hook is set, and one warning per process says so. Local. ``NotImplementedError``: parameters on
+    another type of device or on several GPUs. ``StateError``: a CUDA graph captures the forward.
     ``RuntimeError`` in backward: a saved tensor was changed in place.
     """
     ordinals = set()
@@ -109,7 +109,7 @@ class _Pool:
         self.nbytes = 0
 
     def take(self, nbytes: int, most: int | None) -> Tensor | None:
-        """None: there is no room."""
+        """A pinned buffer for ``nbytes`` bytes, or None if there is no room."""
         size = pinned_bytes(nbytes)
         if self.free.get(size):
             return self.free[size].pop()
@@ -136,15 +136,15 @@ class _Away:
 
     def __init__(self, table: _Table, number: int, source: Tensor, buffer: Tensor) -> None:
         self.table = table
-        self.number = number  # in the order in which autograd saved
+        self.number = number  # its place in the order in which autograd saved
         self.buffer = buffer
         self.like = torch.empty(0, dtype=source.dtype, device=source.device)
         self.numel = source.numel()
         self.version = source._version
         self.changed = False
-        self.uses = self.left = 0  # views of it in the graph; those not needed yet
+        self.uses = self.left = 0  # saved views of the tensor; views not needed yet
         self.here: Tensor | None = None
-        self.mark = 0  # of the copy that fills `here`; 0: it holds the values
+        self.mark = 0  # of the copy that fills `here`; 0: `here` holds the values
         self.was_needed = False
 
     def fetch(self) -> None:
@@ -159,13 +159,13 @@ class _Away:
         return self.numel * self.like.element_size()
 
     def unpack(self) -> Tensor:
-        """The values, while those that backward needs next come."""
+        """The values; also puts the tensors that backward needs next on their way."""
         values = self.values()
         self.table.fetch_before(self.number)
         return values
 
     def values(self) -> Tensor:
-        """On the GPU, in the order of torch's current stream."""
+        """The values on the GPU, in the order of torch's current stream."""
         if self.here is None:
             self.table.counts.late += 1
             self.fetch()
@@ -189,12 +189,12 @@ class _Away:
 
     def __del__(self) -> None:
         if self.here is not None and self.mark:
-            self.table.pool.lane.join(self.mark)  # before its memory is another's
+            self.table.pool.lane.join(self.mark)  # before the memory is another tensor's
         self.table.pool.give(self.buffer)
 
 
 class _View(View):
-    """A saved tensor over elements that are away."""
+    """A saved tensor over elements that are offloaded."""
 
     def __init__(self, held: _Away, shape: torch.Size, strides: tuple[int, ...]) -> None:
         super().__init__(held, shape, strides)
@@ -203,7 +203,7 @@ class _View(View):
 
 
 class _Table(Table):
-    """What was saved in one forward."""
+    """The tensors that were saved in one forward."""
 
     view = _View
 
@@ -243,7 +243,7 @@ class _Table(Table):
         return away
 
     def _let_go(self) -> None:
-        """The oldest one's memory is free for work behind this point of torch's stream."""
+        """Free the oldest held tensor's memory for work behind this point of torch's stream."""
         mark, source, entry = self.held.popleft()
         self.pool.lane.join(mark)
         away = entry()
@@ -251,7 +251,7 @@ class _Table(Table):
             away.changed = True
 
     def end_forward(self) -> None:
-        """The last tensors are needed first: they stay."""
+        """Keep the last tensors on the GPU: backward needs them first."""
         while self.held:
             _, source, entry = self.held[0]
             self._let_go()
@@ -261,7 +261,7 @@ class _Table(Table):
                 self.counts.resident += 1
 
     def fetch_before(self, number: int) -> None:
-        """Those that backward needs next are put on their way."""
+        """Put the tensors that backward needs next on their way."""
         for at in range(number - 1, max(-1, number - 1 - AHEAD), -1):
             away = self.order[at]()
             if away is not None and away.here is None and not away.was_needed:

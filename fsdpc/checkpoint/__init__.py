@@ -101,12 +101,12 @@ def save(
         optimizer: any torch optimizer over the model's parameters; its state is saved by
             parameter names. With several models: a dict, by names of models or others; each over
             the parameters of one model.
-        scheduler: an object with ``state_dict()``; rank 0's is saved. A dict of them: as
-            ``states``.
+        scheduler: an object with ``state_dict()``; rank 0's state is saved. A dict of schedulers
+            is saved as ``states`` are.
         extra: this rank's own values (a data loader's position, random states): numbers, texts,
             tensors, arrays and containers of them.
-        states: any objects with ``state_dict()`` and ``load_state_dict()`` by names (data loaders,
-            scalers): every rank's is saved, as plain values; once if all are equal.
+        states: a dict of any objects with ``state_dict()`` and ``load_state_dict()`` (data loaders,
+            scalers): every rank's state is saved, as plain values; once if all are equal.
         rng: save the random generators of every rank: Python's, NumPy's, torch's, of GPUs.
         dtype: floats of the model are saved in this dtype; by default as they are stored.
         step: a number to find again in ``Loaded.step``.
@@ -119,8 +119,8 @@ def save(
         async_: return once the values are copied in host memory, and write in a thread; the
             returned handle has ``wait()``. An error is raised by ``wait()`` or by the next call,
             and printed at exit. The interpreter waits for the thread at exit.
-        when_busy: while a save in the background is running on a rank, wait for it, or raise
-            ``CheckpointError`` on every rank.
+        when_busy: while a save in the background is running on a rank: ``"wait"`` for it, or
+            ``"raise"`` ``CheckpointError`` on every rank.
         progress: show a bar on rank 0, if tqdm is installed.
         only: save these tensors of the model and the states of these parameters: a pattern of
             names (``"*lora_*"``), several patterns, or a function of a name.
@@ -129,8 +129,8 @@ def save(
             generation's configuration. ``load_pretrained`` reads it back.
         tokenizer: with ``hf``: a tokenizer or processor, whose files are written, too (rank 0's).
         values: weights in codes (``fsdpc.lowbit.quantize``) are saved as the values that they stand
-            for, of ``dtype`` or that which they had, decoded a part at a time, so that any library
-            reads them. Not with ``async_``.
+            for, in ``dtype`` or the dtype before they were coded, decoded a part at a time, so that
+            any library reads them. Not with ``async_``.
         staging: for a URL: the local folder through which the checkpoint goes; default the one for
             temporary files. Ranks on several hosts need one that all of them see.
         link: a file of frozen parameters that the last save has written alike is linked, so that
@@ -227,9 +227,9 @@ def load(
             checkpoints (DCP) or a ``torch.save`` file, of a model or of a dict with ``"model"``,
             ``"optimizer"`` and ``"scheduler"`` (docs/checkpoints.md has the other keys). No pickle
             runs code.
-        model, optimizer, scheduler: as for ``save``; of a dict, any of the parts that were saved.
-            All are checked before the first one is changed.
-        states, rng: as for ``save``. Where each rank had a state of its own, as many ranks load.
+        model, optimizer, scheduler: as for ``save``; a dict may have only some of the parts that
+            were saved. All of them are checked before the first one is changed.
+        states, rng: as for ``save``. If each rank saved its own state, as many ranks must load.
         strict: missing and unexpected names are an error; else they are in the result.
         cast: floats of 16, 32 and 64 bits are converted where the checkpoint has another dtype.
         verify: ``"before"`` compares all checksums before the model is touched (every byte is
@@ -310,10 +310,10 @@ def load_pretrained(
         init: initialises a module that has a value that no file has, instead of the module's own
             code: ``init(module)``, with full tensors on the CPU, or on the meta device where the
             value is in the files.
-        device: of what is on the meta device; default: of the mesh for DTensors, else the CPU.
+        device: for what is on the meta device; default: the mesh's for DTensors, else the CPU.
         verify: compare all checksums before the model is filled, if the files have some.
         progress: show a bar on rank 0, if tqdm is installed.
-        revision, cache_dir: of the Hub.
+        revision, cache_dir: as for ``huggingface_hub.snapshot_download``.
         deadline: seconds that a download may take.
 
     Raises:

@@ -44,12 +44,12 @@ class SaveHandle:
 
     @property
     def done(self) -> bool:
-        """True once the checkpoint is there, or has failed on this rank. Local."""
+        """True once the checkpoint is there, or the save has failed on this rank. Local."""
         return self._done.is_set()
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the checkpoint is durable. Local, but it ends on no rank before all of them
-        have written. ``CheckpointError``: the save has failed. ``TimeoutError``.
+        """Wait until the checkpoint is durable. Local, but no rank returns before all of them have
+        written. ``CheckpointError``: the save has failed. ``TimeoutError``: it is still running.
         """
         if not self._done.wait(timeout):
             raise TimeoutError(f"checkpoint {self.target} is still being written")
@@ -69,8 +69,8 @@ class SaveHandle:
 
 
 def make_room(when_busy: WhenBusy, group: dist.ProcessGroup | None) -> None:
-    """For a new save: wait for the one in the background, or refuse. Collective over ``group``.
-    ``ValueError``: no such choice.
+    """Before a new save, wait for the one in the background, or refuse the new one. Collective over
+    ``group``. ``ValueError``: ``when_busy`` is no such word.
     """
     if when_busy not in ("wait", "raise"):
         raise ValueError(f"when_busy must be 'wait' or 'raise', not {when_busy!r}")
@@ -112,8 +112,8 @@ def start(
 ) -> SaveHandle:
     """Copy what this rank writes and return; a thread writes it, then calls ``after``, which takes
     it to ``target`` (default: the plan's). Collective over ``ranks``. ``CheckpointError``: a rank
-    has no memory for the copy. Of GPUs the copy may still be on its way then: the thread waits for
-    it, and so does the stream of the next optimizer step.
+    has no memory for the copy. From GPUs the copy may still be under way on return: the thread
+    waits for it, and so does the stream of the next optimizer step.
     """
     landing = Landing(plan.params)
     unchanged = Unchanged(plan.target, ranks)
@@ -129,7 +129,7 @@ def start(
                 for each in plan.sets
             ]
     except BaseException:
-        landing.join()  # what is copied for nothing may be freed
+        landing.join()  # now the sources of these copies may be freed
         landing.give_back()
         raise
     landing.await_write()
@@ -176,12 +176,12 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def _wait_at_exit() -> None:
-    """Before pools of threads take no more work: writing and drivers of storage use some."""
+    """Wait for saves before thread pools refuse work: writing and storage drivers use pools."""
     for handle in _running:
         handle._done.wait()
 
 
-importlib.import_module("concurrent.futures.thread")  # registers what is called after this
+importlib.import_module("concurrent.futures.thread")  # its exit function must run after ours
 threading._register_atexit(_wait_at_exit)  # type: ignore[attr-defined]
 
 
@@ -205,7 +205,7 @@ ON_UNCAUGHT.append(_finish_first)
 
 @atexit.register
 def _report() -> None:
-    """At exit, when the interpreter has waited for the threads: errors that no call has raised."""
+    """Print errors that no call has raised, at exit, after the interpreter waited for threads."""
     for handle in _running:
         if handle._error is not None and not handle._raised:
             print(f"fsdpc: in the background: {handle._error}", file=sys.stderr, flush=True)

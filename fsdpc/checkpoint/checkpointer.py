@@ -1,4 +1,4 @@
-"""A folder of checkpoints, one per step: the last one, how many are kept, and going on from it."""
+"""A folder of checkpoints, one per step: which is the last, which stay, and how a run resumes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fsdpc.checkpoint.upload import way_to
 
 
 class Checkpointer:
-    """Checkpoints ``directory/step-000100``. Every rank makes one with the same arguments.
+    """Checkpoints ``directory/step-000100``. Every rank makes this object with the same arguments.
 
     What was saved last is the newest, whatever its step. Where a run goes back to an earlier step
     (``resume(step=100)``, or a save at a step that is not higher), the later ones are abandoned:
@@ -39,15 +39,15 @@ class Checkpointer:
     Args:
         directory: made if it is not there. Or a URL of a driver of fsspec (``s3://bucket/run``): a
             step without ``fsdpc.json`` is no checkpoint there, and is removed with the next ones.
-        keep: this many of the newest stay; ``None`` keeps all. One is removed only when a newer
-            one is durable, and never the one that ``latest`` names or that was resumed from, or
-            one whose ``fsdpc.json`` is damaged.
-        keep_every: steps that it divides stay, too.
+        keep: this many of the newest stay; ``None`` keeps all. A checkpoint is removed only when a
+            newer one is durable, and never if ``latest`` names it, if the run has resumed from it
+            or if its ``fsdpc.json`` is damaged.
+        keep_every: steps that this number divides stay, too.
         best: ``"min"`` or ``"max"``: the ``keep_best`` steps with the lowest or highest ``metric``
             of ``save`` stay, too.
-        keep_best: how many; of equal ones the later steps.
+        keep_best: how many stay for ``best``; of steps with equal metrics the later ones.
         protected: these steps stay in any case. Abandoned steps stay for no other reason.
-        every: ``save`` does nothing at steps that it does not divide.
+        every: ``save`` does nothing at steps that this number does not divide.
         async_: save in the background; see ``fsdpc.checkpoint.save``.
         dtype: of the model's floats in the files.
         when_busy, progress: see ``fsdpc.checkpoint.save``.
@@ -56,7 +56,7 @@ class Checkpointer:
         link: False: each step has files of its own; see ``fsdpc.checkpoint.save``.
         group: the ranks that save together; default all.
 
-    Local. ``ValueError``: a number below 1; ``best`` is no such word.
+    Local. ``ValueError``: a number is below 1; ``best`` is neither of its two words.
     """
 
     def __init__(
@@ -116,10 +116,10 @@ class Checkpointer:
         ``metric``: for ``best``, the same on every rank.
 
         Returns ``None`` at steps that ``every`` does not divide (unless ``force``) and for saves
-        that are complete. ``CheckpointError`` as ``fsdpc.checkpoint.save``, also that of the save
-        before, if it has failed in the background; "naming checkpoint ... the latest": it is
-        complete, and only the file ``latest`` could not be written. ``ValueError``, ``TypeError``:
-        ``step`` is negative or no whole number.
+        that are complete. ``CheckpointError``: as ``fsdpc.checkpoint.save``, or the save before has
+        failed in the background; if its text has "naming checkpoint ... the latest", the checkpoint
+        is complete, and only the file ``latest`` could not be written. ``ValueError``,
+        ``TypeError``: ``step`` is negative or no whole number.
         """
         step = _steps.number_of(step)
         if not force and self.every is not None and step % self.every:
@@ -239,7 +239,7 @@ class Checkpointer:
         return self.path(ranked[0]) if ranked else None
 
     def _ranked(self, live: list[int]) -> list[int]:
-        """Steps with a metric, the best first, of equal ones the latest."""
+        """Steps with a metric, the best first; where metrics are equal, the latest step first."""
         sign = 1.0 if self._best == "min" else -1.0
         metrics = _steps.read_metrics(self.directory, live)
         return sorted(metrics, key=lambda step: (sign * metrics[step], -step))
@@ -322,7 +322,7 @@ class Checkpointer:
     def _remove(self, folder: AnyPath) -> None:
         try:
             folder.remove()
-        except Exception as error:  # the new one is there all the same
+        except Exception as error:  # the new checkpoint is there all the same
             logging.getLogger("fsdpc").warning(f"{folder} cannot be removed: {error}")
 
     def _clean(self) -> None:

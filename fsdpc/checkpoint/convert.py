@@ -1,4 +1,4 @@
-"""From and to other files, tensor by tensor: one tensor is in memory at a time.
+"""Conversion from and to other files: one tensor is in memory at a time, but to DCP all are.
 
 A ``torch.save`` file is read with ``weights_only=True`` and mapped, not loaded. Folders of torch's
 distributed checkpoints (DCP) go through torch's own library.
@@ -47,7 +47,7 @@ Fetch = Callable[[str], torch.Tensor]
 
 @dataclass
 class _Set:
-    """Tensors by name, without values, and how to get one's values."""
+    """Tensors by name, without values, and ``fetch``, which reads a tensor's values."""
 
     name: str
     folder: str
@@ -65,13 +65,13 @@ def convert(
     values: bool = False,
 ) -> list[str]:
     """Convert ``source`` to the new folder ``target``. ``dtype``: of the model's floats. ``to``:
-    ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory. ``prefix``: of the names
-    that are taken, and lose it, from a DCP folder or a ``torch.save`` file. ``values``: write what
-    codes stand for. Returns the names and files of the source that were left out.
+    ``"safetensors"`` or ``"dcp"``, which holds the whole model in memory. ``prefix``: from a DCP
+    folder or a ``torch.save`` file, take only the names that begin with it, and cut it off.
+    ``values``: write what codes stand for. Returns the source's names and files left out.
 
     ``CheckpointError``: a damaged source, or a DCP folder whose index has other classes than
     torch's, without ``trust_pickle``; codes of which the source does not say how they were made.
-    ``ValueError``: an unknown dtype. ``FileExistsError``.
+    ``ValueError``: a wrong ``dtype`` or ``prefix``. ``FileExistsError``: ``target`` exists.
     """
     cast = None if dtype is None else getattr(torch, _DTYPES.get(dtype, dtype), None)
     if dtype is not None and not (isinstance(cast, torch.dtype) and can_cast(cast)):
@@ -105,13 +105,13 @@ def convert(
 
 
 def _made(found: Opened | TorchFiles, step: int | None) -> _manifest.Manifest:
-    """A new manifest, in which it is as unknown as in the source's how codes were made."""
+    """A new manifest, which leaves open how codes were made if the source does not say it."""
     known = found.manifest is not None and found.manifest.codings is not None
     return _manifest.Manifest(step, codings={} if known else None)
 
 
 def _decode(found: Opened | TorchFiles, model: _Set) -> None:
-    """Put values for codes into the model's set. ``CheckpointError``."""
+    """Put values for codes into the model's set. ``CheckpointError``: codes damaged or unknown."""
     known = found.manifest is not None and found.manifest.codings is not None
     for at, entry in enumerate(model.entries):
         if entry.coding is not None:
@@ -147,7 +147,7 @@ def _read_codes(file: StoredFile, place: Place) -> Callable[[int, int], torch.Te
 def _dcp_state(
     found: Opened | TorchFiles, sets: list[_Set], cast: torch.dtype | None
 ) -> dict[str, Any]:
-    """What ``save(format="dcp")`` writes, too."""
+    """The dict that ``save(format="dcp")`` would write."""
     tensors = {each.name: {e.name: _fetched(each, e, cast) for e in each.entries} for each in sets}
     if cast is not None:
         exact = {entry.name for each in sets for entry in each.entries if entry.exact}

@@ -36,14 +36,14 @@ from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.checkpoint.held import Root
 
 INDEX = ".metadata"  # torch writes it last
-KEYS = "fsdpc.keys"  # of the saved dict: what ``keys_of`` has found
-_INDEX_BYTES = 1 << 30  # of several million parts
+KEYS = "fsdpc.keys"  # a key of the saved dict, under which is what ``keys_of`` has found
+_INDEX_BYTES = 1 << 30  # enough for several million parts
 _KEPT_BYTES = 256 << 20
 _PLAIN = (str, int, float, bool, type(None))
 
 
 class TextKeys(dict[Any, Any]):
-    """A dict of which it is not known whether its keys were texts: DCP writes all as texts."""
+    """A dict whose keys may have been other than texts: DCP writes all keys as texts."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class _Kept(threading.local):
         self.parts: dict[int, torch.Tensor] = {}
 
     def room(self, nbytes: int) -> None:
-        """Forget the oldest ones until there is room."""
+        """Forget the oldest parts until there is room."""
         used = sum(part.nbytes for part in self.parts.values())
         for number in list(self.parts):
             if used + nbytes > _KEPT_BYTES:
@@ -152,8 +152,8 @@ class Folder:
             self._read(name, LoadPlan(direct), plan)
 
     def _chunk(self, name: str, number: int) -> torch.Tensor:
-        """A whole part of a tensor. Torch reads no less of it, so that it is kept: a rank that
-        shards by columns asks for a piece in each row.
+        """A whole part of a tensor. Torch reads no less than a part, so the part is kept: a rank
+        that shards by columns asks for a piece in each row.
         """
         form, kept = self._stored[name], self._kept
         assert form is not None
@@ -203,7 +203,7 @@ class Folder:
         return found
 
     def _check_files(self, places: Any) -> None:
-        """Every part of a tensor is there, and in a file of the folder that is long enough."""
+        """``CheckpointError``: a part of a tensor is missing, or its file is, or is too short."""
         sizes: dict[str, int] = {}
         for name, form in self._stored.items():
             if form is None:
@@ -227,7 +227,7 @@ class Folder:
                     )
 
     def _size(self, file: str) -> int:
-        # Only of a text it is known what a comparison says.
+        # An object of another class could compare as it likes, so only a str is compared.
         if type(file) is not str or file != os.path.basename(file) or file in ("", ".", ".."):
             raise CheckpointError(
                 f"{self.path / INDEX} names the file {file!r}, which is not in its folder"
@@ -236,7 +236,7 @@ class Folder:
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own one, not the C one: its operations can be refused one by one."""
+    """Python's own unpickler, not that in C: single operations of a pickle can be refused."""
 
     dispatch = dict(pickle._Unpickler.dispatch)
 
@@ -251,13 +251,13 @@ class _Unpickler(pickle._Unpickler):
         return found
 
     def load_build(self) -> None:
-        """Attributes: of new objects of torch's index alone. Those of a class or a function would
-        stay, and could change what the checks of names and places say.
+        """Set attributes, but only of new objects of torch's index: those of a class or a function
+        would stay, and could change what the checks of names and places say.
         """
         state, target = self.stack[-1], self.stack[-2]
         if not dataclasses.is_dataclass(target) or isinstance(target, type):
             raise _foreign(f"attributes for {target!r:.60}")
-        if isinstance(state, tuple) and len(state) == 2:  # set one by one, the object's class, too
+        if isinstance(state, tuple) and len(state) == 2:  # each would be set, even __class__
             raise _foreign(f"attributes in two parts for a {type(target).__name__}")
         pickle._Unpickler.load_build(self)
 
@@ -265,7 +265,7 @@ class _Unpickler(pickle._Unpickler):
 
 
 def _member_of(kind: Any, name: Any) -> enum.Enum:
-    """What the first releases of Python 3.11 name for a member of an enumeration: ``getattr``."""
+    """For ``getattr``, by which the first releases of Python 3.11 pickle a member of an Enum."""
     if not (isinstance(kind, enum.EnumMeta) and type(name) is str and name in kind.__members__):
         raise _foreign(f"builtins.getattr of {kind!r:.60}")
     return kind.__members__[name]
@@ -279,13 +279,13 @@ def _foreign(what: str) -> CheckpointError:
 
 
 def _without_doubles(form: TensorStorageMetadata) -> TensorStorageMetadata:
-    """Parts that several ranks have written, once each."""
+    """The tensor's form, in which parts that several ranks have written are listed once."""
     chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)): chunk for chunk in form.chunks}
     return TensorStorageMetadata(form.properties, form.size, list(chunks.values()))
 
 
 def _gap(shape: tuple[int, ...], chunks: Sequence[ChunkStorageMetadata]) -> str:
-    """What keeps the parts from being the whole tensor, each element once; empty: nothing."""
+    """Why the parts are not the whole tensor with each element once; empty: they are."""
     boxes = sorted((tuple(c.offsets), tuple(c.sizes)) for c in chunks if math.prod(c.sizes))
     held, whole = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if held != whole:
@@ -308,8 +308,8 @@ _Keys = dict[tuple[Any, ...], tuple[tuple[Any, ...], bool]]
 
 
 def _shaped(tree: Any, keys: _Keys | None, path: tuple[Any, ...] = ()) -> Any:
-    """The tree with lists for dicts of numbers 0, 1, ..., as which torch keeps lists, and with the
-    keys that were saved.
+    """The tree with lists for dicts with the keys 0, 1, ... (so torch keeps lists), and with the
+    keys that the saved dicts had, if ``keys`` has them.
     """
     if not isinstance(tree, dict):
         return tree
@@ -324,7 +324,7 @@ def _shaped(tree: Any, keys: _Keys | None, path: tuple[Any, ...] = ()) -> Any:
 
 
 def _may_be_other(key: Any) -> bool:
-    """The key was perhaps no text."""
+    """True if the key was perhaps no text before DCP wrote it."""
     if not isinstance(key, str) or key[:1] == "(" or key in ("None", "True", "False"):
         return True
     try:
@@ -335,9 +335,9 @@ def _may_be_other(key: Any) -> bool:
 
 
 def keys_of(tree: Any, path: tuple[Any, ...] = ()) -> tuple[Any, ...]:
-    """Of a dict to be saved by DCP, which writes every key as a text and nothing of empty dicts:
-    path (in DCP's words), keys, and whether it is a Counter, of each dict that has other keys or
-    none. ``TypeError``: a key that is no plain value.
+    """What DCP would lose of a dict, as it writes every key as a text and nothing of empty dicts:
+    for each dict in it with other keys or none, the path (as DCP writes it), the keys, and whether
+    the dict is a Counter. ``TypeError``: a key that is no plain value.
     """
     if isinstance(tree, list):
         return tuple(row for i, value in enumerate(tree) for row in keys_of(value, (*path, i)))
@@ -394,7 +394,7 @@ def _blocks(
 
 
 class _Blocks(_Planner):
-    """Blocks of a tensor, each into its target."""
+    """A planner that reads blocks of a tensor, each into its target."""
 
     def __init__(
         self,
@@ -422,7 +422,7 @@ def _part(tensor: torch.Tensor, offsets: Sequence[int], lengths: Sequence[int]) 
 
 
 class _Value(_Planner):
-    """A value that is no tensor."""
+    """A planner that reads a value that is no tensor."""
 
     def __init__(self, name: str) -> None:
         self._index, self.value = MetadataIndex(name), None

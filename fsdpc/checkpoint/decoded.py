@@ -1,7 +1,7 @@
 """Codes as the values that they stand for, decoded a part at a time while they are written.
 
-The scales of a row of codes lie behind them: of a row that several ranks have parts of, the one
-with the first byte gets the others and decodes it.
+The scales of a row of codes lie behind the codes. If several ranks have parts of a row, the rank
+with its first byte gets the other parts and decodes the row.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fsdpc.checkpoint.entries import Coding, Entry
 from fsdpc.checkpoint.errors import CheckpointError
 from fsdpc.lowbit import CODECS, decode_rows
 
-Pieces = tuple[np.ndarray, np.ndarray]  # entry, row, first byte and bytes of each; all bytes
+Pieces = tuple[np.ndarray, np.ndarray]  # each one's entry, row, first byte, length; all bytes
 _Rest = dict[tuple[int, int], list[tuple[int, np.ndarray]]]
 
 
 class Rows:
-    """See ``entries.Decoder``. ``read_codes(first, last)``: rows of codes, at any device."""
+    """See ``entries.Decoder``. ``read_codes(first, last)``: reads rows of codes, on any device."""
 
     def __init__(self, coding: Coding) -> None:
         self._coding, self._count = coding, 0
@@ -34,7 +34,7 @@ class Rows:
         self._runs: list[Callable[[int, int], Tensor]] = []
 
     def add(self, rows: int, read_codes: Callable[[int, int], Tensor]) -> int:
-        """More rows. Returns the place of their first value."""
+        """Add rows. Returns the place of their first value."""
         begin = self._count
         self._begins.append(begin)
         self._runs.append(read_codes)
@@ -52,8 +52,8 @@ class Rows:
 
 
 def cut_rows(entries: Sequence[Entry]) -> Pieces:
-    """What this rank has of rows that begin on another one. Local. ``TypeError``: codes are cut
-    between columns, so that this would be all of them; codes of bitsandbytes.
+    """What this rank has of rows that begin on another rank. Local. ``TypeError``: codes are cut
+    between columns, so that every row would be one of these; codes of bitsandbytes.
     """
     table, pieces = [], [np.empty(0, np.uint8)]
     for index, entry in enumerate(entries):
@@ -134,7 +134,7 @@ def _whole(entry: Entry, head: Tensor, size: int, pieces: list[tuple[int, np.nda
 
 
 def values_entry(entry: Entry, rows: Rows, spans: np.ndarray) -> Entry:
-    """The same tensor as values. Local."""
+    """The entry of the same tensor as values, which ``rows`` decodes. Local."""
     assert entry.coding is not None
     dtype = entry.coding.dtype
     return dataclasses.replace(
@@ -151,8 +151,8 @@ def values_entry(entry: Entry, rows: Rows, spans: np.ndarray) -> Entry:
 
 
 def stored_values(entry: Entry, read_codes: Callable[[int, int], Tensor]) -> Entry:
-    """The values of codes in a file, of which ``read_codes`` reads rows. ``CheckpointError``: they
-    are not what the manifest says.
+    """The values of codes in a file, of which ``read_codes`` reads rows. ``CheckpointError``: the
+    codes are unknown here, or not what the manifest says.
     """
     coding = entry.coding
     assert coding is not None

@@ -1,8 +1,8 @@
 """Universal checkpoints of DeepSpeed (``ds_to_universal``): ``zero/<parameter>/`` with files of
 ``torch.save`` for the fp32 value (``fp32.pt``), the step and each state.
 
-Stages 1 and 2 write ``{"param": tensor}``, stage 3 tensors without shapes and no step; these are in
-the files of model states and of the optimizer's state, where those hold no objects of DeepSpeed's.
+Stages 1 and 2 write ``{"param": tensor}``, stage 3 tensors without shapes and no step: these come
+from the files of model states and of the optimizer's state, if no DeepSpeed objects are in them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Read = Callable[[str], Any]
 
 def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
     """A dict of the model and its optimizer, whose other keys say what was left out; None: the
-    folder is no such checkpoint. ``read``: a file of the root.
+    folder is no such checkpoint. ``read`` gives the content of a file of the root.
 
-    ``CheckpointError``: parts of ranks, a value without a shape.
+    ``CheckpointError``: the folder has parts of ranks, or a value has no shape.
     """
     here = os.listdir(root.folder.fd)
-    if not root.exists(f"{_FOLDER}/."):  # or a file has the name
+    if not root.exists(f"{_FOLDER}/."):  # no folder: nothing, or a file
         if any(map(_OF_RANKS.fullmatch, here)):
             raise CheckpointError(
                 f"{root.path} has the parts of ranks of DeepSpeed's ZeRO, which pickle its objects "
@@ -68,7 +68,7 @@ def universal_tree(root: Root, read: Read) -> dict[str, Any] | None:
 
 
 def _add(model: dict[str, Any], beside: dict[str, torch.Tensor]) -> None:
-    """The model's other tensors: buffers, frozen ones, and tied ones, whose own value is fp32."""
+    """Add the model's other tensors: buffers, frozen ones, and tied ones (with the fp32 value)."""
     first = {_memory(beside[name]): value for name, value in model.items() if name in beside}
     for name, value in beside.items():
         model.setdefault(name, first.get(_memory(value), value) if value.numel() else value)
@@ -121,7 +121,7 @@ def _complete(
     common: dict[Any, Any],
     left: dict[str, Any],
 ) -> None:
-    """Stage 3: give values their shapes and states their step; states without one go."""
+    """Stage 3: give values their shapes and states their step; leave out states without a step."""
     step = _step_of(common)
     for name, own in states.items():
         for key, value in own.items():
@@ -141,7 +141,7 @@ def _complete(
 
 
 def _step_of(common: dict[Any, Any]) -> Any:
-    """Of all parameters; None: it is not there."""
+    """The step that all parameters have; None: there is none, or steps differ."""
     inner = common.get("optimizer_state_dict")
     states = inner.get("state") if isinstance(inner, dict) else None
     steps = [s.get(_STEP) for s in states.values() if type(s) is dict] if states else []
@@ -149,7 +149,7 @@ def _step_of(common: dict[Any, Any]) -> Any:
 
 
 def _group(common: dict[Any, Any], names: list[str], left: dict[str, Any]) -> dict[str, Any]:
-    """The options that all groups have alike: it is not written which parameters were in which."""
+    """The options that all groups have alike: no file says which parameters were in which group."""
     groups = [group for group in common.get("param_groups") or [{}] if isinstance(group, dict)]
     keys = dict.fromkeys(key for group in groups for key in group if key != "params")
     kept = {

@@ -26,21 +26,21 @@ class Digest:
 
 @dataclass
 class Digests:
-    """Those of several tensors, in arrays: objects for each would take a save long."""
+    """The digests of several tensors, in arrays: an object for each would slow down a save."""
 
     wholes: np.ndarray
-    blocks: np.ndarray  # of all
-    counts: np.ndarray  # of blocks of each
+    blocks: np.ndarray  # the blocks of all tensors, one tensor after the other
+    counts: np.ndarray  # how many blocks each tensor has
 
     def __iter__(self) -> Iterator[Digest]:
         """One object for each tensor."""
         blocks, at = self.blocks.tolist(), 0
         for whole, count in zip(self.wholes.tolist(), self.counts.tolist(), strict=True):
-            yield Digest(whole, tuple(blocks[at : at + count]) or (whole,))  # it may be empty
+            yield Digest(whole, tuple(blocks[at : at + count]) or (whole,))  # no bytes: no blocks
             at += count
 
     def texts(self) -> tuple[list[str], list[str]]:
-        """In hexadecimal: each tensor's whole, and its blocks where there are several."""
+        """In hexadecimal: the digest of each whole tensor, and of its blocks if it has several."""
         wholes, blocks = (each.astype(">u4").tobytes().hex() for each in (self.wholes, self.blocks))
         own, ends = [""] * len(self.counts), 8 * np.cumsum(self.counts)
         for number in np.flatnonzero(self.counts > 1).tolist():
@@ -71,7 +71,7 @@ def combine(
     starts = np.flatnonzero(begins % block_bytes == 0)
     blocks = _combined(crcs, lengths, np.diff(starts, append=len(begins)))
     per_tensor = -(-nbytes // block_bytes)
-    if (per_tensor == 1).all():  # small tensors
+    if (per_tensor == 1).all():  # each tensor has one block
         return Digests(blocks, blocks, per_tensor)
     sizes = np.full(len(blocks), block_bytes, dtype=np.int64)
     ends, some = np.cumsum(per_tensor), per_tensor > 0

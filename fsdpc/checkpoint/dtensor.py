@@ -15,8 +15,8 @@ def block_of(
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...], tuple[int, int]]:
     """Offsets and sizes of a DTensor's block on this rank, and which replica it is: ``(k, n)``.
     Offsets ``None``: this rank is not in the mesh. ``TypeError`` for placements other than
-    ``Shard``, also behind the cuts of later mesh dimensions (tensor parallelism), and
-    ``Replicate``.
+    ``Replicate`` and ``Shard``; a ``Shard`` may also cut what later mesh dimensions have left
+    (tensor parallelism).
     """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()

@@ -26,13 +26,13 @@ _NAMES: dict[torch.dtype, str] = {
     torch.float8_e8m0fnu: "F8_E8M0",
 }
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
-# csrc/base/dtype.h
+# The engine's numbers, as in csrc/base/dtype.h.
 _CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 _BYTES = 4
 
 
 def name_of(dtype: torch.dtype, what: str) -> str:
-    """The name in a header. ``TypeError``: safetensors has no such type; ``what`` is named."""
+    """The name in a header. ``TypeError``, naming ``what``: safetensors has no such type."""
     name = _NAMES.get(dtype)
     if name is None:
         raise TypeError(f"{what} has dtype {dtype}, which safetensors files cannot hold")
@@ -40,7 +40,7 @@ def name_of(dtype: torch.dtype, what: str) -> str:
 
 
 def dtype_of(name: str, what: str) -> torch.dtype:
-    """The dtype of a name in a header. ``TypeError``: torch has no such type here."""
+    """The dtype of a name in a header. ``TypeError``: fsdpc does not read such a type."""
     dtype = _DTYPES.get(name)
     if dtype is None:
         raise TypeError(f"{what} has dtype {name}, which fsdpc does not read")
@@ -64,5 +64,5 @@ def codes(memory: torch.dtype, file: torch.dtype) -> tuple[int, int]:
 
 
 def dtype_of_code(code: int) -> torch.dtype:
-    """The dtype of the engine's type of a float."""
+    """The dtype of a float type, by the engine's number for it."""
     return next(dtype for dtype, known in _CODES.items() if known == code)

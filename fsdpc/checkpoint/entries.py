@@ -18,13 +18,13 @@ from torch import nn
 from fsdpc import _C
 from fsdpc._companions.spans import NO_SPANS, clip, count_of
 
-_CUT_BYTES = 1 << 20  # what replicas hold of a tensor is divided from this size on
+_CUT_BYTES = 1 << 20  # from this size on, replicas divide what they hold of a tensor
 _PAGE = 4096
 
 
 @dataclass(frozen=True)
 class Coding:
-    """How rows of ``row`` values, before that of this dtype, were coded (``fsdpc.lowbit``)."""
+    """How rows of ``row`` values, which had the dtype ``dtype``, were coded (``fsdpc.lowbit``)."""
 
     codec: str
     row: int
@@ -45,7 +45,7 @@ class Entry:
     ``replica``: ``(k, n)`` if ``n`` ranks hold the same elements and this is the ``k``-th of them.
     ``first_writes``: the replicas may differ (buffers), so that the first one's values are saved.
     ``ranks``: the number of ranks among which ``spans`` and ``replica`` divide the tensor, 0 for
-    all; others may hold the same, see ``settle``.
+    all; other ranks may hold the same elements, see ``settle``.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Entry:
     replica: tuple[int, int] = (0, 1)
     first_writes: bool = False
     home: torch.Tensor | None = None  # if set, ``memory`` is its copy, written back after a load
-    borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)  # read; others write and verify
+    borrowed: np.ndarray = field(default_factory=lambda: NO_SPANS)  # read here; written elsewhere
     steady: bool = True  # only optimizers write the values, no forward
     on_host: bool = False  # even where CPU tensors count as memory of a simulated GPU
     ranks: int = 0
-    unit: Any = None  # of a flat parameter, in which the tensor has this number
+    unit: Any = None  # whose flat parameter has the tensor as parameter ``number``
     number: int = 0
-    frozen: bool = False  # no gradient asked for: it lies in files of such tensors alone
+    frozen: bool = False  # requires no gradient: lies in files of such tensors alone
     exact: bool = False  # codes, or their scales: never converted
     coding: Coding | None = None
     decoder: Decoder | None = None  # then ``memory`` is empty, and spans are places in the values
@@ -137,7 +137,7 @@ def settle(entries: Sequence[Entry], received: Sequence[np.ndarray], rank: int) 
 
 
 def flat_and_home(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """``flat``, and the tensor itself where that is a copy."""
+    """``flat``, and the tensor itself if ``flat`` is a copy."""
     memory = flat(tensor)
     copied = memory.numel() > 0 and memory.data_ptr() != tensor.data_ptr()
     return memory, tensor.detach() if copied else None

@@ -1,7 +1,7 @@
 """The folders of checkpoints: written under a temporary name, made durable, renamed as a whole.
 
-A save holds a lock on its temporary folder as long as it lives, so that a later one knows which
-leftovers belong to nobody.
+A save holds a lock on its temporary folder as long as the save lives, so that a later save knows
+which leftovers belong to nobody.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ NEW, _OLD = ".new-", ".old-"
 _LENGTH_BYTES = 8
 _COPY_BYTES = 8 << 20
 _SYNCS_AT_ONCE = 8
-_LONGEST_NAME = 200  # of a folder's; a temporary name has more
-_HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # bytes of a character that was cut
-OF_ONE_FILE = (errno.ENOENT, errno.EMLINK)  # links of others may be given
+_LONGEST_NAME = 200  # bytes of a folder's name; a temporary name is longer
+_HALF = "".join(map(chr, range(0xDC80, 0xDD00)))  # how os.fsdecode shows bytes of a cut character
+OF_ONE_FILE = (errno.ENOENT, errno.EMLINK)  # other files may still be linked
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _removing: dict[Path, threading.Thread] = {}
 
@@ -60,9 +60,9 @@ class Draft:
         self._lock = lock(self.path)
 
     def create(self, name: str, nbytes: int, header: bytes) -> None:
-        """A file of a size, its space taken now, with its header but for the first eight bytes,
-        which no reader takes for a length while they are zero. A full disk waits until what was
-        removed is gone. ``OSError`` (ENOSPC): too little space.
+        """Make a file of ``nbytes``, its space taken now, with its header but for the first eight
+        bytes, which no reader takes for a length while they are zero. If the disk is full, wait
+        until removed folders are gone. ``OSError`` (ENOSPC): too little space.
         """
         fd = self._new(name)
         try:
@@ -72,12 +72,12 @@ class Draft:
             os.close(fd)
 
     def link(self, name: str, source: Path) -> None:
-        """Another name of a file that is there and will not change. ``OSError``."""
+        """Link a file, which will not change, into the draft. ``OSError``: it cannot be linked."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         os.link(source, self.path / name, follow_symlinks=False)
 
     def copy(self, name: str, held: Held) -> None:
-        """A copy of a file, not durable yet. ``OSError``."""
+        """Copy a file into the draft, not durably yet. ``OSError``: the copy failed."""
         fd = self._new(name)
         try:
             _allocate(fd, held.size, self.path / name)
@@ -88,7 +88,7 @@ class Draft:
             os.close(fd)
 
     def write_length(self, name: str, header: bytes) -> None:
-        """The first eight bytes of a file, whose other bytes are durable. Not durable itself."""
+        """Write the first eight bytes of a file whose others are durable; these are not yet."""
         fd = os.open(self.path / name, os.O_WRONLY | os.O_CLOEXEC)
         try:
             _write(fd, header[:_LENGTH_BYTES], 0)
@@ -96,7 +96,7 @@ class Draft:
             os.close(fd)
 
     def write_file(self, name: str, content: bytes) -> None:
-        """A small file, not durable yet."""
+        """Write a small file, not durably yet."""
         fd = self._new(name)
         try:
             _write(fd, content, 0)
@@ -111,8 +111,8 @@ class Draft:
     def publish(self, written: Sequence[Path] = ()) -> None:
         """Make files and the folder durable, then give the folder its name, durably. What had the
         name before is removed afterwards, by a thread: to free its space takes as long as to write
-        a part of it. ``OSError``: as it was; if the folders cannot change names again either, both
-        stay, and the text says where.
+        a part of it. ``OSError``: the names are as before; if the folders cannot be renamed back
+        either, both stay, and the text says where.
         """
         sync([*written, *(Path(folder) for folder, _, _ in os.walk(self.path))])
         exchange = self.overwrite and os.path.lexists(self.target)
@@ -156,7 +156,7 @@ class Draft:
 
 
 def _short(name: str) -> str:
-    """A part of the names of temporary folders, which must not be too long either."""
+    """The name, cut if it is long: names of temporary folders have it, and more."""
     raw = os.fsencode(name)
     if len(raw) <= _LONGEST_NAME:
         return name
@@ -174,8 +174,8 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def replace_durably(path: Path, content: bytes) -> None:
-    """Replace a small file as a whole: readers see the old or the new one. ``OSError``: it is one
-    of them, and no draft is left.
+    """Replace a small file as a whole: readers see the old or the new one. ``OSError``: the file is
+    the old or the new one, and no draft is left.
     """
     clean(path)
     draft = path.with_name(f"{NEW}{path.name}-{uuid.uuid4().hex[:8]}")
@@ -191,7 +191,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 def sync(paths: Sequence[Path]) -> None:
     """Make files, and the names in folders, durable: together, so that a file system with a journal
-    writes it once.
+    writes its journal once.
     """
     if len(paths) == 1:
         _sync_one(paths[0])
@@ -212,8 +212,8 @@ def _sync_one(path: Path) -> None:
 
 def remove(path: Path, target: Path | None = None) -> None:
     """Remove a folder: renamed first, so that a half-removed one is not taken for a checkpoint,
-    then freed by a thread. What that leaves is cleaned by a later save. ``target``: what a folder
-    with a temporary name has been, which goes also where it cannot be renamed.
+    then freed by a thread. A later save cleans what that leaves. ``target``: the checkpoint's path,
+    if ``path`` is a temporary folder; such a folder is removed even if it cannot be renamed.
     """
     name = _short((target or path).name)
     trash = path.parent / f"{_OLD}{name}-{uuid.uuid4().hex[:8]}"
@@ -223,7 +223,7 @@ def remove(path: Path, target: Path | None = None) -> None:
         if target is None:
             raise
         trash = path
-    # Not a daemon: the interpreter waits for it at exit.
+    # Not a daemon: the interpreter waits for this thread at exit.
     thread = threading.Thread(target=shutil.rmtree, args=(trash, True), name=f"removing {path}")
     for gone in [path for path, thread in _removing.items() if not thread.is_alive()]:
         del _removing[gone]
@@ -263,7 +263,7 @@ def clean(target: Path) -> None:
 
 
 def has_links(path: Path, target: Path) -> bool:
-    """Whether a file gets another name beside ``target``: tried, under one that ``clean`` knows."""
+    """Whether a file can be linked beside ``target``: tried with a name that ``clean`` removes."""
     trial = target.parent / f"{NEW}{_short(target.name)}-{uuid.uuid4().hex[:8]}"
     try:
         os.link(path, trial, follow_symlinks=False)

@@ -38,8 +38,8 @@ def bare(module: nn.Module) -> nn.Module:
 
 
 def shadow_of(model: nn.Module) -> nn.Module:
-    """Copies of the bare modules, which share everything but tensors and children: these have the
-    copies. Parameters are left out until ``put``.
+    """Copies of the bare modules, which share everything with these but tensors and children: the
+    children are copies too, and all tensors are left out until ``put``.
     """
     made: dict[int, nn.Module] = {}
 
@@ -62,7 +62,7 @@ def shadow_of(model: nn.Module) -> nn.Module:
 
 
 def _plain_class(cls: type) -> type:
-    """The class that ``fully_shard`` has derived from."""
+    """The class from which ``fully_shard`` has derived ``cls``; ``cls`` if it has not."""
     while any(base.__name__ == "FSDPModule" for base in cls.__bases__):
         cls = next(base for base in cls.__bases__ if base.__name__ != "FSDPModule")
     return cls
@@ -83,8 +83,8 @@ def put(
 
 
 def initialise(shadow: nn.Module, wanted: Mapping[str, Any], init: Init) -> dict[str, torch.Tensor]:
-    """Run the modules' initialisation; the values of ``wanted``. Local, with torch's generator.
-    ``CheckpointError``: names those that nobody writes.
+    """Run the modules' initialisation. Returns the values of ``wanted``. Local, with torch's
+    generator. ``CheckpointError``: the code fails, or there are values that nobody writes.
     """
     before = {name: _tensor(shadow, name) for name in wanted}
     versions = {name: tensor._version for name, tensor in before.items()}
@@ -211,7 +211,7 @@ def _tensor(shadow: nn.Module, name: str) -> torch.Tensor:
 
 @torch.no_grad()
 def take(entry: Entry, value: torch.Tensor) -> None:
-    """This rank's elements of a full value."""
+    """Copy this rank's elements of a full value into the entry's memory."""
     flat = value.reshape(-1)
     for begin, at, count in entry.spans.tolist():
         entry.memory[at : at + count].copy_(flat[begin : begin + count])

@@ -30,7 +30,7 @@ class Held:
 
     @property
     def is_written(self) -> bool:
-        """True if its bytes may be others than when it was opened."""
+        """True if the file may have changed since it was opened."""
         return _stamp(os.fstat(self.fd)) != self.stamp
 
     @property
@@ -52,7 +52,7 @@ class Held:
         return b"".join(parts)
 
     def read_into(self, target: memoryview, offset: int, path: Path) -> None:
-        """The same, into memory."""
+        """As ``read``, into memory."""
         done = 0
         while done < len(target):
             got = os.preadv(self.fd, [target[done:]], offset + done)
@@ -65,7 +65,7 @@ class Held:
 
 
 class Root:
-    """A folder and its files by name, which do not change while this object lives. ``links``: they
+    """A folder and its files by name, which do not change while this object lives. ``links``: files
     may be links (a cache of the Hub). Local. ``CheckpointError``: there is no such folder.
     """
 
@@ -76,7 +76,7 @@ class Root:
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{path} is missing") from error
         self._files: dict[str, Held] = {}
-        self._closed: dict[str, tuple[int, int, int]] = {}  # stamps
+        self._closed: dict[str, tuple[int, int, int]] = {}  # stamps of closed files
 
     def exists(self, name: str) -> bool:
         """True also for a link to nowhere."""
@@ -94,14 +94,14 @@ class Root:
         return stat.S_ISLNK(info.st_mode)
 
     def open(self, name: str) -> Held:
-        """A regular file, not by way of a link. ``CheckpointError``."""
+        """A regular file, by a link only with ``links``. ``CheckpointError``: it does not open."""
         found = self._files.get(name)
         if found is None:
             found = self._files[name] = self._open(name)
         return found
 
     def close(self, name: str) -> None:
-        """A file that was opened, and is read or mapped: it counts as opened still."""
+        """Close a file that was read or is mapped; it still counts as opened."""
         self._closed[name] = self._files.pop(name).stamp
 
     def _open(self, name: str) -> Held:
@@ -128,7 +128,7 @@ class Root:
         return sorted(set(os.listdir(self.folder.fd)) - tops)
 
     def replaced(self) -> bool:
-        """True if the path is another folder's by now, or nobody's."""
+        """True if the path names another folder by now, or none."""
         try:
             return not os.path.samestat(os.stat(self.path), os.fstat(self.folder.fd))
         except OSError:
@@ -136,7 +136,7 @@ class Root:
 
     @property
     def stamp(self) -> list[tuple[str, tuple[int, int, int]]]:
-        """Of the opened files: equal for processes of one host that see the same bytes."""
+        """Stamps of the opened files: equal for processes of one host that see the same bytes."""
         held = {name: held.stamp for name, held in self._files.items()}
         return sorted((self._closed | held).items())
 
@@ -144,7 +144,7 @@ class Root:
         """``CheckpointError``: a file was written in place since it was opened."""
         written = [name for name, held in self._files.items() if held.is_written]
         for name, stamp in self._closed.items():
-            with suppress(FileNotFoundError):  # removed, and its mapped bytes as they were
+            with suppress(FileNotFoundError):  # removed: its mapped bytes are as before
                 info = os.stat(name, dir_fd=self.folder.fd)
                 if _stamp(info) != stamp and info.st_ino == stamp[0]:
                     written.append(name)
@@ -157,7 +157,7 @@ def _stamp(info: os.stat_result) -> tuple[int, int, int]:
 
 
 def opened_whole(path: Path, open_: Callable[[], _T]) -> _T:
-    """What ``open_`` returns; again where it failed while another folder got the name ``path``."""
+    """What ``open_`` returns, called again if another folder got the name ``path`` meanwhile."""
     for _ in range(_ATTEMPTS):
         before = _inode(path)
         try:

@@ -1,6 +1,6 @@
-"""What a save or a stream has found in a model, and a save in an optimizer, kept for the next: many
-small tensors take long to read. What is kept has addresses, no tensors and no modules, so that
-nothing lives longer.
+"""What a save or a stream has found in a model, and a save in an optimizer, kept for the next one:
+to read many small tensors takes long. Kept are addresses, no tensors and no modules, so that none
+of these is kept alive.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from fsdpc.checkpoint.write import planned_set
 
 class Forms:
     """Addresses, shapes, strides and dtypes of tensors. The ``Forms`` of an earlier save, which
-    has let go of its tensors, equals that of this save while none of these has changed. Never equal
-    under autocast, in inference mode and with a tensor that occurs twice. ``RuntimeError``,
+    has let go of its tensors, equals that of this save while no tensor has changed. Two are never
+    equal under autocast, in inference mode or if a tensor occurs twice. ``RuntimeError``,
     ``ValueError``: a tensor has no address.
     """
 
@@ -77,7 +77,7 @@ class Forms:
 class Stamp:
     """``values``: equal as long as the tensors have the same names, places, forms and memory; the
     last is their ``Forms``. ``tensors``: the parameters and buffers; ``locals``: what this rank has
-    of them; ``units``.
+    of them; ``units``: the units of the model.
     """
 
     values: list[Any]
@@ -98,14 +98,14 @@ class _Kept:
     tables: list[Table]
 
 
-FROZEN_BYTES = 1 << 20  # of frozen parameters for which a file of their own is worth while
+FROZEN_BYTES = 1 << 20  # frozen parameters of so many bytes get files of their own
 _NONE = torch.empty(0, device="cpu")
 _kept: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 
 
 class Reading:
-    """A model as it is to be saved. ``parts``: for ``settled``, from every rank. ``whole``: it is
-    saved as it is, so that the reading may be kept. Local; errors as ``read_model``.
+    """A model as it is to be saved. ``parts``: ``settled`` needs those of every rank. ``whole``:
+    the model is saved as it is, so the reading may be kept. Local; errors as ``read_model``.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class Reading:
 
     @property
     def entries(self) -> list[Entry]:
-        """The model's tensors, before ``settled``, where it was read anew."""
+        """The model's tensors; before ``settled`` only if the model was read anew."""
         return self._found.entries
 
     @property
@@ -153,8 +153,8 @@ class Reading:
         return None if self._now is None else self._now.values
 
     def settled(self, received: Sequence[np.ndarray]) -> Model:
-        """The model's tensors, with the replicas that the ranks have found; parameters only where
-        it was read anew, see ``add_params``. Local.
+        """The model's tensors, with the replicas that the ranks have found; with parameters only
+        if the model was read anew, see ``add_params``. Local.
         """
         self._received = received
         if self._old is not None and not _equal(received, self._old.received):
@@ -169,7 +169,7 @@ class Reading:
 
     @property
     def params(self) -> list[Tensor]:
-        """As their users hold them."""
+        """The parameters as their users hold them."""
         if self._old is None:
             return [each.param for each in self._found.params]
         assert self._now is not None
@@ -182,7 +182,7 @@ class Reading:
             self._found.params = [OptimParam(param, covers) for param, (_, covers) in pairs]  # type: ignore[arg-type]
 
     def planned(self) -> PlannedSet:
-        """What this rank writes of it. Local. ``TypeError``: a dtype without a name."""
+        """What this rank writes of the model. Local. ``TypeError``: a dtype without a name."""
         if self._old is not None:
             assert self._now is not None
             _kept[self._model] = self._old
@@ -211,7 +211,7 @@ class Reading:
 
 
 def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
-    """None: it cannot be told whether the model changes. Local; shows sharded parameters."""
+    """A stamp; None: it cannot be told if the model changes. Local; reshards ``fully_shard``."""
     modules = list(model.named_modules(remove_duplicate=False))
     different = dict.fromkeys(module for _, module in modules)
     units = [each._unit for each in different if is_unit_module(each)]
@@ -247,7 +247,7 @@ def stamp_of(model: nn.Module, options: Sequence[Any]) -> Stamp | None:
 
 
 def _locals_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What this rank has of each."""
+    """What this rank has of each tensor."""
     types = set(map(type, tensors))
     wide = {kind for kind in types if issubclass(kind, DTensor)}
     if wide == types:
@@ -264,8 +264,8 @@ class _KeptStates:
     stamp: list[Any]
     state: State  # without entries
     names: list[list[str]]  # by groups
-    # Tensors that have to be equal on the ranks that have them, of one form each: their places in
-    # the layout, and which of this rank's they are.
+    # Tensors that must be equal on all ranks that have them; for each form (dtype, shape, device)
+    # their numbers in the layout, and their numbers among the stamp's tensors.
     wholes: list[tuple[list[int], list[int]]]
     layout: Layout
     tables: list[Table]
@@ -275,8 +275,8 @@ _kept_states: weakref.WeakKeyDictionary[Any, _KeptStates] = weakref.WeakKeyDicti
 
 
 class StateReading:
-    """The state of an optimizer over a model as it is to be saved. ``whole``: so is the model.
-    Collective over ``ranks``; errors as ``read_state``.
+    """An optimizer's state as it is to be saved. ``whole``: the model is saved as it is. Collective
+    over ``ranks``; errors as ``read_state``.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class StateReading:
             self.state.groups = [{**plain_options(g), "params": names} for g, names in pairs]
 
     def planned(self, layout: Callable[[Sequence[Entry]], Layout]) -> PlannedSet:
-        """What this rank writes of it. Local. ``TypeError``: a dtype without a name."""
+        """What this rank writes of the state. Local. ``TypeError``: a dtype without a name."""
         old = self._old
         if old is not None:
             assert self._now is not None
@@ -346,7 +346,7 @@ class StateReading:
 
 @dataclass
 class _StateStamp:
-    """As ``Stamp``. ``sites``: the parameter's number and the key of each tensor."""
+    """A ``Stamp`` of states. ``sites``: the parameter's number and the key of each tensor."""
 
     values: list[Any]
     tensors: list[Tensor]
@@ -356,7 +356,7 @@ class _StateStamp:
 def _stamp_of_states(
     optimizer: torch.optim.Optimizer, params: Sequence[Tensor]
 ) -> _StateStamp | None:
-    """None: it cannot be told whether the states change. Local."""
+    """A stamp; None: it cannot be told whether the states change. Local."""
     if hasattr(optimizer, "span_states"):
         return None
     numbers = {id(param): number for number, param in enumerate(params)}
@@ -364,7 +364,7 @@ def _stamp_of_states(
     groups = [list(map(numbers.get, group)) for group in members]
     if any(None in group for group in groups):
         return None
-    # By numbers: the hash of a tensor is a function in Python.
+    # By ids: the hash of a tensor is a function in Python, and slow.
     state_of = dict(zip(map(id, optimizer.state), optimizer.state.values(), strict=True))
     none: dict[str, Any] = {}
     states = [state_of.get(number, none) for number in chain.from_iterable(members)]
@@ -393,8 +393,8 @@ def _stamp_of_states(
 
 
 def _digests_of(wholes: Sequence[tuple[list[int], list[int]]], now: _StateStamp) -> np.ndarray:
-    """Places, and digests: bytes, or the CRC of more than eight. Of two that differ and have one
-    CRC (never ``step``) the first rank's is saved, and that they differ is not seen.
+    """Places, and digests: up to eight bytes as they are, more as their CRC. Two tensors with an
+    equal CRC (never ``step``) are taken for equal, and the first rank's is saved.
     """
     found = [np.empty((2, 0), np.int64)]
     for places, numbers in wholes:
@@ -408,7 +408,7 @@ def _digests_of(wholes: Sequence[tuple[list[int], list[int]]], now: _StateStamp)
 
 
 def _rows_of(now: _StateStamp, numbers: Sequence[int]) -> np.ndarray:
-    """The bytes of tensors of one form."""
+    """The bytes of the tensors with these numbers, which have one form: a row for each."""
     first, count = now.tensors[numbers[0]], len(numbers)
     if first.numel() == 1 and first.device.type == "cpu":  # `step`: stack() takes far longer
         nbytes = first.dtype.itemsize
@@ -434,7 +434,7 @@ def _agree(values: Sequence[np.ndarray | None]) -> bool:
 
 
 def _has_states_by_name(param: OptimParam) -> bool:
-    """Whether an optimizer's state of it has a form in a checkpoint."""
+    """Whether an optimizer's state of this parameter has a form in a checkpoint."""
     try:
         if param.check_cut is not None:
             param.check_cut("")

@@ -1,6 +1,6 @@
 """Which tensors of files become which of a model: key maps, and transformers' own tables.
 
-The result is, by the model's names, either a tensor as it lies in a file, or a ``Lazy`` of several.
+For each name of the model, the result is a tensor as it lies in a file, or a ``Lazy`` of several.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class KeyMap:
             is repeated. If a ``{hole}`` is in no target, all tensors that differ in it alone are
             one argument, a list in natural order (``experts.2`` before ``experts.10``).
         targets: a name in the model, or several, with holes of the sources.
-        by: called with a tensor (or list) per source; returns one per target, of torch functions
-            that move elements (``cat``, ``stack``, ``split``, ``t``, ``view``, ``permute``): these
-            are read in parts. Others compute, and read their arguments whole on every rank. By
-            default the tensor itself, under its new name.
+        by: called with a tensor (or list) per source; returns a tensor per target. Results of torch
+            functions that move elements (``cat``, ``stack``, ``split``, ``t``, ``view``,
+            ``permute``) are read in parts; other functions compute, and read their arguments whole
+            on every rank. By default the result is the tensor itself, under its new name.
 
     ::
 
@@ -145,7 +145,7 @@ def apply_maps(stored: Mapping[str, Where], maps: Sequence[KeyMap]) -> tuple[Map
 
 
 def _groups(rule: KeyMap, names: Sequence[str]) -> dict[tuple[str, ...], list[list[str]]]:
-    """By the names of the targets: the tensors of each source."""
+    """Names of the targets -> for each source, the names in the files that match it."""
     found: dict[tuple[str, ...], list[list[str]]] = {}
     for name in sorted(names, key=natural):
         for at, pattern in enumerate(rule._patterns):
@@ -193,7 +193,7 @@ def _apply(
 
 
 def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
-    """peft's layers around others, by name; none where it is not imported."""
+    """peft's layers around others, by name; none if peft is not imported."""
     library = sys.modules.get("peft.tuners.tuners_utils")
     if library is None:
         return []
@@ -201,10 +201,10 @@ def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The names that tensors had before peft put layers around their modules, where these differ.
-    Of a module that is trained whole (``modules_to_save``) the copies have the original's names.
+    """Names in the model -> names before peft put layers around the modules, where the two differ.
+    The copies of a module that is trained whole (``modules_to_save``) get the original's names.
     """
-    cuts: dict[str, int] = {}  # what peft has put into a name, up to its end: where it begins
+    cuts: dict[str, int] = {}  # a name up to the end of what peft put in -> where that begins
     for path, module in adapter_layers(model):
         if "base_layer" in module._modules:
             cuts[f"{path}.base_layer."] = len(path) + 1
@@ -228,7 +228,7 @@ def names_inside(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def library_model(shadow: nn.Module) -> tuple[str, Any] | None:
-    """The one model of transformers in a tree, with its name there; ``None``: none, or several."""
+    """The one model of transformers in a tree, with its name; ``None``: there is not just one."""
     library = sys.modules.get("transformers.modeling_utils")
     if library is None:
         return None
@@ -247,8 +247,8 @@ def library_model(shadow: nn.Module) -> tuple[str, Any] | None:
 def apply_library(
     model: Any, prefix: str, tensors: Mapping[str, Where], shapes: Mapping[str, torch.Tensor]
 ) -> Mapped:
-    """Names and conversions as transformers has them for this model. ``prefix``: the model's name
-    in the tree, with a dot. ``shapes``: meta tensors by the tree's names.
+    """The tensors, named and converted as transformers does it for this model. ``prefix``: the
+    model's name in the tree, with a dot. ``shapes``: meta tensors by the tree's names.
     """
     made = Mapped()
     known = {n.removeprefix(prefix): t for n, t in shapes.items() if n.startswith(prefix)}
@@ -311,7 +311,7 @@ class _Tables(_Table):
     def rename(
         self, key: str, base: str, known: Mapping[str, Any]
     ) -> tuple[str, str | None, Callable[[], Any]]:
-        """The new name, the pattern of the converter that has matched, and a copy of it."""
+        """The new name, the pattern that matched, and a function that copies its converter."""
         renamed = self._loading.rename_source_key
         name, pattern = renamed(key, self._renamings, self._converters, base, known)
         if name not in known and key in known:
@@ -331,7 +331,7 @@ def _table(model: Any) -> _Table:
 
 
 def ignored(model: Any, names: Sequence[str]) -> set[str]:
-    """Tensors of files that transformers leaves out for this model, as it does itself."""
+    """Names of files' tensors that transformers itself would leave out for this model."""
     patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
     buffers = [name for name, _ in model.named_buffers()]
     if any(name.endswith("rotary_emb.inv_freq") for name in buffers):

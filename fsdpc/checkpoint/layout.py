@@ -44,7 +44,7 @@ class Place:
 
 @dataclass
 class File:
-    """One file of a set. ``header``: all bytes before the data; ``keys``: names as JSON."""
+    """One file of a set. ``header``: all bytes before the data; ``keys``: tensor names as JSON."""
 
     name: str
     header: bytes
@@ -56,7 +56,7 @@ class File:
 
 @dataclass
 class Layout:
-    """The files of a set, not to be changed. ``folder``: in the checkpoint's, "" for the model."""
+    """A set's files, not to be changed. ``folder``: the set's in the checkpoint, "" for a model."""
 
     folder: str
     index_name: str
@@ -184,14 +184,14 @@ def fingerprint(layouts: Sequence[Layout]) -> str:
 
 # Columns of a table of ranges; the first six are those of ``ckpt_write``.
 MEMORY, OFFSET, NBYTES, IN_TENSOR, MEMORY_TYPE, FILE_TYPE, INDEX = range(7)
-COMPUTED = 4096  # an address of 0 stands for none
+COMPUTED = 4096  # the first address of computed values: 0 would stand for no memory
 
 
 @dataclass
 class Table:
-    """The ranges that a rank writes of a file, in its order; not to be changed. ``gpu``: whose
-    memory each is in, -1 for the host's, -2 for none: values that are computed, at ``COMPUTED`` and
-    their place. ``steady``: see ``Entry``.
+    """The ranges that a rank writes of a file, in its order; not to be changed. ``gpu``: the GPU
+    that has each range, -1 for the host, -2 for none: values that are computed, whose addresses are
+    ``COMPUTED`` plus their place. ``steady``: see ``Entry``.
     """
 
     rows: np.ndarray
@@ -200,14 +200,14 @@ class Table:
 
     @property
     def none(self) -> Table:
-        """Of no ranges."""
+        """The table without its ranges."""
         return Table(self.rows[:0], self.gpu[:0], self.steady[:0])
 
 
 @dataclass
 class PlannedSet:
     """What a rank writes of a set, by files. ``keep``: what the addresses point into.
-    ``decoders``: by places' numbers.
+    ``decoders``: those of computed values, by ``Place.index``.
     """
 
     layout: Layout

@@ -27,8 +27,8 @@ Run = tuple["Source", int, int]
 
 
 def _room(sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Memory for a while, by plain malloc: what torch allocates is aligned, and the C library
-    hardly reuses freed chunks for that, so that a long read would grow the heap.
+    """Short-lived memory, by plain malloc: torch allocates aligned memory, for which the C library
+    hardly reuses freed chunks, so that the heap would grow in a long read.
     """
     raw = np.empty(math.prod(sizes) * dtype.itemsize, dtype=np.uint8)
     return torch.from_numpy(raw).view(dtype).view(tuple(sizes))
@@ -39,7 +39,7 @@ class Node:
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype) -> None:
         self.shape, self.dtype = tuple(shape), dtype
-        self.cost = dtype.itemsize  # bytes that are there for an element while it is read
+        self.cost = dtype.itemsize  # bytes of memory for each element while it is read
 
     def block(self, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """The values of a block, in memory that may be shared. Local."""
@@ -47,7 +47,7 @@ class Node:
 
     def runs(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[Run]:
         """Where the elements of a block lie, row-major: (source, first element, count).
-        ``TypeError``: they are computed, or lie in too many pieces.
+        ``TypeError``: the elements are computed, or lie in too many pieces.
         """
         raise TypeError("its values are computed")
 
@@ -245,7 +245,7 @@ class Coded(Node):
 
 
 def _by_rows(node: Node, offsets: Sequence[int], sizes: Sequence[int]) -> list[Run]:
-    """The runs, one index of the first dimension with several after the other."""
+    """The runs of a block, index by index of its first dimension that is longer than one."""
     dim = next(i for i, n in enumerate(sizes) if n > 1)
     if sizes[dim] > _MOST_RUNS:
         raise TypeError(f"its elements lie in more than {_MOST_RUNS} pieces")
@@ -260,7 +260,7 @@ def _by_rows(node: Node, offsets: Sequence[int], sizes: Sequence[int]) -> list[R
 
 
 def merged(runs: Sequence[Run]) -> list[Run]:
-    """The same, with those put together that lie one behind the other."""
+    """The runs, with neighbours that lie one behind the other in a source joined."""
     found: list[Run] = []
     for source, begin, count in runs:
         if found and found[-1][0] is source and sum(found[-1][1:]) == begin:
@@ -271,7 +271,7 @@ def merged(runs: Sequence[Run]) -> list[Run]:
 
 
 class Lazy(torch.Tensor):
-    """See the module. ``node``: where its elements come from."""
+    """A tensor without memory, see the module's text. ``node``: where its elements come from."""
 
     node: Node
 

@@ -23,14 +23,14 @@ from fsdpc.checkpoint.pretrained import shadow_with
 
 
 class HubForm:
-    """See the module. ``tokenizer``: anything that has ``save_pretrained``, or ``None``."""
+    """The ``Form`` of a save for the Hub. ``tokenizer``: has ``save_pretrained``, or ``None``."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._model: Any = None
 
     def apply(self, model: nn.Module, found: Model) -> None:
-        """See ``_as_on_hub``."""
+        """Give the entries the Hub's names and forms, see ``_as_on_hub``. Local."""
         self._model = _as_on_hub(model, found)
 
     def files(self, dtype: torch.dtype | None) -> dict[str, bytes]:
@@ -39,9 +39,9 @@ class HubForm:
 
 
 def _as_on_hub(model: nn.Module, found: Model) -> Any:
-    """Give the entries the names and forms that transformers saves. Returns its model, with tensors
-    on the meta device. Local. ``TypeError``: no model of transformers, or a conversion that does
-    more than cut tensors.
+    """Give the entries the names and forms that transformers saves. Returns transformers' model,
+    with tensors on the meta device. Local. ``TypeError``: there is no such model, or a conversion
+    does more than cut tensors.
     """
     shadow = shadow_with(model, found)
     library = library_model(shadow)
@@ -113,7 +113,7 @@ def _entry(name: str, value: Any, entries: dict[int, Entry]) -> Entry:
 
 
 def _cut(spans: np.ndarray, runs: list[Any]) -> np.ndarray:
-    """The spans of a tensor that consists of ``runs`` of another one, whose ``spans`` are here."""
+    """The spans here of a tensor that consists of ``runs`` of another one, which has ``spans``."""
     found, at = [], 0
     for _, begin, count in runs:
         low = np.maximum(spans[:, 0], begin)

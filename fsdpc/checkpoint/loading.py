@@ -59,9 +59,9 @@ _ATTEMPTS = 10
 
 @dataclass
 class Loaded:
-    """What ``load`` found. ``extra``: this rank's, ``None`` if the checkpoint has another number of
-    ranks; ``extras``: every rank's. ``verified``: checksums were compared. ``metric``: that of a
-    ``Checkpointer``.
+    """What ``load`` found. ``extra``: what this rank saved as ``extra``, ``None`` if another number
+    of ranks saved; ``extras``: what every rank saved. ``verified``: checksums were compared.
+    ``metric``: what ``Checkpointer.save`` was given.
     """
 
     path: AnyPath
@@ -77,8 +77,8 @@ class Loaded:
 
 @dataclass
 class Work:
-    """Entries that this rank reads, each with its place in a file. ``pairs``: all ranks' names and
-    those in the checkpoint. ``shared``: places that several ranks read whole, known to all ranks.
+    """Entries that this rank reads, each with its place in a file. ``pairs``: names here and in the
+    checkpoint, equal on all ranks. ``shared``: places that several ranks read whole, known to all.
     """
 
     items: list[tuple[Entry, StoredFile, Place]]
@@ -87,7 +87,7 @@ class Work:
 
 
 def run_load(*args: Any, **options: Any) -> Loaded:
-    """``load_steps``, all of them."""
+    """Run ``load_steps`` to its end. Returns what was loaded."""
     *_, loaded = load_steps(*args, **options)
     assert loaded is not None
     return loaded
@@ -109,11 +109,11 @@ def load_steps(
     holds_model: bool = True,
     digest: int | None = None,
 ) -> Iterator[Loaded | None]:
-    """See ``fsdpc.checkpoint.load``. Yields ``None`` when all is checked and nothing is changed,
-    and what was loaded at the end. Collective.
+    """See ``fsdpc.checkpoint.load``. Yields ``None`` when all is checked and nothing is changed
+    yet, and what was loaded at the end. Collective.
 
-    ``holds_model``: False for the part of an optimizer, without the model's tensors. ``digest``: of
-    the manifest, where another one has it.
+    ``holds_model``: False for a part that holds an optimizer's state and not the model's tensors.
+    ``digest``: what this checkpoint's manifest must have; for a part, the manifest above states it.
     """
     what = f"loading checkpoint {path}"
     with ranks.step(what) as seen:
@@ -188,7 +188,7 @@ def load_steps(
 
 
 def _refuse_parts(found: Found, target: Model) -> None:
-    """``CheckpointError``: the checkpoint has several models, and one is given."""
+    """``CheckpointError``: the checkpoint has several models, and the caller gives only one."""
     parts = list(parts_in(found)) if target.entries else []
     if parts:
         raise CheckpointError(
@@ -207,8 +207,8 @@ def parts_in(found: Found) -> dict[str, int]:
 
 
 def _read_states(found: Found, ranks: Ranks, states: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's states of the objects that are given. ``CheckpointError``: there is none, or each
-    of another number of ranks had its own.
+    """The saved state of each object in ``states``; this rank's, if each rank had its own.
+    ``CheckpointError``: a state is missing, or each of another number of ranks had its own.
     """
     if not states:
         return {}
@@ -231,13 +231,13 @@ def _read_states(found: Found, ranks: Ranks, states: Mapping[str, Any]) -> dict[
 
 
 def open_together(path: AnyPath, ranks: Ranks, what: str, *, links: bool = False) -> Found:
-    """The same checkpoint on every rank, also where another process replaces it meanwhile: then it
-    is opened again. ``CheckpointError``: the ranks see different files.
+    """Open the same checkpoint on every rank: again, if another process has replaced it meanwhile.
+    ``CheckpointError``: the ranks see different files.
     """
     for _ in range(_ATTEMPTS):
         with ranks.step(what) as opened:
             found = open_any(path, links=links)
-            own = found.stamp if found.manifest is None else None  # else the digest says it all
+            own = found.stamp if found.manifest is None else None  # else the digest is enough
             opened.value = _identity(found), ranks.host, repr(own)
         same = all(identity == opened.values[0][0] for identity, _, _ in opened.values)
         hosts = {host for _, host, _ in opened.values}
@@ -245,12 +245,12 @@ def open_together(path: AnyPath, ranks: Ranks, what: str, *, links: bool = False
             return found
     if not same:
         raise CheckpointError(f"{what}: the ranks see different files under this path")
-    return found  # each rank has a copy of its own
+    return found  # the same files, of which each rank has its own copy
 
 
 def _identity(found: Found) -> int:
     if found.manifest is not None:
-        return found.manifest.digest  # it has the digests of all headers, which were compared
+        return found.manifest.digest  # covers the digests of all headers, which were compared
     crc = 0
     for stored in found.sets.values():
         for name, (file, place) in stored.where.items():
@@ -283,8 +283,8 @@ def match(
     kept: set[str],
     chosen: Callable[[str], bool],
 ) -> tuple[Work, list[str], list[str]]:
-    """The model's entries with their places; names that are missing or not in the model.
-    ``CheckpointError``: shapes or dtypes differ.
+    """The model's entries with their places; names that are missing from the files; names that the
+    model does not have. ``CheckpointError``: shapes or dtypes differ.
     """
     names: dict[str, list[str]] = {entry.name: [entry.name] for entry in target.entries}
     for alias, name in target.aliases.items():
@@ -355,7 +355,7 @@ def _problem(entry: Entry, place: Place, cast: bool) -> str | None:
 
 
 def _shares_elements(tensor: torch.Tensor) -> bool:
-    """As ``copy_`` sees it, which would refuse after other tensors have been overwritten."""
+    """True where ``copy_`` would raise: it must not, once other tensors have been overwritten."""
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     return any(size > 1 and stride == 0 for size, stride in pairs)
 
@@ -392,8 +392,8 @@ def _match_optimizer(
     own_name: Callable[[str], str],
     taken: dict[str, str],
 ) -> tuple[NewState, Work]:
-    """The optimizer's new state with the places of its tensors. ``meant``: names of the model, and
-    which others. ``taken``: the stored names from which the model's tensors are read.
+    """The optimizer's new state with the places of its tensors. ``meant``: the chosen names of the
+    model, and what chooses others. ``taken``: names of the model -> the stored ones that are read.
     """
     if found.optimizer is None:
         raise CheckpointError(f"{found.path} holds no optimizer state: load without optimizer=")
@@ -455,7 +455,7 @@ def _second_states(
     taken: dict[str, str],
 ) -> set[str]:
     """Other names under which the checkpoint stores a parameter that is tied now but was not when
-    the checkpoint was saved. ``CheckpointError``: two names, and neither is the parameter's.
+    the checkpoint was saved. ``CheckpointError``: it is unclear which of the names is its own.
     """
     found: dict[str, list[str]] = {}
     for stored in stored_names:
@@ -476,8 +476,8 @@ def _second_states(
 
 
 def _by_number(found: Found, held: list[list[list[str]]]) -> Callable[[str], str]:
-    """Names for the numbers of an optimizer's ``state_dict()``: its parameters in the order of its
-    groups, as ``load_state_dict`` takes them.
+    """A function from the numbers in an optimizer's ``state_dict()`` to names: parameters count in
+    the order of the groups, as for ``load_state_dict``.
     """
     _, groups = found.optimizer_forms(lambda name: None)
     counts = [len(group["params"]) for group in groups]
@@ -503,8 +503,8 @@ def _refuse_tables(
     shapes: dict[str, tuple[int, ...]],
     world: int,
 ) -> None:
-    """``CheckpointError``: a state has neither one element per element of its parameter nor one for
-    all of them. Another parameter's state, after a change of their order, is found by that, too.
+    """``CheckpointError``: a state has neither one element per element of its parameter nor one in
+    all. That also finds parameters in another order than saved, where their shapes differ.
     """
     places = [(name, key, kind, where[f"state.{name}.{key}"][1])
               for name, form in kinds.items() for key, kind in form.items()
@@ -526,7 +526,7 @@ def _refuse_tables(
 def _read_values(
     found: Found, ranks: Ranks, scheduler: Any, own_name: Callable[[str], str]
 ) -> tuple[Loaded, Any, dict[str, Any]]:
-    """The plain values: what is loaded, the scheduler's state, extra states by the model's keys."""
+    """A ``Loaded`` without names yet, the scheduler's state, extra states by the model's keys."""
     extra_state: dict[str, Any] = {}
     for stored, value in found.extra_states().items():
         key = own_name(stored)
@@ -554,7 +554,7 @@ def _read_values(
 
 
 def verify_all(works: Sequence[Work], found: Found, ranks: Ranks, what: str) -> None:
-    """Read all that will be loaded once, each byte on one rank, and compare the digests."""
+    """Read once all that will be loaded, each byte on one rank, and compare the digests."""
     with ranks.step(what) as checked:
         checked.value = [_read_digests(work, ranks) for work in works]
     with ranks.step(what):
@@ -589,7 +589,7 @@ def _compare_read(
     try:
         for work, received in zip(works, parts, strict=True):
             rows, crcs = _without_doubles(work, received)
-            # A flat parameter's common number is read under its first name alone.
+            # A flat parameter's common number (``step``) is read under its first name alone.
             read = {int(index) for index in rows[:, 0]}
             shared = [(file, place) for file, place in work.shared if place.index in read]
             _compare(Work(work.items, [], shared), found, [(rows, crcs)])
@@ -602,8 +602,8 @@ def _compare_read(
 def _without_doubles(
     work: Work, received: Sequence[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fragments that several replicas have read, once each. ``CheckpointError``: they read
-    different bytes.
+    """All fragments; what several replicas have read is listed once. ``CheckpointError``: replicas
+    have read different bytes.
     """
     rows, crcs = joined(received)
     keyed = np.concatenate([rows, crcs[:, None].astype(np.int64)], axis=1)
@@ -622,8 +622,8 @@ def _without_doubles(
 
 
 def _compare_lent(work: Work, found: Found, read: tuple[np.ndarray, np.ndarray]) -> None:
-    """Of the few bytes that another rank owns, too: read their block, of which the digest is known,
-    and compare them with its bytes.
+    """Verify the few bytes that this rank has read and another one owns: read their whole block,
+    whose digest is known, and compare both the block and these bytes.
     """
     assert found.manifest is not None
     places = {place.index: (file, place) for _, file, place in work.items}
@@ -669,7 +669,7 @@ def read_into(
     work: Work, found: Found, compares: bool, advance: Callable[[int], object] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Read this rank's elements into their memory. Returns fragments and digests. ``advance`` gets
-    the bytes of each part.
+    the number of bytes of each part that is read into host memory.
     """
     tables: dict[str, tuple[StoredFile, list[np.ndarray]]] = {}
     done = []
@@ -725,7 +725,7 @@ def _read_tables(
 
 
 def read_rows(file: StoredFile, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """As ``read_table``; no digests of files that have none."""
+    """As ``read_table``; a file that is not safetensors is read without digests."""
     if file.read is None:
         return read_table(file, rows)
     file.read(rows)
@@ -759,7 +759,7 @@ def _read_from(file: StoredFile, rows: np.ndarray, fd: int) -> tuple[np.ndarray,
 def _read_to_devices(
     items: Sequence[tuple[Entry, StoredFile, Place]], *, borrowed: bool = False
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The same for memory of GPUs, through staging; the current stream waits, the host does not."""
+    """Read into memory of GPUs, through staging; in the end the stream waits, not the host."""
     files: dict[str, tuple[StoredFile, list[tuple[Entry, np.ndarray]]]] = {}
     for entry, file, place in items:
         rows = rows_of(place, entry, entry.borrowed if borrowed else entry.spans)

@@ -30,9 +30,9 @@ _PATH = re.compile(r"([\w-][\w.-]*/)?[\w-][\w.-]*", re.ASCII)  # at most one fol
 @dataclass
 class Manifest:
     """``headers``: path of a safetensors file -> (bytes of the file, digest of its header).
-    ``tensors``: path -> name -> digest, of a manifest that was read; ``written``: path -> the text
-    of these, of one that is made. ``files``: path of another file -> (bytes, digest).
-    ``codings``: path -> name -> how these codes were made; None: unknown.
+    ``tensors``: path -> name -> digest, in a manifest that was read; ``written``: path -> the text
+    of these digests, in one that is made. ``files``: path of another file -> (bytes, digest).
+    ``codings``: path -> name -> how the tensor's codes were made; None: unknown.
     ``published``: see ``steps``; ``metric``: see ``Checkpointer``.
     """
 
@@ -80,7 +80,7 @@ class Manifest:
             **({} if self.codings is None else {"codes": _forms(self.codings)}),
         }
         most = json.dumps(body, indent=1, ensure_ascii=False).removesuffix("\n}")
-        # Python's encoder has indents in Python alone, which takes long for many tensors.
+        # json.dumps with an indent uses the encoder in Python: too slow for many tensors.
         read = {path: _BETWEEN.join([_member(name, digest) for name, digest in tensors.items()])
                 for path, tensors in self.tensors.items()}  # fmt: skip
         parts = [_record(path, text) for path, text in sorted((self.written | read).items())]
@@ -138,13 +138,13 @@ def _record(key: str, members: str) -> str:
 
 
 def _member(name: str, digest: Digest) -> str:
-    """As ``add_set`` writes it."""
+    """A tensor's digests, as ``add_set`` writes them."""
     blocks = "".join(map(_hex, digest.blocks)) if len(digest.blocks) > 1 else ""
     return f'{_text(name)}: ["{_hex(digest.whole)}"{_BETWEEN}"{blocks}"]'
 
 
 def decode(text: bytes) -> Manifest:
-    """The manifest of a text. ``CheckpointError``: damaged, or of another version."""
+    """The manifest of a text. ``CheckpointError``: the text is damaged, or of another version."""
     try:
         return _decode(text)
     except CheckpointError:

@@ -36,7 +36,7 @@ from fsdpc.lowbit import coded_layers
 
 @dataclass
 class Model:
-    """What a checkpoint holds of a model; equal on all ranks but for the entries' spans."""
+    """What a checkpoint holds of a model; equal on all ranks but for what the entries have here."""
 
     everyone: tuple[int, int]
     entries: list[Entry] = field(default_factory=list)
@@ -120,7 +120,7 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def set_extra(model: nn.Module, extra: dict[str, Any]) -> None:
-    """``set_extra_state`` of the modules that are named. Local."""
+    """Call ``set_extra_state`` of the modules that ``extra`` names. Local."""
     clean = cleaner(model)
     modules = {clean(clean_fqn(name)): module for name, module in model.named_modules()}
     for key, value in extra.items():
@@ -226,7 +226,7 @@ def _add_param(found: Model, name: str, param: nn.Parameter, names: list[str]) -
 
 
 def _add_scales(found: Model, names: list[str], param: nn.Parameter) -> None:
-    """What every rank holds beside the codes of a parameter."""
+    """Add the scales that every rank holds beside a parameter's codes."""
     for key, scale in scales(param):
         entry = tensor_entry(f"{names[0]}.{key}", scale, f"scales of {names[0]}", found.everyone)
         entry.exact = True
@@ -260,7 +260,7 @@ def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
 def tensor_entry(
     name: str, tensor: torch.Tensor, what: str, everyone: tuple[int, int] = (0, 1)
 ) -> Entry:
-    """A DTensor, or a plain tensor that every rank has: the first one's values are saved."""
+    """The entry of a DTensor, or of a plain tensor that every rank has and the first one saves."""
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta:
         _refuse_meta(tensor, what)
         raise TypeError(
@@ -295,7 +295,7 @@ class _Block(NamedTuple):
     ranks: int
 
 
-# Of each mesh, by shape and placements: most parameters of a model have one of a few.
+# The blocks of each mesh, by shape and placements: a model's parameters have few of them.
 _blocks: weakref.WeakKeyDictionary[Any, dict[Any, _Block]] = weakref.WeakKeyDictionary()
 
 

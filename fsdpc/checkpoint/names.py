@@ -17,8 +17,8 @@ _MOST_SHOWN = 3
 
 
 def chooser(only: Only) -> Callable[[str], bool]:
-    """True for names that are meant: any, those of a pattern (``*``, ``?``, ``[abc]``) or of one of
-    several, or those for which a function is true. ``TypeError``.
+    """A function, True for names that are meant: any, those of a pattern (``*``, ``?``, ``[abc]``)
+    or of one of several, or what a function chooses. ``TypeError``: ``only`` is none of these.
     """
     if only is None:
         return lambda name: True
@@ -32,12 +32,12 @@ def chooser(only: Only) -> Callable[[str], bool]:
 
 
 def lasting(only: Only) -> Only:
-    """The same for several calls: an iterator would be empty after the first one."""
+    """``only`` for several calls: an iterator would be empty after the first one."""
     return only if only is None or isinstance(only, str) or callable(only) else list(only)
 
 
 def renamer(rename: Rename) -> Callable[[str], str]:
-    """From a checkpoint's name to the model's. ``TypeError``."""
+    """A function from a checkpoint's name to the model's. ``TypeError``: ``rename`` gives none."""
     if rename is None:
         return lambda name: name
     if isinstance(rename, Mapping):
@@ -49,8 +49,8 @@ def renamer(rename: Rename) -> Callable[[str], str]:
 
 
 def chosen_names(model: Model, chosen: Callable[[str], bool], only: Only) -> set[str]:
-    """The names of the entries that are meant; a tied tensor by any of its names. ``ValueError``:
-    there are none.
+    """The names of the entries that ``only`` means; a tied tensor by any of its names.
+    ``ValueError``: ``only`` means no entry.
     """
     aliases = {name for alias, name in model.aliases.items() if chosen(alias)}
     kept = {entry.name for entry in model.entries if chosen(entry.name)} | aliases
@@ -61,8 +61,8 @@ def chosen_names(model: Model, chosen: Callable[[str], bool], only: Only) -> set
 
 
 def cut_model(model: Model, chosen: Callable[[str], bool], only: Only) -> set[str]:
-    """Leave only the tensors and extra states that are meant; the names of the tensors.
-    ``ValueError``: there are none.
+    """Leave only the tensors and extra states that ``only`` means. Returns the tensors' names.
+    ``ValueError``: ``only`` means no tensor.
     """
     kept = chosen_names(model, chosen, only)
     model.entries = [entry for entry in model.entries if entry.name in kept]
@@ -80,7 +80,7 @@ def cut_state(state: State, kept: set[str]) -> None:
 
 
 def cut_groups(groups: list[dict[str, Any]], kept: set[str]) -> None:
-    """The same for groups; those that are left without parameters go."""
+    """Leave only the parameters with these names; groups without any parameter go."""
     for group in groups:
         group["params"] = [name for name in group["params"] if name in kept]
     groups[:] = [group for group in groups if group["params"]]

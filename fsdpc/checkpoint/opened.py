@@ -34,7 +34,7 @@ _MOST_SHOWN = 12
 
 @dataclass
 class StoredFile:
-    """A safetensors file and its tensors, in the order in which they lie."""
+    """A file, mostly of safetensors, and its tensors in the order in which they lie."""
 
     path: AnyPath
     name: str  # in the manifest
@@ -42,8 +42,8 @@ class StoredFile:
     places: list[Place]
     metadata: dict[str, str]
     held: Held | RemoteFile | None = None
-    read: Callable[[np.ndarray], None] | None = None  # reads ranges where it is another format
-    leaves: Sequence[Any] | None = None  # then: its tensors one by one, see ``Stored``
+    read: Callable[[np.ndarray], None] | None = None  # reads ranges of another format
+    leaves: Sequence[Any] | None = None  # of another format: its tensors, see ``Stored``
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Opened:
         return self.root.stamp
 
     def check_unwritten(self) -> None:
-        """See ``Root.check_unwritten``; where there are checksums, they say more."""
+        """See ``Root.check_unwritten``; does nothing with checksums, which say more."""
         if self.manifest is None:
             self.root.check_unwritten()
 
@@ -115,7 +115,7 @@ class Opened:
 
     @property
     def kind(self) -> str:
-        """What it is, in words."""
+        """What the checkpoint is, in words."""
         if self.manifest is None:
             return "safetensors without a manifest of fsdpc"
         step = "" if self.manifest.step is None else f" of step {self.manifest.step}"
@@ -123,14 +123,14 @@ class Opened:
 
     @property
     def aliases(self) -> dict[str, str]:
-        """Other names of tensors, as files have them beside the tensors."""
+        """Other names of tensors -> their stored names, from the files' metadata."""
         pairs = [pair for file in self.model.files for pair in file.metadata.items()]
         where = self.model.where
         return {alias: name for alias, name in pairs if name in where and alias not in where}
 
     @property
     def left(self) -> list[str]:
-        """What is in the folder, or beside the tensors of a file, and no part of the checkpoint."""
+        """What is in the folder or in a file's metadata, and is no part of the checkpoint."""
         files = [file for stored in self.sets.values() for file in stored.files]
         known = {"format", *self.aliases}
         left = [f"{key!r} in the metadata of {file.name}" for file in files for key in file.metadata
@@ -138,11 +138,11 @@ class Opened:
         return left + (self.root.unopened() if self.path.is_dir() else [])
 
     def scheduler_state(self) -> Any:
-        """``None`` if there is none."""
+        """The scheduler's state; ``None`` if there is none."""
         return None if self.manifest is None else self.values(STATE_JSON, "scheduler")
 
     def extra_states(self) -> dict[str, Any]:
-        """``get_extra_state()`` of modules."""
+        """What modules' ``get_extra_state()`` returned at the save, by name."""
         return {} if self.manifest is None else self.values(STATE_JSON, "extra_state")
 
     def optimizer_forms(

@@ -50,8 +50,8 @@ IMPLEMENTATION |= {"param_names", "params", "decoupled_weight_decay", "name"}
 @dataclass
 class State:
     """What a checkpoint holds of an optimizer. ``kinds``: parameter -> key -> ``"cut"``,
-    ``"whole"``, ``["value", v]`` or ``["blocks", elements]``; ``groups``: with names for
-    parameters.
+    ``"whole"``, ``["value", v]`` or ``["blocks", elements]``; ``groups``: ``param_groups`` with
+    names for parameters.
     """
 
     entries: list[Entry] = field(default_factory=list)
@@ -60,14 +60,14 @@ class State:
 
     @functools.cached_property
     def kinds_text(self) -> str:
-        """``kinds`` in JSON; not to be changed any more."""
+        """``kinds`` in JSON, made once: ``kinds`` must not change after that."""
         return json.dumps(to_json(self.kinds, "the optimizer's state"))
 
 
 @dataclass
 class StateRow:
-    """A state of the optimizer, and the elements of which parameters it is. ``shape``: that of
-    values in the state which have one element for each of those.
+    """One state of the optimizer. ``covers``: the parameters, with the elements of each, that it is
+    for. ``shape``: the shape of a value that has one element for each of these elements.
     """
 
     covers: list[tuple[Entry, np.ndarray]]
@@ -81,13 +81,13 @@ class StateRow:
 
     @functools.cached_property
     def shapes(self) -> dict[str, tuple[int, ...] | None]:
-        """Of the values."""
+        """The shapes of the state's values; ``None``: a value that is no tensor."""
         return {key: shape_of(value) for key, value in self.state.items()}
 
 
 def check_objects(optimizer: Any, scheduler: Any, method: str) -> Any:
-    """The optimizer, without a framework's wrapper around it, as accelerate's, which shows the same
-    ``state``. ``TypeError``: no optimizer or scheduler, or several. ``method``: of the scheduler.
+    """The optimizer without a framework's wrapper, such as accelerate's, which shows the same
+    ``state``. ``TypeError``: not one optimizer, or the scheduler lacks the method ``method``.
 
     ``RuntimeError``: the model shows the averages that the optimizer keeps.
     """
@@ -116,7 +116,7 @@ def check_objects(optimizer: Any, scheduler: Any, method: str) -> Any:
 
 
 def state_name(parameter: str, key: str) -> str:
-    """The name of a state tensor, which torch's flattened optimizer state dicts have too."""
+    """The name of a state tensor, as in torch's flattened optimizer state dicts."""
     return f"state.{parameter}.{key}"
 
 
@@ -136,7 +136,7 @@ def params_of(optimizer: torch.optim.Optimizer, model: Model) -> list[list[Optim
 
 
 def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> State:
-    """The optimizer's state. Collective over ``ranks``; errors are this rank's or all ranks'.
+    """The optimizer's state. Collective over ``ranks``; errors are raised here or on all ranks.
 
     ``CheckpointError``: ranks differ in what state a parameter has, or a tensor that is not cut
     differs between ranks.
@@ -187,7 +187,7 @@ def read_state(optimizer: torch.optim.Optimizer, model: Model, ranks: Ranks) -> 
 
 
 def _kind(kind: str, rest: list[Any], entry: Entry) -> Any:
-    """The form of a kind in JSON."""
+    """The kind of a state, as JSON has it."""
     if kind == "held":
         return "cut" if tuple(rest[1]) == tuple(entry.shape) else "whole"
     if kind == "value":
@@ -222,7 +222,7 @@ def _local(value: Any) -> Any:
 
 
 def _outline(each: StateRow, numbers: set[str]) -> tuple[int, dict[str, list[Any]]]:
-    """This rank's elements, and kind, dtype and form of each value."""
+    """How many elements this rank has, and kind, dtype and form of each value."""
     count = sum(count_of(spans) for _, spans in each.covers)
     form: dict[str, list[Any]] = {}
     for key, value in sorted(each.state.items()):
@@ -257,7 +257,7 @@ def _packed(outlines: list[tuple[int, dict[str, list[Any]]]]) -> dict[str, Any]:
     known: dict[Any, int] = {}
     which = np.empty(len(outlines), dtype=np.int64)
     for i, (_, form) in enumerate(outlines):
-        own = any(row[0] == "value" for row in form.values())  # 1, 1.0 and True are one key
+        own = any(row[0] == "value" for row in form.values())  # as keys 1, 1.0 and True are equal
         parts = i if own else tuple((key, *row) for key, row in form.items())
         number = known.setdefault(parts, len(forms))
         if number == len(forms):
@@ -275,8 +275,8 @@ def _unpacked(received: dict[str, Any]) -> list[tuple[int, dict[str, list[Any]]]
 def _merge(
     each: StateRow, received: Sequence[Any], alike: dict[tuple[int, int], bool]
 ) -> tuple[dict[str, list[Any]], int]:
-    """The parameter's outline, and the first rank that has it. ``alike``: what of two forms, which
-    live, was found before. ``CheckpointError``: they differ.
+    """The parameter's outline, and the first rank that has it. ``alike``: by the ids of two forms,
+    which stay alive: whether they are equal. ``CheckpointError``: the ranks' outlines differ.
     """
     ranks = [rank for rank, (count, _) in enumerate(received) if count > 0] or [0]
     first = ranks[0]
@@ -325,13 +325,13 @@ def _block_entry(
 def _held_entry(
     entry: Entry, key: str, dtype: torch.dtype, shape: tuple[int, ...], memory: Tensor
 ) -> Entry:
-    """``memory``: all of it at the owner, nothing elsewhere."""
+    """``memory``: the whole tensor on the rank that owns it, empty on the others."""
     name, spans = state_name(entry.name, key), whole_span(memory.numel())
     return Entry(name, shape, dtype, memory, spans, entry.replica, entry.first_writes)
 
 
 def _memory(value: Any, dtype: torch.dtype) -> Tensor:
-    """Empty where this rank has no value."""
+    """The value as a 1-D tensor; empty where this rank has none."""
     return flat(value) if isinstance(value, Tensor) else _nothing(dtype)
 
 
@@ -363,7 +363,7 @@ class NewState:
         for param, state in self.states:
             optimizer.state[param] = state
             increment_version([_local(v) for v in state.values() if isinstance(v, Tensor)])
-        if hasattr(optimizer, "settle_states"):  # fsdpc's
+        if hasattr(optimizer, "settle_states"):  # an optimizer of fsdpc
             optimizer.settle_states([param for param, _ in self.states])
         for param, states in self.by_span:
             averages = [state.pop(AVERAGE, None) for state in states]
@@ -390,7 +390,7 @@ def make_state(
     the states of others stay, and so do those of parameters that the saved groups lack.
     ``ValueError``: the state does not fit this optimizer.
     """
-    getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's, of which some may be on the way
+    getattr(optimizer, "finish_states", lambda: None)()  # fsdpc's: some may still be copied
     groups = params_of(optimizer, model)
     saved = kinds.keys() | {name for group in saved_groups for name in group["params"]}
     aliases = {entry.name: entry.name for entry in model.entries} | model.aliases
@@ -399,7 +399,7 @@ def make_state(
     maker = _Maker(optimizer, by_name, stored, made)
     for group, members in zip(optimizer.param_groups, groups, strict=True):
         on_device = bool(group.get("capturable") or group.get("fused"))
-        maker.on_device = on_device or hasattr(optimizer, "state_memory")  # fsdpc's
+        maker.on_device = on_device or hasattr(optimizer, "state_memory")  # fsdpc's optimizers
         for member in members:
             some = [name for name in member.names if name in chosen]
             if member.covers and (not some or not any(name in saved for name in some)):
@@ -417,8 +417,8 @@ def make_state(
 
 @dataclass
 class _Maker:
-    """Makes the tensors of ``NewState`` parameter by parameter. ``on_device``: numbers are beside
-    the parameters.
+    """Makes the tensors of ``NewState`` parameter by parameter. ``on_device``: numbers (``step``)
+    are on the parameters' devices.
     """
 
     optimizer: Any
@@ -465,7 +465,7 @@ class _Maker:
         counted = counts(member.param)
         device = self.optimizer.states_device(member.param)
         owned = self.optimizer.span_owned(member.param)
-        # Steps of a DTensor are counted on all ranks, of which any may be a matrix's owner.
+        # The steps of a DTensor are counted on all ranks, since any rank may own a matrix.
         whole = isinstance(member.param, DTensor) and self.optimizer.keeps_whole_states
         every = zip(member.covers, wanted, counted, owned, strict=True)
         for (entry, spans), forms, has_step, here in every:
@@ -520,14 +520,14 @@ class _Maker:
         return around(target, member.param._spec) if isinstance(member.param, DTensor) else target
 
     def _old(self, param: Tensor, key: str) -> Any:
-        """What the optimizer has, of fsdpc's also what is on a disk."""
-        held = dict.get(self.optimizer.state, param, {})  # also of states that raise when used
+        """The optimizer's present state; of an optimizer of fsdpc also one that is offloaded."""
+        held = dict.get(self.optimizer.state, param, {})  # ``state`` itself may raise when used
         if key in held or not hasattr(self.optimizer, "state_memory"):
             return held.get(key)
         return self.optimizer.state_memory(param, key)
 
     def _whole(self, member: OptimParam, name: str, key: str, on_device: bool) -> Tensor:
-        """A flat parameter's common value is read under the first name."""
+        """A state that is not cut; of a flat parameter, ``name`` is the first of its names."""
         full = state_name(name, key)
         dtype, shape = self.stored[full]
         device = _local(member.param).device if shape or on_device else CPU
@@ -537,8 +537,8 @@ class _Maker:
         return target
 
     def _number(self, member: OptimParam, key: str, value: Any) -> Any:
-        """A ``step`` that is no tensor becomes one where ``load_state_dict`` makes one: in
-        optimizers that take states of older versions.
+        """A ``step`` that is no tensor becomes a tensor where ``load_state_dict`` would make it
+        one: in optimizers that take states of older versions.
         """
         takes_old = type(self.optimizer).__setstate__ is not torch.optim.Optimizer.__setstate__
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -556,7 +556,7 @@ def _check_forms(
     has_step: bool,
     stored: Stored,
 ) -> None:
-    """``ValueError``: the checkpoint has other tensors of a parameter than the optimizer."""
+    """``ValueError``: the checkpoint has other states of a parameter than the optimizer."""
     found = {}
     for key, each in kind.items():
         if each == "cut" or each[0] == "blocks":
@@ -608,8 +608,8 @@ def options_of(
 
 
 def check_options(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
-    """``ValueError``: the saved groups are those of an optimizer of another kind: each has options
-    that the other lacks, beside those that only choose an implementation.
+    """``ValueError``: the saved groups are those of an optimizer of another kind: the saved and the
+    present groups both have options of their own (without those that choose an implementation).
     """
     theirs = {key for group in saved for key in group} - IMPLEMENTATION
     ours = {key for group in optimizer.param_groups for key in group} - IMPLEMENTATION

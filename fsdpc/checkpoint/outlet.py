@@ -38,7 +38,7 @@ _CLOSED = -2
 
 
 def socket_path(path: str | os.PathLike[str]) -> str:
-    """``ValueError``: longer than the kernel takes."""
+    """The absolute path. ``ValueError``: it is longer than the kernel takes."""
     found = os.path.abspath(os.fspath(path))
     if len(os.fsencode(found)) > _LONGEST:
         raise ValueError(f"{found!r} is longer than the {_LONGEST} bytes that a socket's path has")
@@ -46,7 +46,7 @@ def socket_path(path: str | os.PathLike[str]) -> str:
 
 
 def send(sock: socket.socket, body: dict[str, Any], fd: int | None = None) -> None:
-    """A message, perhaps with a descriptor."""
+    """Send a message, perhaps with a descriptor."""
     text = json.dumps(body).encode()
     head = _HEAD.pack(_MAGIC, len(text))
     socket.send_fds(sock, [head], [] if fd is None else [fd])
@@ -54,7 +54,7 @@ def send(sock: socket.socket, body: dict[str, Any], fd: int | None = None) -> No
 
 
 def receive(sock: socket.socket) -> tuple[dict[str, Any], int | None]:
-    """A message, and the descriptor that came with it. ``EOFError``: the other side has ended.
+    """The next message and its descriptor, if it has one. ``EOFError``: the other side has ended.
     ``CheckpointError``: something else than a message.
     """
     head, fds, _, _ = socket.recv_fds(sock, _HEAD.size, 1)
@@ -81,7 +81,7 @@ def _exactly(sock: socket.socket, nbytes: int) -> bytes:
 
 
 def peer_of(sock: socket.socket) -> int:
-    """The process at the other end. ``PermissionError``: it is another user's."""
+    """The id of the process at the other end. ``PermissionError``: it is another user's process."""
     packed = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(packed)
     if uid not in (0, os.geteuid()):
@@ -102,7 +102,7 @@ class _Reader:
     waits: bool = False
 
     def hear(self) -> None:
-        """One message."""
+        """Take in one message."""
         body, _ = receive(self.sock)
         self.freed = max(self.freed, int(body.get("free", 0)))
         self.done = max(self.done, int(body.get("done", 0)))
@@ -110,7 +110,7 @@ class _Reader:
 
 
 class Outlet:
-    """The writer's end. Local. ``OSError``, ``CheckpointError``: another process writes there."""
+    """The writer's end. Local. ``OSError``, ``CheckpointError``: ``path`` is in use or unusable."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -189,7 +189,7 @@ class Outlet:
         return torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=at + PAGE)
 
     def deliver(self) -> None:
-        """The slot that ``room`` gave is full."""
+        """Tell the readers that the slot which ``room`` gave is full."""
         self.bucket += 1
         self._stamp(self.bucket, self.bucket)
         self._tell({"bucket": self.bucket})
@@ -202,7 +202,7 @@ class Outlet:
         return at
 
     def end(self) -> None:
-        """The set is complete."""
+        """Tell the readers that the set is complete."""
         self._tell({"end": self.number, "tensors": self._tensors})
 
     def is_taken(self, timeout: float) -> bool:
@@ -217,7 +217,7 @@ class Outlet:
             self._drop(reader)
 
     def close(self) -> None:
-        """Readers' loops end. Nothing happens the second time, and in children."""
+        """End the readers' loops. Does nothing the second time, or in a forked child."""
         if self._fd == _CLOSED or os.getpid() != self._pid:
             return
         for reader in list(self._readers):
@@ -265,7 +265,7 @@ class Outlet:
 
 
 def _has_ended(reader: _Reader) -> bool:
-    """Between two sets; what it has sent meanwhile is read."""
+    """Whether a reader has ended, between two sets; takes in what it has sent meanwhile."""
     try:
         while select.select([reader.sock], [], [], 0)[0]:
             reader.hear()
@@ -275,7 +275,7 @@ def _has_ended(reader: _Reader) -> bool:
 
 
 def _remove_stale(path: str) -> None:
-    """The socket of a process that is gone. ``CheckpointError``: it lives, or is no socket."""
+    """Remove a dead process's socket. ``CheckpointError``: it lives, or ``path`` is no socket."""
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise CheckpointError(f"{path} exists and is no socket")

@@ -79,8 +79,8 @@ class Preemption:
         return self.within - (time.monotonic() - self._asked)
 
     def agreed(self) -> bool:
-        """True on every rank once one has had a signal. Collective over the group, one small
-        message; call it after each step, or after every n-th.
+        """True on every rank once one rank has had a signal. Collective over the group, one small
+        message; call this after each step, or after every n-th.
         """
         ranks = ranks_of(self._group, beside=True)
         if ranks.world == 1:

@@ -70,7 +70,7 @@ _POLL_S = 5.0
 class Pretrained:
     """What ``load_pretrained`` did. ``initialized``: names that no file has; ``unexpected``: names
     in the files that the model does not have. ``empty``: names that were on the meta device and
-    that ``only=`` has left out: NaN (the least of integers) until they get values.
+    that ``only=`` has left out: their values are placeholders, such as NaN, until they are set.
     """
 
     path: Path
@@ -217,7 +217,7 @@ class _Download:
             self._error = error
 
     def wait(self, timeout: float) -> str | None:
-        """The folder; ``None``: not there yet. Raises what the download has raised."""
+        """The folder; ``None``: not there yet. ``CheckpointError``: the download has failed."""
         self._thread.join(timeout)
         if self._error is not None:
             raise CheckpointError(f"{type(self._error).__name__}: {self._error}") from self._error
@@ -251,16 +251,16 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _tie(model: nn.Module) -> None:
-    """As the configuration says, where nothing is sharded yet."""
+    """Tie weights as the configuration of transformers' model says, if nothing is sharded yet."""
     library = library_model(bare(model))
     if library is not None and not _is_sharded(model):
         library[1].tie_weights()
 
 
 def give_memory(model: nn.Module, device: torch.device | str | None) -> set[str]:
-    """Give parameters and buffers on the meta device memory without values; their names. Tensors
-    that are tied stay tied, and others keep their values. Local. ``CheckpointError``: a tensor on
-    the meta device that is no parameter or buffer.
+    """Give memory without values to parameters and buffers on the meta device. Returns their names.
+    Tied tensors stay tied; tensors elsewhere keep their values. Local. ``CheckpointError``: a
+    tensor on the meta device is no parameter or buffer.
     """
     stray = plain_meta(model)
     if stray:
@@ -334,7 +334,7 @@ def _mapped(
     keys: Sequence[KeyMap],
     rename: Rename,
 ) -> tuple[Mapped, set[str]]:
-    """The files' tensors by the model's names; those that may be left out without a word."""
+    """The files' tensors by the model's names; names that ``unexpected`` must not list."""
     own_name = renamer(rename)
     renamed = Mapped()
     for name, where in stored.items():
@@ -345,7 +345,7 @@ def _mapped(
     extra: set[str] = set()
     shapes = _shapes(target)
     inside = names_inside(shadow, shapes)
-    for name in inside.keys() & rest.keys():  # a folder of `save`
+    for name in inside.keys() & rest.keys():  # the files are from `save`
         made.add(name, rest.pop(name), renamed.origin[name])
     if library is not None:
         prefix = f"{library[0]}." if library[0] else ""
@@ -365,8 +365,8 @@ def _mapped(
 
 
 def _quantised(mapped: Mapped, target: Model) -> None:
-    """Codes of the values that files have of weights in codes (``fsdpc.lowbit.quantize``).
-    ``CheckpointError``: the files have codes of another library, or values in 8 bits.
+    """Make codes of the files' values where the model has codes (``fsdpc.lowbit.quantize``).
+    ``CheckpointError``: the files have another library's codes, or values of 8 bits or other shape.
     """
     others = _others(target)
     for entry in target.entries:
@@ -402,7 +402,7 @@ def _shapes(target: Model) -> dict[str, torch.Tensor]:
 def _places(
     path: Path, mapped: Mapped, target: Model, kept: set[str]
 ) -> tuple[dict[str, Where], list[tuple[str, Any, Any]]]:
-    """Each tensor with a place in a file, real or made up; tied names that the files have twice."""
+    """Each tensor's file and place, made up for a ``Lazy``; tied tensors that files have twice."""
     where: dict[str, Where] = {}
     places: list[Place] = []
     leaves: list[Stored] = []
@@ -423,7 +423,7 @@ def _places(
         there = [each for each in (name, *others) if each in where and name in kept]
         for other in there[1:]:
             pair = [_lazy(mapped.tensors[each]) for each in (there[0], other)]
-            if pair[0].shape == pair[1].shape:  # else the load says so
+            if pair[0].shape == pair[1].shape:  # else only the first is checked
                 twice.append((f"{there[0]} and {other}", *pair))
     return where, twice
 
@@ -456,7 +456,7 @@ def _check_names(
     shadow: nn.Module,
     target: Model,
 ) -> None:
-    """``CheckpointError``: nothing fits; names differ, if ``strict``; a weight is not tied."""
+    """``CheckpointError``: nothing fits; names differ if ``strict``; a missing weight is untied."""
     if not items:
         raise CheckpointError(
             f"no tensor of the files is one of the model: the files have "
@@ -492,7 +492,7 @@ def _initial(
     generator: torch.Tensor,
     rank: int,
 ) -> dict[str, torch.Tensor]:
-    """Full values by the modules' code, drawn from rank 0's generator on every rank."""
+    """Full values that the modules' code makes, on every rank from rank 0's random state."""
     if not wanted:
         return {}
     entries = {entry.name: entry for entry in target.entries}

@@ -15,7 +15,7 @@ _LOWEST = 2 << 13 | 7  # best effort: not the idle class, which may never get it
 
 def lower() -> None:
     """Lower the calling thread's priority for processors and disks; threads that it starts have it,
-    too. Where the system refuses, it stays as it is: priorities change no result. Local.
+    too. Where the system refuses, the priority stays: priorities change no result. Local.
     """
     thread = threading.get_native_id()
     try:

@@ -26,7 +26,7 @@ def bar(plan: Plan, ranks: Ranks, wanted: bool) -> Advance:
 def read_bar(
     items: Sequence[tuple[Entry, Any, Place]], ranks: Ranks, name: str, wanted: bool
 ) -> Advance:
-    """The same for bytes that are read into host memory."""
+    """As ``bar``, for bytes that are read into host memory."""
     if not wanted or ranks.rank != 0:
         return None
     here = [(entry, place) for entry, _, place in items if in_host_memory(entry)]

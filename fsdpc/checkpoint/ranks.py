@@ -42,7 +42,7 @@ class Ranks:
         hosts = [place.rpartition(", pid ")[0] for place in self.places]
         self.hosts = sorted(set(hosts), key=hosts.index)
         self.host = self.hosts.index(hosts[self.rank])
-        self.hosts_first = [hosts.index(host) for host in self.hosts]  # ranks
+        self.hosts_first = [hosts.index(host) for host in self.hosts]  # each host's first rank
 
     def exchange(self, value: Any, what: str) -> list[Any]:
         """Every rank's plain value, in rank order. Collective."""
@@ -87,8 +87,8 @@ class Ranks:
 
 
 def ranks_of(group: dist.ProcessGroup | None, *, beside: bool = False) -> Ranks:
-    """The ranks of a process group (``None``: all). Collective over it on first use. One rank
-    without an initialised process group. ``beside``: with a communicator that no save in the
+    """The ranks of a process group (``None``: all). Collective over it on first use. This rank
+    alone if torch has no process group. ``beside``: with a communicator that no save in the
     background uses. ``ValueError``: this rank is not in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
@@ -105,7 +105,7 @@ def ranks_of(group: dist.ProcessGroup | None, *, beside: bool = False) -> Ranks:
     if found is None:
         try:
             found = _make_ranks(parent)
-        except (_C.CommError, RuntimeError) as error:  # torch's, of a connection that has ended
+        except (_C.CommError, RuntimeError) as error:  # RuntimeError: torch's connection ended
             raise CheckpointError(f"before the first save or load: {_text(error)}") from error
         made[parent] = found
     return found

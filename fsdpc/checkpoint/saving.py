@@ -45,7 +45,7 @@ EXTRA_JSON = "fsdpc/extra.json"
 @dataclass
 class Plan:
     """What is saved. ``sets``: the model's and perhaps the optimizer's.
-    ``files``: small files by path, of rank 0 alone.
+    ``files``: small files by path, on rank 0 alone.
     """
 
     target: Path
@@ -69,10 +69,10 @@ class Form(Protocol):
     """Other names and shapes for a model's tensors, and files beside them."""
 
     def apply(self, model: nn.Module, found: Model) -> None:
-        """Change the entries. Local."""
+        """Change the entries of ``found``. Local."""
 
     def files(self, dtype: torch.dtype | None) -> dict[str, bytes]:
-        """By name; ``dtype`` as for ``make_plan``. Local."""
+        """The files beside the tensors, by name; ``dtype`` as for ``make_plan``. Local."""
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def make_plan(
     form: Form | None = None,
     values: bool = False,
 ) -> Plan:
-    """Collective. ``CheckpointError``: ranks have different models, or a value cannot be saved."""
+    """Plan a save. Collective. ``CheckpointError``: ranks' models differ, or a value is refused."""
     what = f"planning checkpoint {target}"
     with ranks.step(what) as seen:
         if dtype is not None and not (isinstance(dtype, torch.dtype) and can_cast(dtype)):
@@ -116,7 +116,7 @@ def make_plan(
                 f"dtype must be torch.float32, bfloat16, float16 or float64, not {dtype!r}"
             )
         if step is not None and not isinstance(step, float):
-            step = operator.index(step)  # NumPy's and tensors have no form in JSON
+            step = operator.index(step)  # JSON has no numbers of NumPy and no tensors
         optimizer = check_objects(optimizer, scheduler, "state_dict")
         everyone, whole = (ranks.rank, ranks.world), only is None and form is None and not values
         read = Reading(model, everyone, dtype, file_bytes, whole=whole)
@@ -203,8 +203,8 @@ def write_plan(
     failpoint: Callable[[str], object] | None = None,
     unchanged: Unchanged | None = None,
 ) -> None:
-    """Write and publish what was planned. Collective over ``ranks``. ``unchanged``: if the plan was
-    looked at before.
+    """Write and publish what was planned. Collective over ``ranks``. ``unchanged``: the one that
+    has looked at the plan before, if it was looked at.
 
     ``advance`` gets the bytes of each part that this rank has written. ``failpoint`` is called
     before each step with its name, for tests. ``CheckpointError``: a rank failed; the target is
@@ -310,7 +310,7 @@ def finish(
     parts: Sequence[str] = (),
     linked: Container[str] = (),
 ) -> None:
-    """Lengths of headers, indexes, small files and the manifest; then the folder gets its name.
+    """Write lengths of headers, indexes, small files and the manifest; then publish the folder.
     Local: on the one rank that has the draft, when the tensors' bytes are durable.
     """
     files = dict(files)

@@ -1,7 +1,7 @@
 """Several models and optimizers in one checkpoint, and values that each rank has.
 
 Every model is a checkpoint of its own in a folder of its name; an optimizer lies in the folder of
-the model of its name, or in one of its own. The manifest at the top has the digests of theirs.
+the model of its name, or in one of its own. The manifest at the top has digests of the others.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Part:
 
 
 def parts_of(models: Mapping[str, nn.Module], optimizers: Optimizers) -> list[Part]:
-    """Local. ``ValueError``, ``TypeError``: a name that cannot be a folder's; an optimizer whose
-    parameters are in no model, or in several.
+    """One part per name. Local. ``TypeError``: ``optimizers`` is no dict. ``ValueError``: a name
+    cannot be a folder's, or an optimizer's parameters are in no model or in several.
     """
     given = {} if optimizers is None else optimizers
     if not isinstance(given, Mapping):
@@ -93,7 +93,7 @@ class RandomStates:
     """The generators of this process: Python's, NumPy's, torch's and those of its GPUs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values."""
+        """The generators' states as plain values."""
         import numpy as np
 
         kind, keys, position, has_gauss, cached = np.random.get_state()  # type: ignore[misc]
@@ -106,7 +106,7 @@ class RandomStates:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on as after ``state_dict``."""
+        """Set the generators to the states that ``state_dict`` returned."""
         import numpy as np
 
         version, words, gauss = state["python"]

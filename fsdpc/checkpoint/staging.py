@@ -2,10 +2,10 @@
 
 The copies run on a lane (``_companions/lane.py``), behind the work that torch's current stream
 has so far. A save in the foreground, and a load, use two slots: while the writer writes one, the
-lane fills the other. A save in the background copies everything into one snapshot, and the host
-does not wait: its thread does, and the current stream waits before the next optimizer step. Where
-the snapshot would be larger than ``FSDPC_PINNED_MIB`` (default: no bound), or memory cannot be
-pinned, it goes slot by slot into ordinary memory before ``save`` returns.
+lane fills the other. A save in the background copies everything into one snapshot. Its thread waits
+for the copy, and so does the current stream before the next optimizer step; the caller does not.
+Where the snapshot would be larger than ``FSDPC_PINNED_MIB`` (default: no bound), or memory cannot
+be pinned, the copy goes slot by slot into ordinary memory before ``save`` returns.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ SLOT_BYTES = 32 << 20
 _PAGE = 4096
 _ALIGNED = 64
 _GRAIN = 1 << 16
-_FOR_THREADS = 1 << 20  # torch copies from here on by several threads, where it has them
+_FOR_THREADS = 1 << 20  # bytes from which torch copies by several threads, where it has them
 _PINNED = "FSDPC_PINNED_MIB"
 _NONE = torch.empty(0, dtype=torch.uint8, device="cpu")
-SIZES = (4, 2, 2, 8, 1)  # of the engine's types
+SIZES = (4, 2, 2, 8, 1)  # bytes of an element, by the engine's number of its type
 
 
 def in_host_memory(entry: Entry) -> bool:
@@ -52,8 +52,8 @@ def in_host_memory(entry: Entry) -> bool:
 
 
 class Spare:
-    """Memory that is kept from one snapshot to the next. A save may begin while another one has it,
-    in a signal handler or a thread: that one gets memory of its own.
+    """Memory that is kept from one snapshot to the next. While a save has it, another one may begin
+    (in a signal handler or a thread): the second gets memory of its own.
     """
 
     def __init__(self) -> None:
@@ -64,13 +64,13 @@ class Spare:
         return sum(map(len, self._kept))
 
     def take(self, total: int, make: Callable[[int], Tensor]) -> Tensor:
-        """At least ``total`` bytes, for the caller alone until ``give``. Errors of ``make``."""
+        """At least ``total`` bytes, the caller's until ``give``. Raises what ``make`` raises."""
         try:
             memory = self._kept.pop()
         except IndexError:
             memory = _NONE
         if len(memory) < total:
-            memory = _NONE  # freed first: both would not fit where memory is short
+            memory = _NONE  # frees the old memory first: both might not fit
             memory = make(total)
         return memory
 
@@ -98,8 +98,8 @@ class Staging:
         return self.snapshot.nbytes + sum(len(slot.memory) for slot in self.slots)
 
     def begin(self, most: int) -> None:
-        """For copies of at most ``most`` bytes in all, behind the current stream's work so far.
-        ``MemoryError``: not even the slots can be pinned.
+        """Get ready for copies of at most ``most`` bytes in all, behind the current stream's work
+        so far. ``MemoryError``: not even the slots can be pinned.
         """
         room = min(SLOT_BYTES, -(-most // _GRAIN) * _GRAIN)
         for slot in self.slots:
@@ -114,8 +114,8 @@ class Staging:
             self.lane.finish(slot.mark, "a checkpoint's copies to and from host memory")
 
     def rows_out(self, table: np.ndarray) -> Iterator[np.ndarray]:
-        """Ranges with addresses on the GPU, as ranges of a slot that holds their values. While one
-        part is used, the lane copies the next one.
+        """The ranges, whose addresses are on the GPU, part by part with addresses in a slot with
+        their values. While the caller uses one part, the lane copies the next one.
         """
         before: tuple[np.ndarray, _Slot] | None = None
         for number, part in enumerate(_parts(table, len(self.slots[0].memory))):
@@ -148,11 +148,11 @@ class Staging:
             slot.mark = self.lane.mark()
 
     def joined(self) -> None:
-        """The current stream comes behind all copies so far."""
+        """Have the current stream wait for all copies so far."""
         self.lane.join(self.lane.mark())
 
     def pinned_snapshot(self, total: int) -> Tensor | None:
-        """From ``snapshot``; None: ``total`` bytes are more than may be pinned."""
+        """Memory from ``snapshot``; None: ``total`` bytes may not, or cannot, be pinned."""
         bound = os.environ.get(_PINNED)
         if bound is not None and total > int(float(bound) * (1 << 20)):
             return None
@@ -171,7 +171,7 @@ def staging_of(ordinal: int) -> Staging:
 
 
 def cut_row(row: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
-    """A range of a file in two, the first of ``at`` bytes."""
+    """Cut a range of a file in two, the first of ``at`` bytes."""
     head, tail = row.copy(), row.copy()
     head[NBYTES] = at
     tail[NBYTES] -= at
@@ -183,7 +183,7 @@ def cut_row(row: np.ndarray, at: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _parts(table: np.ndarray, room: int) -> Iterator[np.ndarray]:
-    """In file order, in parts that fit in a slot; long ranges are cut at pages of the file."""
+    """The table in file order, in parts that fit in a slot; long ranges are cut at file pages."""
     part: list[np.ndarray] = []
     used = 0
     for row in table[np.argsort(table[:, OFFSET], kind="stable")]:
@@ -212,7 +212,7 @@ def _sources(part: np.ndarray) -> list[tuple[int, int]]:
 
 
 def _placed(part: np.ndarray, slot: _Slot) -> np.ndarray:
-    """The same ranges, one behind the other in a slot."""
+    """The ranges with addresses in a slot, one behind the other."""
     staged = part.copy()
     at = slot.memory.data_ptr()
     for row, (_, nbytes) in zip(staged, _sources(part), strict=True):
@@ -284,13 +284,13 @@ class Landing:
             spare.give(memory)
 
     def await_write(self) -> None:
-        """The current stream waits before the next optimizer step; the host does not."""
+        """Have the current stream wait for the snapshot before the next optimizer step."""
         if self.lanes:
             self.versions = [tensor._version for tensor in self.watched]
             call_before_write(self.join)
 
     def join(self) -> None:
-        """The current stream comes behind the snapshot; once. Local."""
+        """Have the current stream wait for the snapshot, at the first call. Local."""
         if not self.joined and self.lanes:
             self.torn = self._changed()
             for lane, mark in self.lanes:
@@ -298,7 +298,7 @@ class Landing:
         self.joined = True
 
     def finish(self) -> None:
-        """Host sync: until the snapshot is in host memory. ``CheckpointError``: it is torn."""
+        """Host sync: wait until the snapshot is in host memory. ``CheckpointError``: it is torn."""
         for lane, mark in self.lanes:
             lane.finish(mark, "the snapshot of a checkpoint")
         self.sources.clear()
@@ -317,8 +317,8 @@ class Landing:
 def snapshot(
     tables: Sequence[Table], keep: Sequence[Tensor], landing: Landing
 ) -> tuple[list[Table], list[Tensor]]:
-    """The tables with addresses in copies in host memory, and these. ``landing`` waits for those of
-    GPUs; ``keep``: what the addresses point into. ``MemoryError``.
+    """The tables with addresses in copies in host memory, and the copies. ``landing`` waits for
+    copies from GPUs; ``keep``: what the old addresses point into. ``MemoryError``.
     """
     if not tables:
         return [], []
@@ -353,7 +353,7 @@ def _ordinary(total: int) -> Tensor:
 
 
 def _host_snapshot(moves: np.ndarray, total: int, landing: Landing) -> Tensor:
-    """``moves``: address, offset in the snapshot, which becomes the address there, bytes."""
+    """``moves``: rows of address, offset in the snapshot (made the address there), and bytes."""
     memory = landing.take(_on_host, _on_host.take(total, _ordinary))
     moves[:, 1] += memory.data_ptr()
     small = moves[:, 2] < _FOR_THREADS
@@ -364,14 +364,14 @@ def _host_snapshot(moves: np.ndarray, total: int, landing: Landing) -> Tensor:
 
 
 def bytes_at(address: int, nbytes: int) -> Tensor:
-    """Memory as a tensor that does not keep it. Local."""
+    """Memory as a tensor that does not keep the memory alive. Local."""
     return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _gpu_snapshot(
     staging: Staging, moves: np.ndarray, total: int, steady: np.ndarray, landing: Landing
 ) -> Tensor:
-    """The same of a GPU's memory."""
+    """As ``_host_snapshot``, of a GPU's memory."""
     whole = staging.pinned_snapshot(total)
     if whole is None:
         memory = landing.take(staging.ordinary, staging.ordinary.take(total, _ordinary))
@@ -393,7 +393,7 @@ def _gpu_snapshot(
 
 
 def _through_slots(staging: Staging, moves: np.ndarray) -> None:
-    """Copy to ordinary memory, as if its addresses were offsets in a file."""
+    """Copy ``moves`` to ordinary memory, whose addresses stand for offsets in a file."""
     table = np.zeros((len(moves), INDEX + 1), dtype=np.int64)
     table[:, [MEMORY, OFFSET, NBYTES]] = moves
     table[:, MEMORY_TYPE] = table[:, FILE_TYPE] = SIZES.index(1)

@@ -22,8 +22,8 @@ def check_keys(
     chosen: set[str],
 ) -> None:
     """``ValueError`` names the states that the checkpoint lacks or that the optimizer does not use,
-    by parameter. Of any other class than torch's and fsdpc's, the wanted states are those that the
-    optimizer has now; without any, nothing is compared. Local.
+    by parameter. For classes other than torch's and fsdpc's, the wanted states are those that the
+    optimizer has now; if it has none, nothing is compared. Local.
     """
     if hasattr(optimizer, "span_states"):
         return  # make_state compares their forms
@@ -67,7 +67,7 @@ def _usual(group: dict[str, Any], optimizer: torch.optim.Optimizer) -> set[str] 
     options = {key: value for key, value in group.items() if key not in IMPLEMENTATION}
     try:
         tried: Any = type(optimizer)([{**options, "params": [param]}])
-        # Below what wraps every optimizer's step: hooks for all optimizers, profilers.
+        # The bare step, without what wraps every optimizer's: hooks for all of them, profilers.
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(tried)
     except Exception:  # noqa: BLE001  a closure or a sparse gradient is needed

@@ -34,8 +34,8 @@ class Steps:
 
 
 def number_of(step: Any) -> int:
-    """The step as Python's number, also of NumPy's and of a tensor. ``ValueError``: negative, so
-    that no name of a folder would have it; ``TypeError``: no whole number.
+    """The step as an int, also from a number of NumPy or a tensor. ``ValueError``: it is negative,
+    which no name of a folder can have; ``TypeError``: it is no whole number.
     """
     try:
         number = operator.index(step)
@@ -51,8 +51,8 @@ def folder_of(directory: AnyPath, step: int) -> AnyPath:
 
 
 def read_steps(directory: AnyPath) -> Steps:
-    """Local. Folders without numbers count as the oldest; of equal numbers the one comes first that
-    the file ``latest`` names, then the higher step.
+    """The checkpoints of a directory. Local. Those without a number count as the oldest; of equal
+    numbers, the one that the file ``latest`` names comes first, then the higher step.
     """
     named, numbers = named_latest(directory), _numbers(directory)
     order = sorted(
@@ -67,7 +67,7 @@ def read_steps(directory: AnyPath) -> Steps:
 
 
 def read_metrics(directory: AnyPath, steps: Iterable[int]) -> dict[int, float]:
-    """The metrics of those that have one and whose manifest is whole. Local."""
+    """The metrics of the steps that have one and whose manifest is whole. Local."""
     found = {}
     for step in steps:
         try:

@@ -1,8 +1,8 @@
 """The places of checkpoints: local folders, and folders in object storage (``s3://bucket/run``), by
 fsspec and its drivers.
 
-There are no renames in object storage, so a checkpoint is one from the moment at which its manifest
-is: that file comes last and goes first, and whoever looks for checkpoints passes over folders
+There are no renames in object storage, so a folder there is a checkpoint as long as it has its
+manifest: that file comes last and goes first, and whoever looks for checkpoints passes over folders
 without it.
 """
 
@@ -43,7 +43,7 @@ class LocalPath(PosixPath):
         return Root(self, links=links)
 
     def holds_checkpoint(self) -> bool:
-        """Perhaps a damaged one; False for a folder that is being removed."""
+        """Whether the folder has a checkpoint, perhaps a damaged one; False once it is removed."""
         try:
             return any(self.iterdir())
         except OSError:
@@ -54,7 +54,7 @@ class LocalPath(PosixPath):
         _folders.replace_durably(self, content)
 
     def remove(self) -> None:
-        """Remove the folder of a checkpoint, which is none from the first moment on."""
+        """Remove a checkpoint's folder, which counts as no checkpoint from the first moment on."""
         _folders.remove(self)
 
 
@@ -131,7 +131,7 @@ class Url:
         return bool(self._fresh.isfile(self.path))
 
     def iterdir(self) -> Iterator[Url]:
-        """``FileNotFoundError``."""
+        """What is in the folder, by name. ``FileNotFoundError``: there is no such folder."""
         found = self._fresh.ls(self.path, detail=False)
         names = {str(each).rstrip("/").rpartition("/")[2] for each in found}
         return (self / name for name in sorted(names - {self.path.rpartition("/")[2]}))
@@ -168,8 +168,8 @@ class Url:
             self.fs.rm(self.path, recursive=True)
 
     def sizes(self) -> dict[str, tuple[int, str]]:
-        """Of all files in the folder and those in it, by name: bytes, and a text that is another
-        one as soon as the file is.
+        """Names of all files in the folder and its folders -> bytes, and a text that changes when
+        the file does.
         """
         found = self._fresh.find(self.path, maxdepth=2, detail=True)
         begin = len(self.path.rstrip("/")) + 1
@@ -177,7 +177,7 @@ class Url:
 
     @property
     def _fresh(self) -> Any:
-        """Drivers remember listings: other processes write here, too."""
+        """``fs`` without the listings that drivers remember: other processes write here, too."""
         self.fs.invalidate_cache()
         return self.fs
 
@@ -218,7 +218,7 @@ def local_path(path: str | os.PathLike[str]) -> LocalPath:
 
 
 class RemoteFile:
-    """As ``held.Held``."""
+    """A file in object storage, read as a ``held.Held`` is."""
 
     def __init__(self, url: Url, size: int, mark: str) -> None:
         self._url, self.size, self.stamp = url, size, (mark, size)
@@ -235,7 +235,7 @@ class RemoteFile:
 
     @contextmanager
     def fetched(self, rows: np.ndarray) -> Iterator[int]:
-        """A descriptor of a file in memory that has these ranges of this one, at their offsets."""
+        """A descriptor of a memory file with these ranges of the remote file, at their offsets."""
         fd = os.memfd_create("fsdpc checkpoint", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, self.size)
@@ -277,7 +277,7 @@ def _parts(rows: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 class RemoteFolder:
-    """As ``held.Root``, from one listing. ``CheckpointError``: there is nothing."""
+    """A folder in object storage, as a ``held.Root``, listed once. ``CheckpointError``: no file."""
 
     def __init__(self, url: Url) -> None:
         self.path = url
@@ -300,7 +300,7 @@ class RemoteFolder:
         return False
 
     def open(self, name: str) -> RemoteFile:
-        """``CheckpointError``."""
+        """A file, to be read. ``CheckpointError``: the listing does not have it."""
         if name not in self._sizes:
             raise CheckpointError(f"{self.path / name} is missing")
         if name not in self._files:
@@ -317,7 +317,7 @@ class RemoteFolder:
 
     @property
     def stamp(self) -> list[tuple[str, tuple[str, int]]]:
-        """Of the opened files."""
+        """Names of the opened files, each with what changes when the file does."""
         return [(name, file.stamp) for name, file in sorted(self._files.items())]
 
     def check_unwritten(self) -> None:

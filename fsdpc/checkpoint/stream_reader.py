@@ -45,8 +45,8 @@ class StreamReader:
         path: the socket's, as for ``publish``.
         deadline: seconds that each wait for the other side may take; default ``FSDPC_TIMEOUT``.
 
-    Local. ``CheckpointError``: the deadline has passed, the training has ended or failed in the
-    middle of a set; connect again for the next set. ``PermissionError``: it is another user's.
+    Local. ``CheckpointError``: the deadline has passed, or the training has ended or failed in the
+    middle of a set: connect again for the next one. ``PermissionError``: another user trains there.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, deadline: float | None = None) -> None:
@@ -105,7 +105,7 @@ class StreamReader:
         return self._set
 
     def close(self) -> None:
-        """Leave. In the middle of a set this is an error of ``publish``. Local."""
+        """Leave the stream; in the middle of a set, ``publish`` then raises an error. Local."""
         self._sock.close()
         if self._fd >= 0:
             os.close(self._fd)
@@ -141,7 +141,7 @@ class StreamReader:
         self._memory = mmap.mmap(fd, SLOTS * slot, prot=mmap.PROT_READ)
 
     def _check_stamps(self, bucket: int) -> None:
-        """Both ends of the bucket's slot have its number."""
+        """``CheckpointError``: an end of the bucket's slot does not have the bucket's number."""
         assert self._memory is not None
         at = bucket % SLOTS * self._slot
         ends = [STAMP.unpack_from(self._memory, at + end)[0] for end in (0, self._slot - PAGE)]
@@ -152,8 +152,8 @@ class StreamReader:
             )
 
     def _tensor(self, bucket: int, form: list[Any]) -> Tensor:
-        """A tensor of a bucket: over pages of its own that others' writes reach until they are
-        given back.
+        """A tensor of a bucket, over a private mapping of its own: writes of the training would
+        still show in its pages, until ``_give_back`` makes copies of them.
         """
         names, type_name, shape, offset = form
         dtype = dtype_of(type_name, names[0])
@@ -169,8 +169,8 @@ class StreamReader:
         return torch.frombuffer(pages, dtype=dtype).view(shape)
 
     def _give_back(self, until: int, *, detach: bool = False) -> None:
-        """Give the slots of buckets up to ``until`` back of which nobody holds a tensor.
-        ``detach``: of all; tensors that somebody holds become copies.
+        """Give back the slots of buckets up to ``until`` of which nobody holds a tensor.
+        ``detach``: give back all; tensors that somebody holds become copies.
         """
         for bucket in sorted(self._maps):
             if bucket > until:
@@ -185,14 +185,14 @@ class StreamReader:
             self._say({"free": bucket})
 
     def _say(self, body: dict[str, Any]) -> None:
-        with suppress(OSError):  # the next message says that the other side has ended
+        with suppress(OSError):  # if the other side has ended, the next ``_hear`` raises
             send(self._sock, body)
 
 
 class StreamedSet:
     """One set: iterate over it, once, for ``(name, tensor)`` on the CPU.
 
-    A tensor stays valid as long as it is held; holding more than those of a bucket costs copies.
+    A tensor stays valid while it is held; to hold more than one bucket's tensors costs copies.
     What is written into it in place stays in this process. ``step``: as given to ``publish``.
     ``CheckpointError`` as ``StreamReader``, also: the values are torn. Local.
     """

@@ -26,7 +26,7 @@ from fsdpc.checkpoint.whole import Part, Rooms, Whole, room_of
 
 BUCKET_BYTES = 256 << 20
 _WHAT = "streaming weights"
-_POLL_S = 0.5  # so long rank 0 waits for readers between two meetings of the ranks
+_POLL_S = 0.5  # how long rank 0 waits for readers between two meetings of the ranks
 
 Bucket = list[tuple[str, Tensor]]
 
@@ -59,7 +59,7 @@ class WeightStream:
         self._kept: tuple[list[Any], Whole] | None = None  # of the last set; holds no tensors
 
     def metadata(self) -> list[WeightInfo]:
-        """Of every tensor, in the order of the sets. Local; nothing is gathered."""
+        """Name, dtype and shape of each tensor, in the sets' order. Local; nothing is gathered."""
         whole = Whole(self._model, (0, 1), self._rooms, **self._options)
         return [
             WeightInfo(name, part.dtype, part.shape) for part in whole.parts for name in part.names
@@ -172,7 +172,7 @@ class WeightStream:
         now = None if kept is None else stamp_of(self._model, everyone)
         if kept is None or now is None or kept[0] != now.values:
             return Whole(self._model, everyone, self._rooms, **self._options)
-        now.values = kept[0]  # whose forms hold no tensors
+        now.values = kept[0]  # equal values, whose forms hold no tensors
         kept[1].hold(now)
         return kept[1]
 
@@ -184,7 +184,7 @@ class WeightStream:
     def _read(
         self, ranks: Ranks, whole: Whole, room: Callable[[list[Part]], Tensor | None]
     ) -> Iterator[Bucket]:
-        """Each bucket in the memory that ``room`` gives; empty where that is None. Collective."""
+        """Each bucket in the memory that ``room`` gives; empty if it gives None. Collective."""
         before = whole.versions()
         for bucket in whole.buckets:
             try:
@@ -287,7 +287,7 @@ def stream(
 
 
 def _wait(ranks: Ranks, ready: Callable[[float], bool] | None, deadline: float, late: str) -> None:
-    """Until rank 0's ``ready`` holds, while the ranks meet again and again. Collective."""
+    """Wait until ``ready`` is True on rank 0; meanwhile the ranks meet repeatedly. Collective."""
     until = time.monotonic() + deadline
     while True:
         with ranks.step(_WHAT) as waited:

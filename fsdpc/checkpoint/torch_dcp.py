@@ -27,7 +27,7 @@ from fsdpc.checkpoint.ranks import Ranks, check_equal
 
 
 def check_options(format: str, given: list[str]) -> None:
-    """``ValueError``: no such format, or options of ``save`` that this one does not have."""
+    """``ValueError``: there is no such format, or it lacks options that ``save`` was given."""
     if format != "dcp":
         raise ValueError(f"format must be 'safetensors' or 'dcp', not {format!r}")
     if given:

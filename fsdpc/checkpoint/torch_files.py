@@ -51,8 +51,8 @@ class TorchFiles:
     """A checkpoint that torch has written, in the form of ``Opened``. Local.
 
     ``numbered``: the optimizer's parameters have numbers, not names. ``left``: names of values that
-    are no part of it. ``aliases``: tensors of the model that are another one, by name. ``prefix``:
-    of the model's names that are taken, and lose it.
+    are left out. ``aliases``: a tied tensor's other names -> its first one. ``prefix``: names of
+    the model that begin with it are taken, without it, and no others.
 
     ``CheckpointError``: the layout is unknown, or a tensor is one rank's part.
     """
@@ -98,18 +98,18 @@ class TorchFiles:
             root.check_unwritten()
 
     def scheduler_state(self) -> Any:
-        """``None`` if there is none."""
+        """The scheduler's state; ``None`` if there is none."""
         return _values(_milestones(self._scheduler))
 
     def extra_states(self) -> dict[str, Any]:
-        """``get_extra_state()`` of modules."""
+        """What modules' ``get_extra_state()`` returned at the save, by name."""
         return {name: _values(value) for name, value in self.extra_state.items()}
 
     def optimizer_forms(
         self, shape_of: Callable[[str], tuple[int, ...] | None]
     ) -> tuple[dict[str, dict[str, Any]], list[dict[str, Any]]]:
         """``kinds`` and ``groups`` as in ``optimizer.State``, by the names or numbers that are
-        stored; ``shape_of`` such a parameter.
+        stored. ``shape_of``: from such a name or number to the parameter's shape.
         """
         found = {
             name: (shape_of(name), {k: tuple(v.shape) for k, v in state.items() if _is_tensor(v)})
@@ -131,7 +131,7 @@ class TorchFiles:
     # --- the optimizer ---
 
     def leave_other_states(self) -> None:
-        """Of an optimizer with names: leave out states of what is no tensor of the model."""
+        """Leave out states of what is no tensor of the model; not for an optimizer with numbers."""
         self._name_states(lambda name: name if name in self.model.where else None)
 
     def _read_optimizer(self, form: Any, prefix: str) -> None:
@@ -220,9 +220,9 @@ def stored_file(path: Path, name: str, places: list[Place], leaves: Sequence[Sto
 def open_any(
     path: AnyPath, *, trust: bool = False, prefix: str = "", links: bool = False
 ) -> Opened | TorchFiles:
-    """Any checkpoint that ``load`` takes. Local. ``prefix``: see ``TorchFiles``; not for
-    safetensors. ``links``: see ``Root``. In object storage: safetensors alone.
-    ``CheckpointError``.
+    """Open any checkpoint that ``load`` takes; in object storage only safetensors. Local.
+    ``trust``: see ``Folder``. ``prefix``: see ``TorchFiles``; not for safetensors. ``links``: see
+    ``Root``. ``CheckpointError``: there is no checkpoint, or a damaged one.
     """
     place = place_of(path)
     if not place.appears_whole:
@@ -265,7 +265,7 @@ def _open_any(path: Path, trust: bool, prefix: str, links: bool) -> Opened | Tor
 
 
 def _without_states(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Of Megatron's: the optimizer's states would be tensors of the model."""
+    """Megatron's tree without the optimizer's states, which would be taken for model tensors."""
     states = [key for key in tree if isinstance(key, str) and _MEGATRON_STATE.match(key)]
     why = f"their step and groups are in {_MEGATRON}, which pickles Megatron's objects"
     left = {f"the optimizer's {len(states)} tensors: {why}": None} if states else {}
@@ -273,7 +273,7 @@ def _without_states(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _dcp_folders(path: Path) -> list[Path]:
-    """The folder itself, or those in it, where a program has saved parts one by one."""
+    """The path if it is a DCP folder, else the DCP folders in it: parts that were saved singly."""
     if (path / DCP_INDEX).is_file():
         if (path / MANIFEST).exists():
             raise CheckpointError(
@@ -318,7 +318,7 @@ def _read_file(path: Path, held: Held) -> dict[Any, Any]:
 
 
 def _mapped(root: Root, name: str) -> Any:
-    """What is in a file, which is not held open: there may be more files than descriptors."""
+    """The content of a file, which is closed again: there may be more files than descriptors."""
     held = root.open(name)
     try:
         return _unpickled(root.path / name, held)
@@ -408,7 +408,7 @@ def _leaves(tree: dict[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _tied(values: dict[str, Any]) -> dict[str, str]:
-    """Names of tensors in the same memory -> the first of them."""
+    """Names of tensors in the memory of an earlier one -> the first name of that memory."""
     first: dict[Any, str] = {}
     found = {}
     for name, value in values.items():
@@ -443,7 +443,7 @@ def _values(tree: Any) -> Any:
 
 
 def _milestones(tree: Any) -> Any:
-    """The tree with numbers for keys of ``milestones``, torch's MultiStepLR's alone."""
+    """The tree, in which ``milestones`` (of torch's MultiStepLR), and only they, have int keys."""
     if isinstance(tree, list):
         return [_milestones(value) for value in tree]
     if not isinstance(tree, dict):

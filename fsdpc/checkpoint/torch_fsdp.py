@@ -42,7 +42,7 @@ def add_units(found: Any, model: nn.Module) -> None:
             found.add_param(OptimParam(flat_param, entries))
             continue
         for (entry, spans), param in zip(entries, flat_param._params, strict=True):
-            # The user's parameter begins with its first element here.
+            # The user's parameter begins with its first element on this rank.
             found.add_param(OptimParam(param, [(entry, moved_to(spans, 0))]))
 
 
@@ -51,7 +51,7 @@ def _entries(
 ) -> list[tuple[Entry, np.ndarray]]:
     flat_param = handle.flat_param
     result = []
-    numels = np.array(flat_param._numels_with_padding)  # of an unsharded flat parameter
+    numels = np.array(flat_param._numels_with_padding)  # of an unsharded flat parameter's parts
     begins = (np.cumsum(numels) - numels)[~np.array(flat_param._is_padding_mask, dtype=bool)]
     for fqn, shape, info, begin in zip(
         flat_param._fqns,
@@ -76,7 +76,7 @@ def _entries(
 
 
 def _replica(module: nn.Module, handle: Any) -> tuple[int, int]:
-    """Which of the ranks with these elements this one is; HYBRID_SHARD has a group of them."""
+    """Which of how many ranks with these elements this one is; HYBRID_SHARD has a group of them."""
     group = getattr(module, "_inter_node_pg", None)
     if not handle.uses_sharded_strategy:
         group = handle.process_group

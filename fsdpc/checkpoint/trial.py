@@ -21,8 +21,8 @@ def try_states(
     scheduler: Any,
     scheduled: Any,
 ) -> None:
-    """Local. ``extra``: states of modules by name, which have ``before`` now. Raises what
-    ``set_extra_state`` or the scheduler's ``load_state_dict`` raises.
+    """Give the states, then take them back. Local. ``extra``: states of modules by name;
+    ``before``: those that they have now. Raises what the modules or the scheduler raise.
     """
     undo = list(_undo(scheduler)) if scheduler is not None else []
     given: list[str] = []
@@ -39,7 +39,7 @@ def try_states(
 
 
 def _undo(scheduler: Any) -> Iterator[Callable[[], object]]:
-    """Calls that take back what a scheduler, those in it and their optimizers' groups were."""
+    """Calls that restore a scheduler, the schedulers in it and their optimizers' groups."""
     seen: set[int] = set()
     waiting = [scheduler]
     while waiting:

@@ -41,7 +41,7 @@ class _Written:
     stamp: tuple[int, int, int] | None  # on rank 0
 
 
-# By the folder that holds checkpoints, and the file's path in a checkpoint.
+# Keys: the folder that holds checkpoints, and the file's path in a checkpoint.
 _written: OrderedDict[tuple[Path, str], _Written] = OrderedDict()
 _links: dict[Path, bool] = {}  # on rank 0: whether such folders' file systems have links
 
@@ -60,9 +60,9 @@ class Unchanged:
         self.parts: dict[str, Part] = {}
 
     def look(self, plan: Plan, what: str, begin: Callable[[], object] = lambda: None) -> None:
-        """Take the files that have not changed out of the plan. ``begin`` is called before its
-        memory is read. Collective where the plan has frozen files of which a rank's part has not
-        been looked at, since it is on a GPU.
+        """Take the files that have not changed out of the plan. ``begin`` is called before their
+        memory is read. Collective if the plan has frozen files, until all ranks have looked at
+        their parts: a part on a GPU is left to a later call, after it was copied to the host.
         """
         named = [(each.layout.path(file), file, table) for each in plan.sets
                  for file, table in zip(each.layout.files, each.tables, strict=True)
@@ -114,8 +114,8 @@ class Unchanged:
         return True
 
     def link(self, draft: Draft, path: str) -> bool:
-        """Whether the file is among them, and is in the draft now: on the rank that has it. Where
-        it cannot be linked any more, it is copied. ``OSError``.
+        """Put the file into the draft if it has not changed: linked, or copied where it cannot be
+        linked any more. False: it is to be written. On the draft's rank. ``OSError``: no copy.
         """
         if path not in self.parts:
             return False
@@ -133,13 +133,13 @@ class Unchanged:
         return True
 
     def add(self, path: str, part: Part) -> None:
-        """A part of a file that this rank has written. Local."""
+        """Note a part of a file that this rank has written. Local."""
         if path in self._now:
             self._own.setdefault(path, []).append(part)
 
     def keep(self, save: str) -> None:
-        """The checkpoint is there. ``save``: the same word on all ranks, another for each save.
-        Local.
+        """Note the files of the checkpoint, which is complete now. ``save``: the same word on all
+        ranks, another one for each save. Local.
         """
         for path, (form, digests) in self._now.items():
             file, key = self._target / path, self._key(path)
@@ -160,8 +160,8 @@ def _open(path: Path) -> Held | None:
 
 
 def _digests(table: Table) -> list[tuple[int, int]]:
-    """Of where the ranges lie, and of the bytes in memory of each: a checksum alone would take one
-    change in 2^32 for none, and averages are not trained either, but may change at every step.
+    """A digest of where the ranges lie, then one of each range's bytes in memory. A checksum alone
+    would miss one change in 2^32, and frozen averages may change at every step.
     """
     rows, sizes = table.rows, np.array(SIZES)
     lengths = rows[:, NBYTES] // sizes[rows[:, FILE_TYPE]] * sizes[rows[:, MEMORY_TYPE]]

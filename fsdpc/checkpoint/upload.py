@@ -1,5 +1,5 @@
 """Where a save is written: at its place, or, for object storage, into a local staging folder that
-all ranks then upload, each whole files; the manifest comes last.
+all ranks then upload, each rank whole files; the manifest comes last.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NAME = "fsdpc-upload"
 
 @dataclass
 class Direct:
-    """One save, at its place. ``local``: the folder to write; ``published``, ``links``: of its
-    plan; ``file_bytes``: of a file, unless the save says another number. Calling it does what is to
-    be done when that folder is there.
+    """A save that is written at its place. ``local``: the folder to write; ``published``,
+    ``links``: see ``Plan``; ``file_bytes``: of a file, unless the save says another number. This
+    object is called when the folder is complete.
     """
 
     local: LocalPath
@@ -51,7 +51,7 @@ def way_to(
     overwrite: bool,
     is_step: bool = False,
 ) -> Direct | Upload:
-    """For a save. Collective; see ``Upload``."""
+    """How a save gets to ``place``. Collective; see ``Upload``."""
     if isinstance(place, LocalPath):
         return Direct(place)
     if place.is_own_memory and ranks.world > 1:
@@ -63,11 +63,11 @@ def way_to(
 
 
 class Upload:
-    """As ``Direct``; calling it uploads the folder and removes it.
+    """As ``Direct``, for object storage: a call uploads the local folder, then removes it.
 
     Collective. ``CheckpointError``: there is a checkpoint at ``url``, the driver is missing, or the
-    staging folder is not one that all ranks see. ``is_step``: one of a folder of steps, of which
-    the old one goes before the new one comes.
+    staging folder is not one that all ranks see. ``is_step``: the checkpoint is a step of a
+    ``Checkpointer``: an old one at ``url`` is removed before the new one comes.
     """
 
     file_bytes, links = _UPLOADED_BYTES, False
@@ -82,7 +82,7 @@ class Upload:
         is_step: bool,
     ) -> None:
         self._ranks, self._url = ranks, url
-        self.discard: Callable[[], object] = lambda: None  # also when this object goes
+        self.discard: Callable[[], object] = lambda: None  # called also when this object ends
         self._what = f"saving checkpoint {url}"
         self.published: int | None = None
         parent = Path(os.path.abspath(tempfile.gettempdir() if staging is None else staging))
@@ -113,7 +113,7 @@ class Upload:
     def _make(self, parent: Path) -> Path:
         parent.mkdir(parents=True, exist_ok=True)
         target = parent / _NAME
-        _folders.clean(target)  # of processes that were killed
+        _folders.clean(target)  # leftovers of processes that were killed
         folder = parent / f"{_folders.NEW}{_NAME}-{uuid.uuid4().hex[:8]}"
         folder.mkdir(mode=0o700)
         self.discard = weakref.finalize(self, _discard, folder, _folders.lock(folder))
@@ -132,7 +132,7 @@ class Upload:
                 self._clear()
                 found = self._files()
                 marks = [name for name in found if name.endswith(STATE_JSON)]
-                self._put(marks)  # from here on readers know what an incomplete folder is
+                self._put(marks)  # with it a reader can tell that the folder is incomplete
                 last = [name for name in found if name.endswith(_manifest.NAME)]
                 last.sort(key=lambda name: -name.count("/"))  # parts before the whole
                 listed.value = [name for name in found if name not in (*marks, *last)]
@@ -143,7 +143,7 @@ class Upload:
                 self._put(last)
 
     def _clear(self) -> None:
-        """What an upload that failed has left, or what is replaced."""
+        """Remove what a failed upload has left, or the checkpoint that is replaced."""
         if self._url.is_dir():
             self._url.remove()
 
@@ -169,7 +169,7 @@ def _discard(folder: Path, lock: int | None) -> None:
 
 
 def share(names: list[str], folder: Path, rank: int, world: int) -> list[str]:
-    """A rank's files: the largest go to whoever has the fewest bytes so far. Local."""
+    """A rank's files: from the largest on, each goes to the rank with the fewest bytes. Local."""
     sizes = {name: (folder / name).stat().st_size for name in names}
     loads = [0] * world
     own = []

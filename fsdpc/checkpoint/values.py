@@ -15,7 +15,7 @@ from fsdpc.checkpoint.errors import CheckpointError
 
 
 def to_json(value: Any, what: str) -> dict[str, Any]:
-    """``TypeError`` names the place of what is no plain value."""
+    """A value's form in JSON. ``TypeError`` names the place of what is no plain value."""
     try:
         form, raw = parts_of(value)
     except TypeError as error:
@@ -24,7 +24,7 @@ def to_json(value: Any, what: str) -> dict[str, Any]:
 
 
 def from_json(form: Any, what: str) -> Any:
-    """``CheckpointError``: not what ``to_json`` makes."""
+    """The value of such a form. ``CheckpointError``: ``to_json`` does not make forms like this."""
     try:
         text = json.dumps(form["value"], separators=(",", ":")).encode()
         raw = base64.b64decode(form["bytes"], validate=True)

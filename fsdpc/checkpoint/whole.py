@@ -27,13 +27,13 @@ from fsdpc.checkpoint.model import Model, named_buffers, read_model
 from fsdpc.checkpoint.names import Only, chooser, cut_model
 
 _NONE = torch.empty(0, device="cpu")
-ALIGNED = 4096  # of tensors in a bucket: pages, so that readers can map each alone
+ALIGNED = 4096  # where tensors in a bucket begin: pages, so that readers can map each one
 
 
 @dataclass
 class Part:
-    """A tensor under all its names, in ``dtype``. ``unit`` has it as its parameter ``number``; if
-    that is None, ``tensor``, a DTensor or this rank's own.
+    """A tensor under all its names, in ``dtype``. It is parameter ``number`` of ``unit``; if
+    ``unit`` is None, it is ``tensor``, a DTensor or a tensor of this rank.
     """
 
     names: list[str]
@@ -50,12 +50,12 @@ class Part:
 
     @property
     def room(self) -> int:
-        """Bytes in a bucket."""
+        """Bytes that the tensor takes in a bucket."""
         return -(-self.nbytes // ALIGNED) * ALIGNED
 
     @property
     def is_direct(self) -> bool:
-        """Whether the unit's own form of the values is that of the bucket."""
+        """Whether the values have the same form in the unit and in the bucket."""
         return self.dtype == self.stored and self.unit.dims[self.number] <= 0
 
 
@@ -74,19 +74,19 @@ def placed(bucket: Sequence[Part], room: Tensor) -> list[Tensor]:
 
 
 class Rooms:
-    """Memory for buckets, given again when nobody holds a tensor of it."""
+    """Memory for buckets, which is used again when nobody holds a tensor in it."""
 
     def __init__(self) -> None:
         self._kept: list[Tensor] = []
 
     def take(self, nbytes: int, device: torch.device) -> Tensor:
-        """At least ``nbytes`` bytes. Memory of a GPU is its allocator's, which does this itself."""
+        """At least ``nbytes`` bytes. On a GPU, torch's allocator gives and reuses them itself."""
         if device.type != "cpu":
             return torch.empty(nbytes, dtype=torch.uint8, device=device)
         for room in self._kept:
             if len(room) >= nbytes and _is_free(room):
                 return room
-        self._kept = [room for room in self._kept if not _is_free(room)]  # too small
+        self._kept = [room for room in self._kept if not _is_free(room)]  # these are too small
         made = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._kept.append(made)
         return made
@@ -94,7 +94,7 @@ class Rooms:
 
 def _is_free(room: Tensor) -> bool:
     storage = room.untyped_storage()
-    return storage_use_count(storage) <= 2  # the tensor's and this name's
+    return storage_use_count(storage) <= 2  # references: the tensor's and ``storage``
 
 
 class Whole:
@@ -135,8 +135,8 @@ class Whole:
         self._rooms = rooms
 
     def let_go(self) -> list[Any] | None:
-        """Hold no tensors and units any more, until ``hold`` has an equal stamp. Its values; None:
-        the model's changes cannot be told. Local.
+        """Drop the tensors and units, until ``hold`` gets an equal stamp. Returns the stamp's
+        values; None: changes of the model could not be told. Local.
         """
         stamp, self._stamp = self._stamp, None
         if stamp is None or not stamp.values[-1].let_go():
@@ -154,7 +154,7 @@ class Whole:
         return stamp.values
 
     def hold(self, stamp: Stamp) -> None:
-        """Those of a stamp. Local."""
+        """Hold a stamp's tensors and units in place of those that were let go. Local."""
         known = [None, *stamp.tensors, *stamp.units]
         held = iter([known[number] for number in self._numbers])
         self._tensors = [next(held) for _ in self._tensors]
@@ -187,13 +187,13 @@ class Whole:
         return crc
 
     def versions(self) -> list[int]:
-        """Others as soon as a tensor was written in place."""
+        """The tensors' versions, which change when one is written in place."""
         return [tensor._version for tensor in self._tensors]
 
     @torch.no_grad()
     def read(self, bucket: Sequence[Part], room: Tensor | None) -> list[tuple[str, Tensor]]:
-        """The bucket's values in ``room``, by all names; None: take part in the other ranks' reads.
-        Collective over the groups of the bucket's units.
+        """The bucket's values in ``room``, by all names; ``room`` None: only take part in the other
+        ranks' reads. Collective over the groups of the bucket's units.
         """
         targets = [None] * len(bucket) if room is None else placed(bucket, room)
         units: dict[int, list[tuple[Part, Tensor | None]]] = {}
@@ -239,7 +239,7 @@ class Whole:
 
 
 def _cut(parts: Iterable[Part], bucket_bytes: int) -> Iterator[list[Part]]:
-    """In buckets of at most so many bytes, before the cast and after, or of one tensor."""
+    """The parts in buckets of at most so many bytes, before the cast and after, or of one part."""
     bucket: list[Part] = []
     used = 0
     for part in parts:
@@ -283,7 +283,7 @@ def _owners(model: nn.Module, found: Model) -> dict[str, tuple[Any, int]]:
 
 
 def _tensors(model: nn.Module, found: Model) -> dict[str, Tensor]:
-    """By name: what no unit has."""
+    """By name: parameters and buffers, for those that no unit has."""
     tensors: dict[str, Tensor] = {each.names[0]: each.param for each in found.params if each.covers}
     clean = cleaner(model)
     for name, buffer, is_saved in named_buffers(model):

@@ -86,7 +86,7 @@ def jobs(folder: Path, planned: PlannedSet) -> Iterator[Job]:
 def computed(
     path: Path, rows: np.ndarray, places: Mapping[int, Place], decoders: Mapping[int, Decoder]
 ) -> Iterator[Job]:
-    """The same of values that are computed, in the dtype of the file."""
+    """``jobs`` for values that are computed here, in the dtype of the file."""
     for part in waves(rows, _COMPUTED_BYTES):
         made, keep = part.copy(), []
         for row in made:
@@ -107,7 +107,7 @@ def write_rows(place: Place, entry: Entry) -> np.ndarray:
 
 
 def _all_rows(items: Sequence[tuple[Place, Entry]]) -> np.ndarray:
-    """The same of many, in any order."""
+    """The tables of ``write_rows`` for many tensors, in any order."""
     single, parts = [], []
     for place, entry in items:
         spans = entry.own(place.index)
@@ -127,7 +127,7 @@ def _row(place: Place, entry: Entry, spans: np.ndarray, base: int) -> tuple[int,
 
 
 def rows_of(place: Place, entry: Entry, spans: np.ndarray, memory: int | None = None) -> np.ndarray:
-    """Ranges of spans of one tensor; ``memory``: 0 for none, default the entry's memory."""
+    """Ranges of one tensor's spans; ``memory``: address, 0 for none, default the entry's memory."""
     item, own = place.dtype.itemsize, entry.dtype.itemsize
     types = codes(entry.dtype, place.dtype)
     base = entry.memory.data_ptr() if memory is None else memory

@@ -58,19 +58,19 @@ class FusedOptimizer(ScaledSteps):
         str, ...
     ] = ()  # states of one value per element, in the order of the C code
 
-    _kind: str | None = None  # of steps in C that a table can do, see _table.py
+    _kind: str | None = None  # the step's kind in C; None: no table can do it, see _table.py
     _counter: str | None = "step"  # the state that counts steps
-    _tables = 0  # tables made in a row, none of which held for one step
+    _tables = 0  # steps in a row that no table did (measured and skipped ones apart)
     _copies: dict[Tensor, Tensor] | None = None
-    _store: Store | None = None  # of states that are offloaded
-    _where: int | None = None  # the GPU of slices, which belong to no unit
+    _store: Store | None = None  # where offloaded states are; None: nothing is offloaded
+    _where: int | None = None  # in a worker (see worker_of): the GPU of its slices
     _meter: Meter | None = None
     _fsdpc_average: Any = None  # the Average of the parameters
 
     def _open(self, given: dict[str, Any], **more: Any) -> None:
-        """Construct from a constructor's arguments, its ``locals()``: those that are not
-        ``NOT_OF_GROUPS``, and ``more``, are options of groups. ``ValueError`` in torch's words for
-        numbers that are out of range.
+        """Do a constructor's work. ``given``: the constructor's ``locals()``; arguments that are
+        not in ``NOT_OF_GROUPS``, and ``more``, become options of groups. ``ValueError``, in torch's
+        words: a number is out of range.
         """
         known = [name for name in given if name not in NOT_OF_GROUPS and name[:2] != "__"]
         options = {name: given[name] for name in known} | more
@@ -92,7 +92,7 @@ class FusedOptimizer(ScaledSteps):
         self._offload(given["offload"])
 
     def _offload(self, where: Disk | Host | None) -> None:
-        """Keep states on a disk, or those of parameters on a GPU in host memory."""
+        """Keep states on a disk, or, if parameters are on a GPU, their states in host memory."""
         name = type(self).__name__
         if isinstance(where, Disk):
             self._store = DiskStore(where, name)
@@ -108,7 +108,7 @@ class FusedOptimizer(ScaledSteps):
         self.state = GuardedState(self.state, self._store)
 
     def _add_defaults(self, **options: Any) -> None:
-        """Options of a subclass, for the groups that do not have them and for later ones."""
+        """Give a subclass's options to groups that lack them, and to groups added later."""
         self.defaults.update(options)
         for group in self.param_groups:
             for name, value in options.items():
@@ -133,14 +133,14 @@ class FusedOptimizer(ScaledSteps):
         ``scaler.step(optimizer, max_norm=...)``.
 
         Collective over the ranks that share parameters if ``max_norm`` is given, else local unless
-        the class says otherwise. ``NotImplementedError``: a parameter neither on the host nor on a
-        CUDA GPU. ``RuntimeError``: a sparse gradient. Nothing is changed then in the group at
-        fault.
+        the class says otherwise. ``NotImplementedError``: a parameter is neither on the host nor on
+        a CUDA GPU. ``RuntimeError``: a gradient is sparse. After either error the group at fault is
+        unchanged.
 
         If all parameters are on one GPU, the step is queued on torch's current stream and the host
         waits for nothing: loss scale, infinities found and clipping factor stay on the GPU, and so
-        does the state ``step``. With ``max_norm`` that holds for parameters of the units of one
-        model; of others the host reads the norm. A tensor ``lr`` is read by the host.
+        does the state ``step``. With ``max_norm`` that holds if all parameters are in units of one
+        model; otherwise the host waits for the norm. The host also reads a tensor ``lr``.
         """
         if self._inside is not None:
             return self._inside.end_step(closure, max_norm)
@@ -182,7 +182,7 @@ class FusedOptimizer(ScaledSteps):
         return loss
 
     def _steps_plainly(self) -> bool:
-        """False for a step of a subclass, which may do something before and behind this one."""
+        """False if a subclass has a ``step`` of its own, which may do more than this one."""
         step: Any = type(self).step
         if getattr(step, "hooked", False):  # torch's wrapper, which calls the hooks
             step = step.__wrapped__
@@ -190,13 +190,13 @@ class FusedOptimizer(ScaledSteps):
 
     def measure(self, every: int = 1) -> None:
         """Let each ``every``-th step measure its gradients (before clipping, divided by the loss
-        scale), the weights behind it and its updates: ``statistics`` then has norms and largest
-        magnitudes of each parameter and unit. 0: none. Local; a measured step is collective over
+        scale), the weights after it and its updates: ``statistics`` then has norms and largest
+        magnitudes of each parameter and unit. 0: no step. Local; a measured step is collective over
         the ranks that share parameters, and every rank must call ``step`` as often as the others.
 
-        In host memory the numbers come from the pass of the step, and results of steps stay the
-        same bits. ``NotImplementedError``: optimizers whose states are elsewhere, steps in
-        backward, and, at the step, parameters on a GPU.
+        In host memory the numbers come from the pass of the step, whose results stay equal to the
+        bit. ``NotImplementedError``: states are offloaded, or the optimizer steps in backward;
+        raised by the step: a parameter is on a GPU.
         """
         if every < 0:
             raise ValueError(f"measure: every={every} must not be negative")
@@ -209,14 +209,14 @@ class FusedOptimizer(ScaledSteps):
 
     @property
     def statistics(self) -> Measured | None:
-        """Of the last step that was measured; None before the first. A step that a loss scaler
+        """What the last measured step found; None before the first. A step that a loss scaler
         skips is not measured. Local.
         """
         return None if self._meter is None else self._meter.found
 
     @property
     def _measured(self) -> Meter | None:
-        """What takes the statistics of the step under way."""
+        """The meter of the step under way; None if this step is not measured."""
         return self._meter if self._meter is not None and self._meter.on else None
 
     def _make_table(self) -> None:
@@ -253,8 +253,8 @@ class FusedOptimizer(ScaledSteps):
             increment_version(table.changed(GRADS))
 
     def _table_place(self, param: Tensor) -> tuple[int, int] | None:
-        """The index of a parameter's first element in the whole one, and its key; None: a table
-        cannot step it.
+        """The index of a parameter's first element in the whole parameter, and the parameter's
+        key; None: a table cannot step this parameter.
         """
         return 0, 0
 
@@ -279,7 +279,7 @@ class FusedOptimizer(ScaledSteps):
                 self._finish(found, scaling.writes_grads)
 
     def _step_resident(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:
-        """Step parameters whose states are not offloaded: those with a master, by that."""
+        """Step parameters whose states are not offloaded. If one has a master, that is stepped."""
         if self._store is None or not self._store.masters:
             scaling = scaling._replace(weight=self._weight_of(group))
             self._step_group(group, found, scaling)
@@ -298,13 +298,13 @@ class FusedOptimizer(ScaledSteps):
             value.copy_(master)
 
     def _weight_of(self, group: dict[str, Any]) -> float | None:
-        """With which the pass of this step moves the averages of a group; None: it does not."""
+        """The weight by which this step's pass moves a group's averages; None: it moves none."""
         average = self._fsdpc_average
         plain = average is not None and self._store is None and self._steps_plainly()
         return average._weight_in_pass(group) if plain else None
 
     def _part(self, members: list[Members], offloaded: bool) -> list[Members]:
-        """Those whose states are offloaded, or the others."""
+        """The members whose states are offloaded (True), or the other members (False)."""
         store = self._store
         assert store is not None
         parts = []
@@ -327,8 +327,8 @@ class FusedOptimizer(ScaledSteps):
         copies get the parameters' values now and whenever a step changes these; a program that
         writes a parameter itself calls this again. None: steps write no more copies. Local.
 
-        ``ValueError``: not a parameter of this optimizer, or a copy of another shape.
-        ``TypeError``: not a bfloat16 or float16 tensor for a float32 one, or a DTensor.
+        ``ValueError``: a key is no parameter of this optimizer, or a copy has another shape.
+        ``TypeError``: a copy is no plain 16-bit tensor, or its parameter no plain float32 tensor.
         """
         self._copies = self._table = None
         own = {param for group in self.param_groups for param in group["params"]}
@@ -350,7 +350,7 @@ class FusedOptimizer(ScaledSteps):
         self._copies = dict(copies) if copies else None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's. ``TypeError``: a parameter whose memory only its own code knows."""
+        """As torch's. ``TypeError``: only the code of a parameter's class knows its memory."""
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
             if is_opaque(local_of(param)):
@@ -370,13 +370,13 @@ class FusedOptimizer(ScaledSteps):
         return self.last_norm
 
     def _check_states(self) -> None:
-        """The store's error: a step ended in the middle."""
+        """Raise the store's error if a step has ended in the middle."""
         if isinstance(self.state, GuardedState):
             with self.state.inside():
                 self.state.check()
 
     def _begin_step(self, members: list[Members]) -> Any:
-        """Make the states that do not exist yet; of offloaded states, begin to read."""
+        """Make the states that do not exist yet, and begin to read offloaded ones."""
         active = [param for found in members for param in found.params]
         with self._inside_state():
             if self._store is not None:
@@ -399,7 +399,7 @@ class FusedOptimizer(ScaledSteps):
             state[MASTER] = around(own, param._spec) if isinstance(param, DTensor) else own
 
     def _widen(self, param: Tensor) -> None:
-        """Make narrow states (loaded, or set by the user) those of a parameter with a master."""
+        """Make narrow states (loaded, or set by the user) float32, for parameters with masters."""
         state = self.state[param]
         for name in (*self._state_names, MASTER):
             value = state.get(name)
@@ -407,7 +407,7 @@ class FusedOptimizer(ScaledSteps):
                 state[name] = value.detach().to(torch.float32).contiguous()
 
     def _place_states(self, which: set[int]) -> None:
-        """Give the states of these parameters their places, and what is elsewhere to them."""
+        """Give these parameters' states their places in the store; copy there what is elsewhere."""
         store = self._store
         assert store is not None
         everything = [
@@ -428,7 +428,7 @@ class FusedOptimizer(ScaledSteps):
         self._store.adopt(param, self.state[param])
 
     def _show_states(self, param: Tensor) -> None:
-        """Behind a step: offloaded states that the step has made."""
+        """After a step, let ``self.state`` show the offloaded states that the step has made."""
         store, state = self._store, self.state[param]
         assert store is not None
         for name in store.held[param][0]:
@@ -443,11 +443,11 @@ class FusedOptimizer(ScaledSteps):
         return [whole_extent(param, states)]
 
     def _names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The states of one value per element that a group's parameters have."""
+        """The names of states with one value per element that a group's parameters have."""
         return self._state_names
 
     def _beside(self, param: Tensor) -> dict[str, int]:
-        """Bytes of the states that lie beside a parameter, whatever is offloaded, by name."""
+        """Bytes, by name, of the states that lie beside a parameter even with ``offload``."""
         return {} if self._counter is None else {self._counter: 4}
 
     def _has_master(self, param: Tensor) -> bool:
@@ -478,7 +478,7 @@ class FusedOptimizer(ScaledSteps):
     def _lend(
         self, worker: Any, part: Tensor, param: Tensor, ends: Ends, held: dict[str, Any]
     ) -> None:
-        """Show ``worker`` a slice of a parameter, of which ``held`` are the states."""
+        """Show ``worker`` a slice of a parameter; ``held``: the slice's states."""
         real = self.state[param]
         own = {name: state for name, state in held.items() if name in real}
         if "step" in real:
@@ -528,7 +528,7 @@ class FusedOptimizer(ScaledSteps):
         places: tuple[tuple[int, int, int], ...] | None = None,
         edges: np.ndarray | None = None,
     ) -> None:
-        """``_C.optim_step`` where the tensors are."""
+        """Call ``_C.optim_step`` on each device that has some of the tensors."""
         params, values, grads, _ = found
         wheres = self._ordinals(params)
         for where in dict.fromkeys(wheres):
@@ -583,7 +583,7 @@ class FusedOptimizer(ScaledSteps):
             meter.add(param, row)
 
     def _ordinals(self, params: Sequence[Tensor]) -> list[int | None]:
-        """The GPU of each parameter, None: the host."""
+        """The GPU of each parameter; None: the parameter is in host memory."""
         return ordinals_of(params) if self._where is None else [self._where] * len(params)
 
     def _finish(self, found: Members, grads_changed: bool) -> None:
@@ -607,8 +607,8 @@ class FusedOptimizer(ScaledSteps):
     # --- states ----------------------------------------------------------------------------------
 
     def state_memory(self, param: Tensor, name: str) -> Tensor | None:
-        """Memory of an offloaded state that a checkpoint is about to fill; None: it has no place of
-        its own. Local.
+        """Memory of an offloaded state that a checkpoint is about to fill; None: the store has no
+        place for this state. Local.
         """
         if self._store is None:
             return None
@@ -633,7 +633,7 @@ class FusedOptimizer(ScaledSteps):
             self._store.finish()
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies of the optimizer, whose states are in memory."""
+        """What a copy of the optimizer is made from; a copy's states are in memory."""
         name = type(self).__name__
         if isinstance(self._store, HostStore):
             raise NotImplementedError(
@@ -666,7 +666,7 @@ class FusedOptimizer(ScaledSteps):
                 return None
             return {**given, "state": {}}  # else all states would be on the GPU for a moment
 
-        handle = self.register_load_state_dict_pre_hook(keep)  # the last one: it sees the others'
+        handle = self.register_load_state_dict_pre_hook(keep)  # last: sees what other hooks give
         try:
             super().load_state_dict(state_dict)
         finally:
@@ -708,7 +708,7 @@ class FusedOptimizer(ScaledSteps):
         return torch.float32 if self._has_master(param) else param.dtype
 
     def _zeros(self, param: Tensor, name: str) -> Tensor:
-        """A state of zeros; a DTensor for a DTensor."""
+        """A parameter's state of zeros; a DTensor if the parameter is one."""
         if self._store is not None and self._store.takes(param):
             return self._store.zeros(param, name)
         dtype = self._state_dtype(param)
@@ -721,6 +721,6 @@ def step_counter(param: Tensor) -> Tensor:
 
 
 def check_number(value: Any, what: str, low: float = 0.0, below: float = math.inf) -> None:
-    """``ValueError`` in torch's words unless ``low <= value < below``."""
+    """Raise ``ValueError``, in torch's words, unless ``low <= value < below``."""
     if not low <= value < below:
         raise ValueError(f"Invalid {what}: {value}")

@@ -29,7 +29,7 @@ Wishes = Sequence[tuple[Tensor, Sequence[Extent]]]  # parameters whose states ne
 
 
 class Entry(NamedTuple):
-    """An extent of the layout: number ``index`` of those of a parameter."""
+    """An extent of the layout: number ``index`` among its parameter's extents."""
 
     param: Tensor
     index: int
@@ -38,7 +38,7 @@ class Entry(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The elements [begin, end) of a parameter that a slice has. The last one counts the step."""
+    """A slice's elements [begin, end) of a parameter, whose last slice counts the step."""
 
     begin: int
     end: int
@@ -66,7 +66,7 @@ class GuardedState(defaultdict[Any, Any]):
             self.store.finish()
 
     def end_in_the_middle(self, error: BaseException) -> None:
-        """A step has changed some states and not others."""
+        """Note that a step has changed some states and not others."""
         assert self.store is not None
         self.broken = (
             f"a step of {self.store.name} ended in the middle ({error}): parameters and states are "
@@ -76,7 +76,7 @@ class GuardedState(defaultdict[Any, Any]):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """For the optimizer itself, which does not look at values: no waiting."""
+        """Reads do not wait in this context: for the optimizer, which does not look at values."""
         self._quiet += 1
         try:
             yield
@@ -104,11 +104,11 @@ class GuardedState(defaultdict[Any, Any]):
         return super().setdefault(key, default)
 
     def __iter__(self) -> Iterator[Any]:
-        """Without a method of its own, ``dict(state)`` would take the values past ``items``."""
+        """Here so that ``dict(state)`` reads by ``__getitem__``, and not past the checks."""
         return super().__iter__()
 
     def copy(self) -> Any:
-        """An ordinary one, of the same states."""
+        """An ordinary ``defaultdict`` of the same states."""
         return defaultdict(dict, self.items())
 
     __copy__ = copy
@@ -126,12 +126,12 @@ class GuardedState(defaultdict[Any, Any]):
         self.broken = None
 
     def __reduce__(self) -> Any:
-        """A copy is an ordinary one, in memory."""
+        """A copy is an ordinary ``defaultdict``, with its states in memory."""
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
 class Store:
-    """The states of one optimizer on this rank. Subclasses say where, and move chunks."""
+    """The states of one optimizer on this rank. Subclasses say where they are, and move chunks."""
 
     error: type[RuntimeError] = RuntimeError
     masters = False  # narrow parameters have a float32 master among the states
@@ -143,15 +143,15 @@ class Store:
         self.chunk_bytes = chunk_bytes
         self.chunks: list[Chunk] = []
         self.entries: list[Entry] = []
-        self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # by extent
+        self.held: dict[Tensor, list[dict[str, Tensor]]] = {}  # for each extent
         self.mapped: set[Tensor] = set()  # parameters whose states are stepped where they lie
-        self.zero: set[tuple[Tensor, str]] = set()  # whose space has never been written
+        self.zero: set[tuple[Tensor, str]] = set()  # states that have never been written
         self.end = 0
 
     # --- what a subclass has ---------------------------------------------------------------------
 
     def choose(self, wanted: Wishes) -> None:
-        """See all parameters with the states that they may have. ``NotImplementedError``."""
+        """Choose whose states are taken. ``NotImplementedError``: a parameter is refused."""
         raise NotImplementedError
 
     def knows(self, param: Tensor) -> bool:
@@ -159,20 +159,20 @@ class Store:
         return param in self.held
 
     def takes(self, param: Tensor) -> bool:
-        """Whether the parameter's states are here."""
+        """Whether the parameter's states are in this store."""
         return True
 
     def _grow(self, begin: int, end: int) -> Any:
-        """Zeros from byte ``begin`` on, for ``_view``."""
+        """Memory for bytes [begin, end) of the store, zeros, of which ``_view`` makes tensors."""
         raise NotImplementedError
 
     def _view(self, memory: Any, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-        """``count`` elements of ``memory``, which ``_grow`` returned or is a buffer."""
+        """A tensor over ``count`` elements of ``memory``: a result of ``_grow``, or a buffer."""
         raise NotImplementedError
 
     def passes(self, active: Sequence[Tensor]) -> Any:
-        """A pass over the chunks with states of these parameters; what it needs first is on its
-        way.
+        """A pass over the chunks with states of these parameters; the transfers of the first
+        chunks have begun.
         """
         raise NotImplementedError
 
@@ -180,14 +180,14 @@ class Store:
         """Wait until the states are those of the last step."""
 
     def settle(self) -> None:
-        """End what is on its way, whatever comes of it."""
+        """Wait for transfers under way, and ignore their errors."""
         raise NotImplementedError
 
     # --- where states lie ------------------------------------------------------------------------
 
     def reserve(self, wanted: Wishes) -> None:
-        """Space for the states of parameters that have none. ``OSError``, ``MemoryError``: too
-        little.
+        """Make space for the states of parameters that have none. ``OSError``, ``MemoryError``:
+        there is too little.
         """
         new: list[Entry] = []
         params = [param for param, _ in wanted if param not in self.held]
@@ -234,13 +234,13 @@ class Store:
         return found
 
     def view(self, memory: Any, dtype: torch.dtype, count: int, offset: int) -> Tensor:
-        """``count`` elements of memory."""
+        """The tensor of ``_view``; an empty one if there is no memory."""
         if memory is None:
             return torch.empty(0, dtype=dtype, device="cpu")
         return self._view(memory, dtype, count, offset)
 
     def zeros(self, param: Tensor, name: str) -> Tensor:
-        """As ``tensor``, with zeros in it."""
+        """The state as ``tensor`` returns it, filled with zeros."""
         if (param, name) in self.zero:
             self.zero.remove((param, name))
         else:
@@ -262,7 +262,7 @@ class Store:
                 state[name] = self.tensor(param, name)
 
     def take_in(self, own: Tensor, given: Tensor) -> bool:
-        """Copy a state that is not ``own`` there. False: ``given`` is ``own``."""
+        """Copy ``given`` to ``own``. False: both are the same memory, and nothing is copied."""
         local = local_of(given).detach()
         if local.data_ptr() == own.data_ptr() and local.dtype == own.dtype:
             return False
@@ -297,11 +297,11 @@ class ChunkStates:
         self.held: dict[int, dict[str, Tensor]] = {}
 
     def takes(self, shown: Tensor) -> bool:
-        """True: all of them."""
+        """True: the states of all slices are here."""
         return True
 
     def zeros(self, shown: Tensor, name: str) -> Tensor:
-        """Of a state that is about to be made; what it holds is not read."""
+        """The memory of a state that is about to be made; its old content is not read."""
         return self.held[id(shown)][name]
 
 
@@ -369,7 +369,7 @@ def _step_chunk(
 
 
 def worker_of(optimizer: Any) -> Any:
-    """The same rules over other tensors."""
+    """An optimizer with the same rules for slices of parameters, with states of its own."""
     worker = object.__new__(type(optimizer))
     worker.__dict__.update(optimizer.__dict__)
     worker.state, worker._store, worker._known, worker._order = {}, ChunkStates(), {}, {}
@@ -378,8 +378,8 @@ def worker_of(optimizer: Any) -> Any:
 
 
 def follow(master: Tensor, value: Tensor) -> None:
-    """Where ``value`` differs in a bit from its rounded master, the program has changed it since
-    the last step: there the master becomes ``value``. No host sync on a GPU.
+    """Set the master to ``value`` where the rounded master differs from ``value`` in a bit: there
+    the program has changed ``value`` since the last step. No host sync on a GPU.
     """
     changed = master.to(value.dtype).view(torch.int16) != value.view(torch.int16)
     if value.is_cuda or stand_in() or bool(changed.any()):

@@ -28,7 +28,7 @@ class Control(NamedTuple):
 def gpu_of(param: Tensor) -> int | None:
     """The GPU whose memory holds a parameter's values; None: host memory. Local.
 
-    On a simulated GPU that memory is the host's: the parameter's unit decides.
+    The memory of a simulated GPU is the host's: there the parameter's unit knows the GPU.
     """
     if param.device.type == "cuda":
         return engine_device(param.device)
@@ -46,7 +46,7 @@ def ordinals_of(params: Sequence[Tensor]) -> list[int | None]:
 
 
 def only_gpu(params: Sequence[Tensor]) -> int | None:
-    """The GPU that holds all parameters, None if there is no such. Equal on all ranks. Local."""
+    """The GPU that holds all parameters; None: no GPU does. Equal on all ranks. Local."""
     found = set(ordinals_of(params))
     return found.pop() if len(found) == 1 else None
 
@@ -63,7 +63,7 @@ def step_on(
     places: tuple[tuple[int, int, int], ...] | None,
     edges: Any,
 ) -> None:
-    """``_C.optim_step`` of tensors on a GPU."""
+    """Call ``_C.optim_step`` for tensors on a GPU."""
     device = values[0].device
     # Freed at once: the allocator gives this memory to nobody but later work of the same stream.
     scratch = torch.empty(len(values) * SCRATCH, dtype=torch.uint8, device=device)
@@ -87,7 +87,7 @@ def step_on(
 
 def norm_of_units(params: Sequence[Tensor]) -> Tensor | None:
     """The norm of these parameters' gradients over all ranks, float64 on the GPU, without a host
-    sync; None if they are not parameters of the units of one tree. Collective if not None.
+    sync; None if they do not all belong to units of one tree. Collective if not None.
     """
     units = {id(unit): unit for unit in map(owner_of, params)}
     if None in units.values():
@@ -113,7 +113,7 @@ def _mask(unit: Any, with_grad: bytes, own: set[int]) -> bytes:
 
 
 def sum_squares(grads: list[Tensor]) -> float:
-    """Of this rank's gradients. A host sync if some are on a GPU."""
+    """The sum of squares of this rank's gradients. A host sync if some are on a GPU."""
     there = [grad for grad in grads if not grad.is_cpu]
     total = _C.optim_sum_squares([g for g in grads if g.is_cpu], torch.get_num_threads())
     if there:
@@ -128,7 +128,7 @@ def step_device(param: Tensor) -> torch.device:
 
 
 def refuse_disk(params: Sequence[Tensor]) -> None:
-    """``NotImplementedError``: a parameter is on a GPU. Local."""
+    """Raise ``NotImplementedError`` if a parameter is on a GPU. Local."""
     for param in params:
         if gpu_of(param) is not None:
             raise NotImplementedError(

@@ -3,7 +3,7 @@
 The file has no name (csrc/disk): it ends with the process, however that ends. Each state of each
 parameter is one range of the file, and ``optimizer.state`` shows it as a tensor over a mapping of
 the file, so that state dicts and checkpoints read it through the page cache, which the kernel
-empties as it likes. Steps pass by that cache: while one chunk is stepped in a buffer, the next is
+empties as it likes. Steps bypass that cache: while one chunk is stepped in a buffer, the next is
 read and the one before is written.
 """
 
@@ -28,11 +28,11 @@ from fsdpc.optim._chunks import Wishes
 from fsdpc.optim._device import refuse_disk
 
 WIPE_ON_FORK = 18  # of madvise(2); Python 3.14 has no name for this advice
-ROOM = 1 << 22  # bytes by which the file grows for mapped states of less than an eighth of that
+ROOM = 1 << 22  # bytes by which the file grows for mapped states smaller than an eighth of ROOM
 
 
 class DiskError(RuntimeError):
-    """States on a disk that no step may start from."""
+    """States on a disk are wrong or mixed, so that no step may start from them."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Disk:
     ``masters``: parameters in bfloat16 and float16 get a float32 master and float32 states in the
     file. ``checksum``: every part that is read must be what was written (CRC-32C).
     ``io``: "io_uring", "threads" (pread and pwrite), or "auto", which uses threads where the kernel
-    refuses io_uring. ``direct``: pass by the page cache where the file system can.
+    refuses io_uring. ``direct``: bypass the page cache where the file system can.
     """
 
     folder: str | os.PathLike[str]
@@ -78,8 +78,8 @@ class Mapped(NamedTuple):
 
 
 class Store(Chunked):
-    """States in a file of this rank. Those of parameters in ``mapped`` pass no buffers: the kernel
-    reads and writes their pages.
+    """States in a file of this rank. States of parameters in ``mapped`` pass through no buffers:
+    the kernel reads and writes their pages.
     """
 
     error = DiskError
@@ -92,7 +92,7 @@ class Store(Chunked):
         self.buffers: list[mmap.mmap] = []
         for _ in range(BUFFERS):
             made = mmap.mmap(-1, options.chunk_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            # Without advice, fork() copies pages that a transfer writes; with this one the child
+            # Without advice, fork() copies pages that a transfer writes; by this advice the child
             # gets zeroed pages. MADV_DONTFORK leaves a hole in the child: memory mapped there
             # later would be unmapped with the buffer.
             made.madvise(WIPE_ON_FORK)
@@ -107,14 +107,14 @@ class Store(Chunked):
             )
         self.maps: list[mmap.mmap] = []
         self.whole: dict[tuple[Tensor, str], Mapped] = {}
-        # A map, its first free byte and its place in the file, for the next state that is mapped.
+        # For the next small state in ``mapped``: a map, its first free byte, its place in the file.
         self.room: tuple[mmap.mmap | None, int, int] = None, 0, 0
 
     def takes(self, param: Tensor) -> bool:
         return param not in self.mapped
 
     def choose(self, wanted: Wishes) -> None:
-        """``NotImplementedError``: a parameter that is stepped is on a GPU."""
+        """Raise ``NotImplementedError`` if a parameter that is stepped is on a GPU."""
         refuse_disk([param for param, _ in wanted if param.grad is not None])
 
     def _grow(self, begin: int, end: int) -> mmap.mmap:
@@ -129,7 +129,7 @@ class Store(Chunked):
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
 
     def kept(self, param: Tensor, name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """The memory of a state of a parameter in ``mapped``, zeros when it is new."""
+        """The memory of a state of a parameter in ``mapped``; a new state is zeros."""
         found = self.whole.get((param, name))
         if found is None or (found.values.dtype, found.values.shape) != (dtype, shape):
             count = shape.numel()
@@ -149,8 +149,8 @@ class Store(Chunked):
     def advise(
         self, param: Tensor, name: str, soon: bool, first: int = 0, count: int | None = None
     ) -> None:
-        """Let the kernel read elements of a state that are used soon, or write and drop those that
-        are not.
+        """Let the kernel read elements of a state that are used ``soon``, or else write them and
+        drop them from memory.
         """
         found = self.whole.get((param, name))
         if found is None:
@@ -173,27 +173,27 @@ class Store(Chunked):
     # --- a step ----------------------------------------------------------------------------------
 
     def passes(self, active: Sequence[Tensor]) -> Pass:
-        """The chunks with states of these parameters, in the order of the file; starts reading."""
+        """A pass over the chunks with states of these parameters, in file order; starts reading."""
         self.settle()  # reads of a step that ended before its first chunk
         self.forget_pages()
         return Pass(self, active)
 
     def start(self, write: bool, buffer: int, chunk: Chunk) -> None:
-        """Start moving a chunk."""
+        """Start reading a chunk into a buffer, or writing it from there."""
         _C.disk_start(self.disk, write, buffer, chunk.parts)
 
     def wait(self, buffer: int) -> None:
-        """Wait for what was started last with the buffer."""
+        """Wait for the read or write that was started last with the buffer."""
         _C.disk_wait(self.disk, buffer)
 
     def settle(self) -> None:
-        """End what is on its way, whatever comes of it."""
+        """Wait for transfers under way, and ignore their errors."""
         for buffer in range(BUFFERS):
             with suppress(OSError):
                 self.wait(buffer)
 
     def check(self, buffer: int, chunk: Chunk) -> None:
-        """``DiskError``: the chunk is not what was written, and nobody has set its states since."""
+        """Raise ``DiskError`` if a chunk is not what was written or set since by the program."""
         if not self.options.checksum or chunk.crc is None:
             return
         if chunk.versions == self._versions(chunk) and chunk.crc != self._crc(buffer, chunk):

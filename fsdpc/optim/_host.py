@@ -40,9 +40,9 @@ class Host:
     """States of parameters on a GPU in pinned memory of this rank's host.
 
     ``ratio``: the part of the states' bytes that is there, from 0 to 1; the other states stay on
-    the GPU. It is chosen parameter by parameter, in their order, so that at most this part is in
-    host memory. ``buffer_bytes``: of the GPU, for two buffers that states pass through. A step
-    moves the states there and back: for ``AdamW`` 8 bytes each way per float32 parameter.
+    the GPU. Parameters are chosen one by one, in their order, so that at most this part is in host
+    memory. ``buffer_bytes``: GPU memory for the two buffers that states pass through. A step moves
+    the states to the GPU and back: for ``AdamW`` 8 bytes each way per float32 parameter.
     ``masters``: parameters in bfloat16 and float16 get a float32 master and float32 states, of
     which ``ratio`` is the part in host memory.
 
@@ -70,7 +70,7 @@ class Host:
 
 
 def all_in_host_memory(params: Iterable[Tensor]) -> bool:
-    """Whether no parameter's states would move; one warning per process says so. Local."""
+    """Whether all parameters are in host memory; if so, warn once per process. Local."""
     if any(param.is_meta or gpu_of(param) is not None for param in params):
         return False
     if not _said:
@@ -87,8 +87,8 @@ class HostStore(Store):
     """States in pinned memory, two buffers on the GPU, and a lane for each direction.
 
     Work of torch's current stream, of ``incoming`` and of ``outgoing`` is ordered by marks: a chunk
-    comes to a buffer behind the last one's way out of that buffer, is stepped behind its arrival,
-    and leaves behind its step.
+    comes to a buffer after the chunk before has left that buffer, is stepped after its arrival, and
+    leaves after its step.
     """
 
     page = ALIGN
@@ -98,16 +98,16 @@ class HostStore(Store):
         self.ratio = options.ratio
         self.masters = options.masters
         self.chosen: dict[Tensor, bool] = {}
-        self.chosen_bytes = (0, 0)  # in host memory, and all
+        self.chosen_bytes = (0, 0)  # of states in host memory, and of all
         self.buffers: list[Tensor] = []
         self.host_bytes = 0
-        self.blocks: list[tuple[int, Tensor]] = []  # first byte of the layout, pinned memory
-        self.last = 0  # the mark of the last way out
+        self.blocks: list[tuple[int, Tensor]] = []  # (first byte in the layout, pinned memory)
+        self.last = 0  # the mark of the last chunk's way out; 0: none
 
     # --- where states lie ------------------------------------------------------------------------
 
     def choose(self, wanted: Wishes) -> None:
-        """Which parameters' states are here. ``NotImplementedError``: parameters on two GPUs."""
+        """Choose whose states are here. ``NotImplementedError``: parameters are on two GPUs."""
         new = [(p, extents) for p, extents in wanted if p.requires_grad and p not in self.chosen]
         if not new:
             return
@@ -161,7 +161,7 @@ class HostStore(Store):
         return memory[offset : offset + count * dtype.itemsize].view(dtype)
 
     def addresses(self, buffer: int, chunk: Chunk) -> Iterator[tuple[int, int, int]]:
-        """Of each range of a chunk: address in the buffer, address in host memory, bytes."""
+        """For each range of a chunk: address in the buffer, address in host memory, bytes."""
         if not chunk.parts:  # parameters without elements on this rank
             return
         there = self.buffers[buffer].data_ptr()
@@ -172,12 +172,12 @@ class HostStore(Store):
     # --- a step ----------------------------------------------------------------------------------
 
     def passes(self, active: Sequence[Tensor]) -> Pass | None:
-        """None: no chunk is to be stepped."""
+        """As ``Store.passes``; None: no chunk is to be stepped."""
         due = self.due(active)
         return Pass(self, due) if due else None
 
     def finish(self) -> None:
-        """Host sync, unless the host has waited since the last step."""
+        """Wait for the last chunk's way out: a host sync, unless the host has waited since then."""
         if self.last:
             self.outgoing.finish(self.last, _WHAT)
 
@@ -187,12 +187,12 @@ class HostStore(Store):
             self.finish()
 
     def _join_all(self) -> None:
-        """The buffers' memory is not touched behind this point of torch's stream."""
+        """Let torch's stream wait until no transfer touches the buffers any more."""
         for lane in (self.incoming, self.outgoing) if self.ordinal is not None else ():
             lane.join(lane.mark())
 
     def __del__(self) -> None:
-        self.settle()  # the memory will be another's
+        self.settle()  # else a transfer could touch memory that is used anew
 
 
 def _begin(block: tuple[int, Tensor]) -> int:
@@ -200,7 +200,7 @@ def _begin(block: tuple[int, Tensor]) -> int:
 
 
 class Pass:
-    """One pass over chunks, two at a time: one comes, one is stepped and goes."""
+    """One pass over chunks, two at a time: one arrives, the other is stepped and leaves."""
 
     def __init__(self, store: HostStore, due: list[Chunk]) -> None:
         self.store = store
@@ -210,7 +210,7 @@ class Pass:
         self._fetch(STAGES)
 
     def _fetch(self, count: int) -> None:
-        """Queue the way in of the next chunks, behind all ways out so far."""
+        """Queue the next chunks' transfers to the GPU, after all transfers back so far."""
         store, first = self.store, len(self.arrived)
         if first == len(self.due):
             return
@@ -223,7 +223,7 @@ class Pass:
             self.arrived.append(store.incoming.mark())
 
     def run(self, step: Any) -> None:
-        """Call ``step(chunk, buffer)`` with each chunk in its turn. Queued, without a wait."""
+        """Call ``step(chunk, buffer)`` for each chunk in turn. The host queues all of this."""
         store = self.store
         for number, chunk in enumerate(self.due):
             buffer = number % STAGES

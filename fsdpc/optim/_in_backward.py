@@ -18,7 +18,7 @@ from fsdpc.optim._scaling import Scaling
 def in_backward(
     model: nn.Module, make: Callable[[Iterator[tuple[str, nn.Parameter]]], FusedOptimizer]
 ) -> FusedOptimizer:
-    """Step each unit of ``model`` in backward, as soon as the ranks' gradients of it are summed.
+    """Step each unit of ``model`` in backward, as soon as its gradients are summed over the ranks.
 
     ``make(model.named_parameters())`` returns an optimizer of ``fsdpc.optim`` over parameters of
     units; that optimizer is returned. A unit's gradients are gone after its step, and so is their
@@ -28,9 +28,9 @@ def in_backward(
     did not run, or that have a communication hook, step when backward has ended.
 
     On a GPU steps are queued on torch's current stream, without a host sync: on one rank at once,
-    on several where that stream waits for the unit's sum anyway, because another unit takes its
-    reduce slot (``FSDPC_REDUCE_SLOTS``, 2); those of the last units, and of units of which a rank
-    left parameters unused, when backward has ended. The units' gradients take turns in a slot of
+    on several when another unit takes the unit's reduce slot (``FSDPC_REDUCE_SLOTS``, 2), since the
+    stream then waits for the unit's sum anyway. The last units, and units of which a rank left
+    parameters unused, step when backward has ended. Units' gradients take turns in one slot of
     memory for each reduce slot (one on one rank), as large as the largest unit's gradient, where
     that is less than their sum. ``OutOfMemoryError`` (torch's): a unit, which it names, found all
     slots held (by gradients that the program keeps, or that wait) and no memory for one more.
@@ -43,10 +43,10 @@ def in_backward(
     What needs all gradients at once is refused: ``RuntimeError`` for clipping (``max_norm=``, and
     torch's and FSDP's functions, which would find no gradients), closures and ``GradScaler`` in
     ``step``, for ``no_sync``, for a second backward before ``step``, and in backward for a unit
-    that is needed again after its step. ``TypeError``: not an optimizer of ``fsdpc.optim``.
-    ``NotImplementedError``: a parameter of no unit, units with replicas, several optimizers of one
-    unit, and optimizers whose steps communicate (``AdamMini``, ``AdamW8bit`` where ranks share
-    blocks).
+    that is needed again after its step. ``TypeError``: ``make`` returns another optimizer.
+    ``NotImplementedError``: a parameter is in no unit, a unit has replicas or steps in backward
+    already, or the optimizer measures its steps or communicates in them (``AdamMini``,
+    ``AdamW8bit`` where ranks share blocks).
     """
     optimizer = make(model.named_parameters())
     if not isinstance(optimizer, FusedOptimizer):
@@ -100,7 +100,7 @@ class _Inside:
         self.optimizer = optimizer
         self.stepped: set[str] = set()  # names of units, since the last step()
         self._parts: dict[int, list[list[Tensor]]] = {}
-        self._known = -1  # the number of parameters that _parts is of
+        self._known = -1  # the number of parameters when _parts was made
 
     @torch.no_grad()
     def __call__(self, unit: Any) -> None:
@@ -112,13 +112,13 @@ class _Inside:
                 self.stepped.add(unit.name or "(root)")
                 before_write()
                 self.optimizer._step_members(members, Scaling())
-        finally:  # a later backward would add to the gradients of one that was refused
+        finally:  # else a later backward would add to gradients that were refused
             for params in parts:
                 for param in params:
                     param.grad = None
 
     def _check(self, name: str) -> None:
-        """``RuntimeError``: no step of this unit may be taken now."""
+        """Raise ``RuntimeError`` if no step of this unit may be taken now."""
         if name in self.stepped:
             raise RuntimeError(
                 f"unit {name} gets gradients of a second backward before optimizer.step(): an "
@@ -141,7 +141,7 @@ class _Inside:
         return self._parts.get(id(unit), [[] for _ in groups])
 
     def end_step(self, closure: Any, max_norm: float | None) -> None:
-        """What ``optimizer.step()`` does: the units have stepped."""
+        """Do what is left for ``optimizer.step()``: the units have stepped already."""
         found = getattr(self.optimizer, "found_inf", None)
         refused = {
             "a closure": closure is not None,

@@ -1,5 +1,5 @@
-"""States of whole matrices in a file: stepped in its mapping, where the kernel reads and writes
-them. Those that AdamW steps beside them pass through buffers, see ``_chunks.py``.
+"""States of whole matrices in a file. They are stepped in the file's mapping, whose pages the
+kernel reads and writes; states of parameters that AdamW steps pass through buffers (_chunks.py).
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fsdpc.optim._spanned import BlockOptimizer
 
 
 class MappedOptimizer(BlockOptimizer):
-    """See the module."""
+    """An optimizer whose states of matrices may be in a file; see the module."""
 
     _store: Store | None = None
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
-        """The matrices of a whole parameter; none: something else steps the parameter."""
+        """The matrices of a whole parameter; empty: another rule steps the parameter."""
         raise NotImplementedError
 
     def _offload(self, where: Disk | Host | None) -> None:
@@ -46,7 +46,7 @@ class MappedOptimizer(BlockOptimizer):
         super()._offload(None if isinstance(where, Host) else where)
 
     def _place_states(self, which: set[int]) -> None:
-        """States of parameters with matrices are stepped in the mapping of the file; those that
+        """States of parameters with matrices are stepped in the mapping of the file; states that
         AdamW steps pass through buffers.
         """
         assert self._store is not None
@@ -64,7 +64,7 @@ class MappedOptimizer(BlockOptimizer):
         return around(found, param._spec) if isinstance(param, DTensor) else found
 
     def _in_file(self, param: Tensor, name: str, value: Tensor) -> Tensor:
-        """A state where the file has it, with these values."""
+        """``value``, copied to the state's place in the file if the file has this state."""
         if self._store is None or self._store.takes(param):
             return value
         local = local_of(value.detach())

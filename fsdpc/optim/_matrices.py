@@ -29,7 +29,7 @@ SplitRule = Mapping[str, Split] | Callable[[str, tuple[int, ...]], Split | None]
 
 class MatrixOptimizer(WholeOptimizer):
     """A rule for matrices; parameters that are no matrices, embeddings and output layers are
-    stepped by AdamW, as ``fsdpc.optim.AdamW``, in the same groups.
+    stepped by AdamW, as by ``fsdpc.optim.AdamW``, in the same groups.
 
     The first of these rules that knows a parameter decides:
 
@@ -40,15 +40,15 @@ class MatrixOptimizer(WholeOptimizer):
     """
 
     _flag = ""  # the option of a group that says whether its parameters are matrices
-    _of_matrix: tuple[str, ...] = ()  # states of a matrix of one value per element
-    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # by the span's id; none: AdamW
+    _of_matrix: tuple[str, ...] = ()  # a matrix's states with one value per element
+    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # by the span's id; empty: AdamW
     _warned = False
     _matrices: Chooser | None = None
     _split: SplitRule | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's, local. With ``use_...=False`` the group's ``lr``, ``betas``, ``eps`` and
-        ``weight_decay`` are AdamW's. ``ValueError``: options that are out of range.
+        ``weight_decay`` are AdamW's. ``ValueError``: an option is out of range.
         """
         group = dict(param_group)
         if group.get(self._flag) is False:
@@ -77,7 +77,7 @@ class MatrixOptimizer(WholeOptimizer):
             )
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
-        """``ValueError``: an option is out of range."""
+        """Raise ``ValueError`` if an option is out of range."""
         if options["adamw_eps"] is not None:
             check_number(options["adamw_eps"], "adamw_eps")
         for number, beta in enumerate(options["adamw_betas"] or ()):
@@ -93,15 +93,15 @@ class MatrixOptimizer(WholeOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        for group in self.param_groups:  # of torch's class
+        for group in self.param_groups:  # loaded from torch's class
             group.setdefault("adamw_factor", 1.0)
 
     # --- which parameters are matrices -----------------------------------------------------------
 
     def _matrices_of(self, param: Tensor, span: ParamSpan) -> tuple[Matrix, ...]:
-        """The matrices of a whole parameter; none: AdamW steps the parameter."""
+        """The matrices of a whole parameter; empty: AdamW steps the parameter."""
         if self._kinds is None or id(span) not in self._kinds:
-            self._kinds = self._classify()  # also of those that a framework put in others' place
+            self._kinds = self._classify()  # new spans, too, if a framework replaced parameters
         return self._kinds[id(span)]
 
     def _classify(self) -> dict[int, tuple[Matrix, ...]]:
@@ -175,7 +175,7 @@ class MatrixOptimizer(WholeOptimizer):
 
     def matrix_shapes(self) -> dict[str, list[tuple[int, int]]]:
         """Shapes of the matrices that the rule takes, by the parameter's name (a number where it
-        has none): what is not here AdamW steps. Local.
+        has none): AdamW steps the parameters that are not in it. Local.
         """
         found: dict[str, list[tuple[int, int]]] = {}
         for group in self.param_groups:
@@ -192,7 +192,7 @@ class MatrixOptimizer(WholeOptimizer):
     # --- states ----------------------------------------------------------------------------------
 
     def _lend(self, worker: Any, part: Tensor, *rest: Any) -> None:
-        """What passes through buffers is AdamW's."""
+        """AdamW steps what passes through buffers: the worker finds no matrices in slices."""
         super()._lend(worker, part, *rest)
         if worker._kinds is self._kinds:
             worker._kinds = {}
@@ -219,7 +219,7 @@ class MatrixOptimizer(WholeOptimizer):
         self._count(found, {id(stretch.param) for stretch in rest}, scaling)
 
     def _step_rest(self, group: dict[str, Any], rest: list[Stretch], scaling: Scaling) -> None:
-        """AdamW."""
+        """Step these stretches by AdamW's rule."""
         given = {name: group[f"adamw_{name}"] for name in ("betas", "eps", "weight_decay")}
         own = {name: group[name] if of is None else of for name, of in given.items()}
         own["lr"] = float(group["lr"]) * group["adamw_factor"]
@@ -230,12 +230,12 @@ class MatrixOptimizer(WholeOptimizer):
 def move(
     values: Tensor, update: Tensor, piece: Piece, factors: Sequence[float], found_inf: Tensor | None
 ) -> None:
-    """Decay a piece of a parameter, and add the update. ``factors``: of the update of each of the
-    matrices that stand side by side. Bits do not depend on where the piece is: torch's kernels
-    round sums of narrow types in another way at the end of a tensor.
+    """Decay a piece of a parameter, and add the update times ``-factors``: one for each of the
+    matrices that stand side by side. Sums are wide, as torch's kernels round narrow sums in another
+    way at the end of a tensor, and bits must not depend on where the piece is.
     """
     group, matrix = piece.member.options, piece.member.matrix
-    lr = group["lr"]  # the products of a tensor are float32, as in torch
+    lr = group["lr"]  # products with a tensor lr are float32, as in torch
     new = values if found_inf is None and values.dtype == torch.float32 else values.clone()
     new.mul_(float(1 - lr * group["weight_decay"]))
     wide = new if new.dtype in (torch.float32, torch.float64) else new.float()
@@ -290,7 +290,7 @@ def split_of(rule: SplitRule | None, name: str, shape: tuple[int, ...]) -> Split
 
 
 def sizes_of(name: str | None, sizes: Any, size: int) -> tuple[int, ...]:
-    """Sizes of the parts of a dimension. ``ValueError``: they do not fill it."""
+    """Sizes of a dimension's parts. ``ValueError``: the parts do not fill the dimension."""
     if isinstance(sizes, int):
         if sizes < 1 or size % sizes:
             raise ValueError(f"split of {name!r} into {sizes} equal parts of {size}")

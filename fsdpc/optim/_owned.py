@@ -1,4 +1,4 @@
-"""Matrices whole once, at their owners: what ranks send each other in a step.
+"""Matrices that are whole at their owners: what ranks send each other in a step.
 
 A rank's pieces of a round's matrices lie in one buffer, by owner; an owner's matrices lie in
 another, by the rank that has the piece. One exchange fills the second from the first, and one the
@@ -23,15 +23,15 @@ class Member(NamedTuple):
     """A matrix of an optimizer's parameter, and where all ranks have it."""
 
     param: Tensor
-    span: ParamSpan  # this rank's, of the parameter that the matrix is in
+    span: ParamSpan  # this rank's, of the whole parameter with the matrix
     matrix: Matrix
-    ranks: Sequence[Span]  # every rank's span of that parameter
+    ranks: Sequence[Span]  # every rank's span of that whole parameter
     options: dict[str, Any]  # of the parameter's group
-    number: int = 0  # of the first of its widths, among the matrices of ``param``
-    several: bool = False  # whether ``param`` has more than this one
+    number: int = 0  # of its first width, among all widths of ``param``
+    several: bool = False  # whether ``param`` has more matrices than this
 
     def piece(self, rank: int) -> tuple[int, int]:
-        """Where a rank's part begins in the matrix, and its elements."""
+        """Where a rank's part begins in the matrix, and how many elements it has."""
         begin, _, count = self.ranks[rank]
         first = max(begin, self.matrix.begin)
         last = min(begin + count, self.matrix.begin + self.matrix.numel)
@@ -47,7 +47,7 @@ class Piece(NamedTuple):
     begin: int
     at: int
     count: int
-    place: int  # in the buffer of pieces
+    place: int  # where it begins in the buffer of pieces
 
 
 class Owned(NamedTuple):
@@ -60,7 +60,7 @@ class Owned(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What ranks exchange at one time. ``sent``, ``received``: elements by rank."""
+    """What ranks exchange at one time. ``sent``, ``received``: numbers of elements, by rank."""
 
     pieces: list[Piece]
     owned: list[Owned]
@@ -70,9 +70,9 @@ class Round(NamedTuple):
 
 class Route:
     """The exchange among the ranks of one group, in rounds of about ``ROUND`` elements of each
-    owner, and of about as much work at each. ``work``: of each member; ``lanes``: values of an
-    element on the way to the owner (one comes back); ``holders``: only ranks that have elements of
-    a matrix may own the matrix; ``kept``: owners that stay, by member. Frozen parameters have
+    owner, and of about as much work at each. ``work``: each member's; ``lanes``: values per element
+    on the way to the owner (one comes back); ``holders``: only ranks that have elements of a matrix
+    may own the matrix; ``kept``: each member's owner, if this must stay. Frozen parameters have
     owners, and are exchanged only where ``owners`` are given.
     """
 
@@ -93,7 +93,7 @@ class Route:
         if owners is None:
             owners = owners_of(members, work, world, holders, kept)
         self.owners = owners
-        # Ranks without elements of an original parameter have no gradient of it, whoever has one.
+        # A rank without elements of an original parameter has no gradient of it, even if others do.
         self.away = [
             member
             for member, owner in zip(members, owners, strict=True)
@@ -109,8 +109,8 @@ class Route:
             self.rounds.append(_round(of, group.rank))
 
     def learn(self, steps: Mapping[int, int], what: str) -> dict[int, int]:
-        """What other ranks have in ``steps``, by the span's id, of the matrices of which the owner
-        has nothing. Collective if there are any.
+        """The ranks' largest values of ``steps``, by the span's id, for matrices of which the owner
+        has no elements. Collective if there are such matrices.
         """
         numbers = np.array([steps.get(id(m.span), 0) for m in self.away], dtype=np.float64)
         self.group.all_reduce(numbers, "max", what)
@@ -123,10 +123,10 @@ class Route:
         apply: Callable[[Member, Tensor], Tensor],
         advise: Callable[[Round, bool], None] = lambda *_: None,
     ) -> Iterator[tuple[Piece, Tensor]]:
-        """Each of this rank's pieces with what ``apply`` made of it, in memory that the next one
+        """Each of this rank's pieces with what ``apply`` made of it, in memory that a later piece
         may take. ``fill(piece, lanes)`` writes a piece, one row for each lane; ``apply(member,
-        lanes)`` returns a matrix from one for each lane; ``advise(round, soon)`` before a round's
-        states are used, and behind that. Collective.
+        lanes)`` returns a matrix from one for each lane; ``advise(round, soon)`` is called before a
+        round's states are used (``soon``), and afterwards. Collective.
         """
         if not self.rounds:
             return
@@ -135,7 +135,7 @@ class Route:
         for number, (pieces, owned, sent, received) in enumerate(self.rounds):
             out, whole, end = begun
             end()
-            if number + 1 < len(self.rounds):  # on its way while this round's are computed
+            if number + 1 < len(self.rounds):  # goes while this round is computed
                 advise(self.rounds[number + 1], True)
                 begun = self._begin(number + 1, dtype, fill)
             given = whole if self.lanes == 1 else whole.new_empty(sum(received))
@@ -148,21 +148,21 @@ class Route:
                 new = apply(member, matrix).reshape(-1)
                 for place, begin, count in parts:
                     given[place : place + count].copy_(new[begin : begin + count])
-            back = out[: sum(sent)]  # over the first lane, which has arrived
+            back = out[: sum(sent)]  # over elements that have arrived
             self.group.exchange(back, given, sent, received, "matrices from their owners")()
             for piece in pieces:
                 yield piece, back[piece.place : piece.place + piece.count]
             advise(self.rounds[number], False)
 
     def _lanes_at(self, memory: Tensor, place: int, count: int) -> Tensor:
-        """The lanes of ``count`` elements, each lane behind the one before."""
+        """The lanes of ``count`` elements, one lane after the other."""
         at = place * self.lanes
         return memory[at : at + count * self.lanes].view(self.lanes, count)
 
     def _begin(
         self, number: int, dtype: torch.dtype, fill: Callable[[Piece, Tensor], None]
     ) -> tuple[Tensor, Tensor, Callable[[], None]]:
-        """Send a round's pieces to the owners: the pieces, the owner's memory, what ends it."""
+        """Send a round's pieces to owners; returns pieces, owned memory, what ends the exchange."""
         pieces, _, sent, received = self.rounds[number]
         lanes = self.lanes
         out = torch.empty(lanes * sum(sent), dtype=dtype, device=self.device)
@@ -180,7 +180,7 @@ def owners_of(
     holders: bool,
     kept: Sequence[int | None] | None = None,
 ) -> list[int]:
-    """The owner of each matrix, see ``deal``. A stack of experts shares its parameter's spans."""
+    """The owner of each matrix, see ``deal``. Matrices of one stack share the same spans."""
     ranks = {id(member.ranks): member.ranks for member in members}
     spans = {key: np.array(its) for key, its in ranks.items()}
 

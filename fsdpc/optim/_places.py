@@ -28,10 +28,10 @@ WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class ParamSpan(NamedTuple):
-    """A ``Span`` of a parameter of the optimizer, and the whole parameter of which it has elements.
+    """A ``Span`` of an optimizer's parameter, and the whole parameter whose elements it has.
 
-    ``shape``: the whole parameter's; ``key``: its number among those of the local tensor; ``cuts``:
-    the indices at which ranks' spans of it begin, without 0; the same on all ranks.
+    ``shape``: the whole parameter's; ``key``: its number among those in the local tensor; ``cuts``:
+    the indices, except 0, at which ranks' spans of it begin; equal on all ranks.
     """
 
     begin: int
@@ -60,7 +60,7 @@ class Group:
 
     @property
     def identity(self) -> int:
-        """A dictionary key, the same for two that stand for one group; 0 for this rank alone."""
+        """A dictionary key, equal for two objects of one group of ranks; 0 for this rank alone."""
         found = self.group if self.comm is None else self.comm
         return 0 if found is None else id(found)
 
@@ -98,9 +98,9 @@ class Group:
     ) -> Callable[[], None]:
         """Give each rank its part of ``out``, and take this rank's parts of the others' into
         ``into``: 1-D tensors of one dtype, cut by the counts. Ends when the result is called; until
-        then both tensors stay as they are. Collective over the group.
+        then neither tensor may be changed. Collective over the group.
 
-        ``PeerError``, ``CommTimeout``: ranks that share memory, of which one has not come.
+        ``PeerError``, ``CommTimeout``: one of the ranks, which share memory, has not come.
         """
         assert self.group is not None, what
         if self.watch is not None and self.watch.one_memory:
@@ -131,8 +131,8 @@ class Group:
             value.copy_(sent)
 
     def sum_on_gpu(self, own: Tensor, what: str) -> Tensor:
-        """The sum over the ranks of a 1-D tensor on a GPU, added alike on all of them, in the order
-        of torch's current stream. Collective over the group.
+        """The sum over the ranks of a 1-D tensor on a GPU, added alike on all ranks, as work of
+        torch's current stream. Collective over the group.
         """
         if self.world == 1:
             return own
@@ -159,7 +159,7 @@ class Place:
 
     @property
     def spans(self) -> list[ParamSpan]:
-        """Those with elements on this rank."""
+        """The spans with elements on this rank."""
         return [span for span in self.every if span.count]
 
 
@@ -172,14 +172,14 @@ def local_of(value: Any) -> Tensor:
 
 
 def locals_of(values: list[Tensor]) -> list[Tensor]:
-    """``local_of`` of each. Thousands of plain tensors cost one look at each type."""
+    """``local_of`` each value. A plain tensor costs one look at its type."""
     return [value if type(value) is Tensor else local_of(value) for value in values]
 
 
 def place_of(param: Tensor) -> Place:
     """The place of an optimizer's parameter. Local.
 
-    ``NotImplementedError``: a DTensor whose local elements are not whole rows.
+    ``NotImplementedError``: ``param`` is a DTensor whose local elements are not whole rows.
     """
     if isinstance(param, DTensor):
         return _place_of_rows(param)
@@ -231,8 +231,8 @@ def _place_of_rows(param: DTensor) -> Place:
 
 
 def spans_of_ranks(param: Tensor) -> list[list[Span]]:
-    """Of each whole parameter in ``Place.every``, every rank's elements; ``at`` is not that of the
-    parameter. Local.
+    """For each whole parameter in ``Place.every``, the spans of all ranks, whose ``at`` may differ
+    from ``ParamSpan.at``. Local.
     """
     if isinstance(param, DTensor):
         dims = [d for d, p in enumerate(param.placements) if not isinstance(p, Replicate)]
@@ -249,7 +249,7 @@ def spans_of_ranks(param: Tensor) -> list[list[Span]]:
 
 def names_of(param: Tensor, given: str | None = None) -> list[str | None]:
     """The names in the model of the whole parameters in ``Place.every``; None: not known before
-    the first forward. ``given``: the parameter's own, which a flat parameter's are derived from.
+    the first forward. ``given``: the parameter's own name, from which names in a flat one follow.
     Local.
     """
     unit = owner_of(param)
@@ -310,8 +310,8 @@ class SharedBlocks:
 
     def __init__(self, width: int, spans: Iterable[tuple[Group, ParamSpan, int]]) -> None:
         self.width = width
-        self.groups: dict[int, tuple[Group, int]] = {}  # with their numbers of slots
-        self._of: dict[int, tuple[int, int, dict[int, int]]] = {}  # by the span's id
+        self.groups: dict[int, tuple[Group, int]] = {}  # each with its number of slots
+        self._of: dict[int, tuple[int, int, dict[int, int]]] = {}  # with blocks' slots, by span id
         for group, span, length in spans:
             blocks = sorted({cut // length for cut in span.cuts if cut % length})
             if blocks:
@@ -321,16 +321,16 @@ class SharedBlocks:
                 self._of[id(span)] = group.identity, length, slots
 
     def slots_of(self, span: ParamSpan) -> tuple[int, tuple[int | None, int | None]]:
-        """The identity of the group, and the slots of the span's first and last block; ``None``: no
-        other rank has a part of it.
+        """The identity of the group, and the slots of the span's first and last block; ``None``:
+        the block is not shared.
         """
         identity, length, slots = self._of.get(id(span), (0, 1, {}))
         blocks = touched(span, length)
         return identity, (slots.get(blocks[0]), slots.get(blocks[-1]))
 
     def combine(self, op: str, what: str, spans: Sequence[ParamSpan], ends: np.ndarray) -> None:
-        """Combine the values of shared blocks, at least 0, in place. ``ends``: of each span's first
-        and last block, ``(spans, 2, width)``. Collective.
+        """Combine the ranks' values of shared blocks, at least 0, in place. ``ends``: the values of
+        each span's first and last block, ``(spans, 2, width)``. Collective.
         """
         slots = [self.slots_of(span) for span in spans]
         for identity, (group, count) in self.groups.items():

@@ -27,7 +27,7 @@ class Scaling(NamedTuple):
     clip: float = 1.0
     control: Control = Control()
     keeps_grads: bool = False  # the memory of gradients stays as it is
-    weight: float | None = None  # with which averages move in the pass; None: they do not
+    weight: float | None = None  # by which the pass moves averages; None: it moves none
 
     @property
     def writes_grads(self) -> bool:
@@ -55,8 +55,8 @@ class Scaling(NamedTuple):
 class Check(NamedTuple):
     """A search for infinities that a scaler leaves to the step, which reads all gradients."""
 
-    found: Tensor  # 1 if there is one on any rank, else 0
-    agree: Callable[[], None]  # the ranks' maximum, into ``found``
+    found: Tensor  # 1 if any rank has an infinity, else 0
+    agree: Callable[[], None]  # puts the ranks' maximum into ``found``
 
 
 class Rule(NamedTuple):
@@ -92,12 +92,12 @@ class ScaledSteps(Optimizer):
     """
 
     _check: Check | None = None
-    last_norm: Tensor | None = None  # of the last step that clipped
+    last_norm: Tensor | None = None  # of the gradients, in the last step that clipped
     _inside: Any = None  # what steps units in backward, see _in_backward.py
     _table: Table | None = None
 
     def _steps_plainly(self) -> bool:
-        """False for a step of a subclass, which may do something before and behind this one.
+        """False if a subclass has a ``step`` of its own, which may do more than this one's.
         Local.
         """
         raise NotImplementedError
@@ -114,7 +114,7 @@ class ScaledSteps(Optimizer):
     def _scaling_on_host(
         self, parts: list[tuple[list[Group], float]], max_norm: float | None, grad_scale: Any
     ) -> Scaling:
-        """``parts``: see ``_squares``. Collective with ``max_norm``."""
+        """A step's scaling on the host. ``parts``: ``_squares``. Collective with ``max_norm``."""
         scale = 1.0 if grad_scale is None else float(grad_scale)
         if max_norm is None:
             return Scaling(scale)
@@ -126,8 +126,8 @@ class ScaledSteps(Optimizer):
 
     def leave_check(self, found: Tensor | None, agree: Callable[[], None] | None = None) -> bool:
         """For a scaler: True if the next step itself looks for infinities in its gradients and
-        changes nothing if a rank has found one: ``found`` is then 1, else 0, and ``agree`` makes it
-        the ranks' maximum. With None the step no longer does. Local.
+        changes nothing if a rank finds one. The step sets ``found`` to 1 or 0, and ``agree`` makes
+        that the ranks' maximum. ``found`` None: the next step does not look. Local.
         """
         self._check = None
         if found is None or agree is None or self._inside is not None:
@@ -146,20 +146,20 @@ class ScaledSteps(Optimizer):
     def _checked(
         self, parts: list[tuple[list[Group], float]], finite: Callable[[], bool]
     ) -> Tensor:
-        """Do the scaler's check; 1 if a gradient of any rank is not finite. ``finite``: asked where
-        the sums of squares are not. Collective over the scaler's ranks.
+        """Do the scaler's check; 1 if a gradient of any rank is not finite. ``finite``: asked if a
+        sum of squares is not finite. Collective over the scaler's ranks.
         """
         check, self._check = self._check, None
         assert check is not None
         good = all(math.isfinite(part) for _, part in parts) or finite()
         check.found.fill_(0.0 if good else 1.0)
         check.agree()
-        if hasattr(self, "found_inf"):  # the scaler's, which hooks behind the step may read
+        if hasattr(self, "found_inf"):  # the scaler's, which hooks after the step may read
             self.found_inf = check.found
         return check.found
 
     def _is_on_gpu(self) -> bool:
-        """True if a step needs nothing of the host. Equal on all ranks. Local."""
+        """True if one GPU holds all parameters. Equal on all ranks. Local."""
         return only_gpu([p for group in self.param_groups for p in group["params"]]) is not None
 
     def _scaling_on_gpu(
@@ -187,7 +187,7 @@ class ScaledSteps(Optimizer):
         return Scaling(control=control, keeps_grads=max_norm is not None)
 
     def _squares(self, members: list[Members]) -> list[tuple[list[Group], float]]:
-        """Of this rank's gradients, by the groups of ranks that hold other elements. Local."""
+        """Sums of squares of this rank's gradients, by the groups with other elements. Local."""
         pairs = (zip(found.params, found.grads, strict=True) for found in members)
         grads = {id(param): grad for each in pairs for param, grad in each}
         params = (param for group in self.param_groups for param in group["params"])
@@ -202,12 +202,12 @@ def is_set(found: Any) -> bool:
 
 
 def are_finite(members: list[Members]) -> bool:
-    """Of all elements of the gradients. A host sync if some are on a GPU."""
+    """Whether all elements of gradients are finite. A host sync if some are on a GPU."""
     return all(bool(grad.isfinite().all()) for found in members for grad in found.grads)
 
 
 def _over_ranks(parts: list[tuple[list[Group], float]]) -> float:
-    """The sum over all ranks: those of a group hold different elements, replicas count once.
+    """The sum over all ranks: ranks of a group hold different elements, replicas count once.
     Collective.
     """
     total = 0.0

@@ -26,7 +26,7 @@ class Stretch(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """State values of which each belongs to ``length`` consecutive elements of a whole parameter.
+    """State values, each of which belongs to ``length`` consecutive elements of a whole parameter.
     ``values``: 1-D, one per block that a span touches; equal on all ranks that share a block.
     """
 
@@ -35,7 +35,7 @@ class Blocks(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A state that one rank keeps whole. ``values``: there, None elsewhere."""
+    """A state that one rank keeps whole. ``values``: the state on that rank, None on others."""
 
     values: Tensor | None
     dtype: torch.dtype
@@ -43,7 +43,7 @@ class Held(NamedTuple):
 
 
 class SpannedOptimizer(FusedOptimizer):
-    """Steps span by span, see ``ParamSpan``."""
+    """An optimizer that steps span by span, see ``ParamSpan``."""
 
     _known: dict[Tensor, Place] | None = None
     _order: dict[Tensor, int] | None = None
@@ -61,8 +61,8 @@ class SpannedOptimizer(FusedOptimizer):
         return self._known[param]
 
     def states_device(self, param: Tensor) -> torch.device:
-        """Where a checkpoint makes states of a parameter: offloaded ones in memory of the host, on
-        their way to their place. Local.
+        """Where a checkpoint makes a parameter's states: offloaded ones in host memory, from where
+        they go to their place. Local.
         """
         if self._store is not None and not self._store.knows(param):
             self._place_states(set())
@@ -72,7 +72,7 @@ class SpannedOptimizer(FusedOptimizer):
         return CPU if self._store is not None and self._store.takes(param) else param.device
 
     def _spans(self, param: Tensor) -> list[ParamSpan]:
-        """What a step goes through."""
+        """The spans that a step goes through."""
         return self._place(param).spans
 
     def _lend(
@@ -103,7 +103,7 @@ class SpannedOptimizer(FusedOptimizer):
     def _states_of(
         self, stretches: Sequence[Stretch], names: Sequence[str]
     ) -> tuple[list[Tensor], ...]:
-        """Their elements of states of the parameters' shapes."""
+        """For each name the stretches' elements of that state, which is shaped as its parameter."""
         return tuple([part(self.state[s.param][name], s.span) for s in stretches] for name in names)
 
     def _run_over(
@@ -116,7 +116,7 @@ class SpannedOptimizer(FusedOptimizer):
         lengths: Sequence[int] | None = None,
         edges: Any = None,
     ) -> None:
-        """``_run`` of stretches. ``lengths``: of the blocks of each, where places matter."""
+        """``_run`` for stretches. ``lengths``: of each one's blocks, if the rule needs places."""
         steps = [self.state[stretch.param]["step"] for stretch in stretches]
         places = None
         if lengths is not None:
@@ -136,10 +136,10 @@ class BlockOptimizer(SpannedOptimizer):
       the first step;
     - ``span_owned(param)``: for each, the names of the states that this rank keeps whole;
     - ``spans_counted(param)``: for each, whether its state has ``step``;
-    - ``take_span_states(param, states)``: the reverse, with tensors in place of ``Blocks``. Local.
+    - ``take_span_states(param, states)``: sets such states, with tensors for ``Blocks``. Local.
     """
 
-    keeps_whole_states = False  # at one rank each; FSDP's state dicts ask for it
+    keeps_whole_states = False  # each at one rank; fsdpc.checkpoint needs to know
 
     def state_dict(self) -> dict[str, Any]:
         packed = super().state_dict()
@@ -186,12 +186,12 @@ class BlockOptimizer(SpannedOptimizer):
         return [True] * len(self._place(param).every)
 
     def _span_values(self, param: Tensor, state: dict[str, Any]) -> Iterator[dict[str, Tensor]]:
-        """Of each span with elements here, the state tensors of ``span_forms``, 1-D."""
+        """For each span with elements here, the state tensors that ``span_forms`` names, 1-D."""
         raise NotImplementedError
 
 
 def members_of(stretches: Sequence[Stretch]) -> Members:
-    """Stretches as what a step takes."""
+    """Stretches in the form that a step takes."""
     values, grads = [s.value for s in stretches], [s.grad for s in stretches]
     return Members([s.param for s in stretches], values, grads, [])
 

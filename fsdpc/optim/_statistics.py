@@ -15,8 +15,8 @@ MEASURES = 6  # (sum of squares, largest magnitude) of gradients, weights, updat
 
 
 class Statistics(NamedTuple):
-    """Of all elements of a parameter or a unit, over all ranks: 2-norms, and largest magnitudes,
-    infinite where a value is not finite.
+    """2-norms and largest magnitudes of all elements of a parameter or a unit, over all ranks. A
+    magnitude is infinite where a value is not finite.
     """
 
     grad_norm: float
@@ -28,15 +28,15 @@ class Statistics(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """Of one step. A flat parameter (``use_orig_params=False``) has one row, of its unit."""
+    """One step's statistics. A flat parameter (``use_orig_params=False``) has its unit's row."""
 
     step: int  # calls of ``step`` since ``measure``
     parameters: dict[str, Statistics]
-    units: dict[str, Statistics]  # by the unit's name; without units by that of the module
+    units: dict[str, Statistics]  # by the unit's name; without units by the module's name
 
 
 class Meter:
-    """Measures every so many steps of an optimizer."""
+    """Measures each ``every``-th step of an optimizer."""
 
     def __init__(self, optimizer: Any, every: int) -> None:
         self.optimizer, self.every = optimizer, every
@@ -46,7 +46,7 @@ class Meter:
         self._rows: dict[Tensor, np.ndarray] = {}
 
     def begin(self) -> bool:
-        """A step begins: whether it is measured."""
+        """Called when a step begins; returns whether the step is measured."""
         self.steps += 1
         self.on = self.steps % self.every == 0
         if self.on:
@@ -58,11 +58,11 @@ class Meter:
         return self.on
 
     def add(self, param: Tensor, measures: np.ndarray) -> None:
-        """A part of a parameter, in the order of ``MEASURES``."""
+        """Add measures of a part of a parameter, in the order of ``MEASURES``."""
         _add(self._rows[param], measures)
 
     def add_matrix(self, param: Tensor, grad: Tensor, new: Tensor, old: Tensor) -> None:
-        """The same from values before and behind a step that C did not do."""
+        """``add`` from values before and after a step of a matrix, which C does not measure."""
         measures = np.zeros(MEASURES)
         for what, value in enumerate((grad, new, new - old)):
             wide = value.double()
@@ -96,7 +96,7 @@ class Meter:
         self._rows = {}
 
     def _reduce(self) -> None:
-        """One sum and one maximum for the parameters that the same ranks share."""
+        """Reduce over ranks: one sum and one maximum for parameters that the same ranks share."""
         for groups, params in by_ranks(self._rows):
             rows = [self._rows[param] for param in params]
             every = np.array(rows).reshape(-1, MEASURES)

@@ -19,8 +19,8 @@ from fsdpc._engine.device import stand_in
 from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._places import Group, by_ranks
 
-# After more tables in a row than this, none of which held for a step, only each eighth step makes
-# one.
+# After more steps in a row than this that no table could do, only each eighth step makes a new
+# table.
 PATIENCE = 8
 PARAMS, GRADS, COPIES = range(3)
 
@@ -30,30 +30,30 @@ class Table:
 
     def __init__(self, optimizer: Any, core: Any, kept: Any, parts: list[list[Group]]) -> None:
         self.core = core
-        self.kept = kept  # what the table has addresses of
+        self.kept = kept  # objects whose addresses the table has
         self.parts = parts  # the groups of ranks over which each part of the norm is summed
         self.names = names_of(optimizer)
         params = [p for group in optimizer.param_groups for p in group["params"]]
         self.all_params = None if any(isinstance(p, DTensor) for p in params) else params
-        self.count = 0  # of the parameters that the step under way changes
+        self.count = 0  # how many parameters the step under way changes
 
     def read(self, optimizer: Any) -> bool:
-        """Read the tensors of a step. False: it must go the long way. Call ``end`` if True."""
+        """Read the tensors of a step. False: the step must go the long way. True: call ``end``."""
         if self.names != names_of(optimizer):
             return False
         params = [group["params"] for group in optimizer.param_groups]
         count = _C.optim_table_read(self.core, params, optimizer.state)
-        if count < 0:  # perhaps since another thread's step is under way, whose count stays
+        if count < 0:  # perhaps as another thread's step is under way: its count stays
             return False
         self.count = count
         return True
 
     def end(self) -> None:
-        """Give up the gradients and states of the step."""
+        """Release the gradients and states of the step."""
         _C.optim_table_end(self.core)
 
     def squares(self) -> list[tuple[list[Group], float]]:
-        """The sums of squares of this rank's gradients, and over which ranks each is added."""
+        """The sums of squares of this rank's gradients, each with the groups that add it up."""
         threads = torch.get_num_threads()
         return [
             (groups, _C.optim_table_squares(self.core, part, threads))
@@ -73,8 +73,8 @@ class Table:
 
 
 def names_of(optimizer: Any) -> list[tuple[str | None, tuple[str, ...], str | None]]:
-    """The states of a step of each group: the number of steps done, values per element, and the
-    average.
+    """For each group the names of the states in a step: the counter of steps, states of one value
+    per element, and the average.
     """
     average = None if optimizer._fsdpc_average is None else AVERAGE
     groups = optimizer.param_groups

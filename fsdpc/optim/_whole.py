@@ -2,8 +2,8 @@
 
 Each matrix is whole at one rank for a moment of a step, its owner. A class says which matrices a
 parameter has (``_matrices_of``), what ranks send the owner of their parts (``_give``), the rule
-(``_rule``), and what ranks do with what the owner returns (``_take``). States that have no parts
-stay at the owner: ``_held_forms``.
+(``_rule``), and what ranks do with what the owner returns (``_take``). States of a matrix as a
+whole stay at the owner, see ``_held_forms``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 class WholeOptimizer(MappedOptimizer):
     """See the module. A step is collective over the ranks that share matrices, and every rank must
-    call ``step`` as often as the others. Owners are dealt by the rule's cost, alike on all ranks.
+    call ``step`` as often as the others. All ranks deal out ownership alike, by the rule's cost.
 
     ``state_dict()`` has the states of all owners on every rank, in the shapes that one process
     has, and is collective; so is ``load_state_dict``, which leaves each state at its owner.
     """
 
-    _lanes = 1  # values of an element that go to the owner
-    keeps_whole_states = True  # at owners
-    _owners_hold = True  # an owner has elements of its matrix: less travels, work is less even
+    _lanes = 1  # values per element that go to the owner
+    keeps_whole_states = True  # states of whole matrices stay at owners
+    _owners_hold = True  # owners have elements of their matrices: less travels, work is less even
     _routes: list[Route] | None = None
-    _owners: dict[tuple[Tensor, int], int] | None = None  # of states, by parameter and matrix
-    _local: dict[Tensor, list[Piece]] | None = None  # of parameters that this rank has alone
-    _here: dict[Tensor, list[Member]] | None = None  # what this rank owns
+    _owners: dict[tuple[Tensor, int], int] | None = None  # states' ranks, by parameter and matrix
+    _local: dict[Tensor, list[Piece]] | None = None  # matrices that this rank has alone
+    _here: dict[Tensor, list[Member]] | None = None  # the matrices that this rank owns
     _trained: list[tuple[int, int, bool]] | None = None
-    _counts: dict[Tensor, int] | None = None  # steps, where no GPU must be asked
+    _counts: dict[Tensor, int] | None = None  # steps done, kept here so that no GPU is asked
     _group_of: dict[Tensor, dict[str, Any]] | None = None
 
     # --- what a rule says ------------------------------------------------------------------------
@@ -57,14 +57,14 @@ class WholeOptimizer(MappedOptimizer):
         return torch.float64 if param.dtype == torch.float64 else torch.float32
 
     def _give(self, stretch: Stretch, piece: Piece, scaling: Scaling, lanes: Tensor) -> None:
-        """Write what the owner needs of a piece, one row for each lane: here the gradient."""
+        """Write to ``lanes``, row by row, what the owner needs of a piece: here the gradient."""
         lanes[0].copy_(scaled(piece_of(stretch.grad, piece), scaling))
 
     def _rule(
         self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor
     ) -> Tensor:
-        """Step a matrix at its owner; what ``_take`` gets, of the matrix's shape. ``held``: the
-        states of ``_held_forms``, to be changed or replaced; empty in the first step.
+        """Step a matrix at its owner; returns what ``_take`` gets, of the matrix's shape.
+        ``held``: the states of ``_held_forms``, to be changed or replaced; empty in the first step.
         """
         raise NotImplementedError
 
@@ -81,7 +81,7 @@ class WholeOptimizer(MappedOptimizer):
         return {}
 
     def _of_span(self, param: Tensor, span: ParamSpan) -> tuple[str, ...]:
-        """States of one value per element, which lie beside the parameter."""
+        """Names of the states with one value per element, which lie beside the parameter."""
         return ()
 
     # --- states on a disk ------------------------------------------------------------------------
@@ -101,7 +101,7 @@ class WholeOptimizer(MappedOptimizer):
             state[name] = self._in_file(param, name, state[name])
 
     def _advise(self, pieces: Sequence[Piece], owned: Sequence[Owned], soon: bool) -> None:
-        """Read states of matrices ahead of their use, or write them behind it."""
+        """Let the kernel read states of matrices before their use (``soon``), or write them."""
         if self._store is None:
             return
         for member, at, count in ((p.member, p.member.span.at + p.at, p.count) for p in pieces):
@@ -120,14 +120,14 @@ class WholeOptimizer(MappedOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._forget()  # what was planned for the groups before
+        self._forget()  # what was planned for the old groups
         self._owners = None
 
     def _forget(self) -> None:
         self._routes = self._local = self._here = self._counts = self._group_of = None
 
     def _named_spans(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, ParamSpan, str | None]]:
-        """Whole parameters of a group, by the optimizer's, with their names where known."""
+        """Each whole parameter of a group: (optimizer's parameter, span, name if known)."""
         given = group.get("param_names")
         for number, param in enumerate(group["params"]):
             names = names_of(param, given[number] if given else None)
@@ -145,8 +145,8 @@ class WholeOptimizer(MappedOptimizer):
         return [member._replace(several=number > 1 or len(every) > 1) for member in found]
 
     def _plan(self) -> None:
-        """Deal the matrices, once. Frozen ones cost nothing; owners of states do not change by
-        freezing.
+        """Deal the matrices to owners; again only if groups or frozen parameters have changed.
+        Frozen matrices are not exchanged, and freezing does not change who owns states.
         """
         groups = self.param_groups
         trained = [(id(g), id(p), p.requires_grad) for g in groups for p in g["params"]]
@@ -180,13 +180,13 @@ class WholeOptimizer(MappedOptimizer):
         ]
         for route in self._routes:
             for member, owner in zip(route.members, route.owners, strict=True):
-                if self.keeps_whole_states:  # where a group that is added later finds the states
+                if self.keeps_whole_states:  # a later deal leaves the states where they are
                     owners[member.param, member.number] = owner
                 if owner == route.group.rank:
                     self._here.setdefault(member.param, []).append(member)
 
     def _owned(self, param: Tensor) -> list[Member]:
-        """A parameter's matrices whose states are here."""
+        """A parameter's matrices whose states this rank keeps."""
         self._plan()
         assert self._here is not None
         return self._here.get(param, []) if self.keeps_whole_states else []
@@ -215,16 +215,16 @@ class WholeOptimizer(MappedOptimizer):
                 self._settle(param)
 
     def _names_of(self, param: Tensor) -> tuple[str, ...]:
-        """The states of one value per element; a flat parameter has those of all it covers."""
+        """The names of ``_of_span``, for all whole parameters that this parameter covers."""
         names = (name for span in self._place(param).every for name in self._of_span(param, span))
         return tuple(dict.fromkeys(names))
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
-        """The step of matrices. Collective over the ranks that share some."""
+        """Step the matrices. Collective over the ranks that share matrices."""
         self._plan()
         found_inf = scaling.control.found_inf
         if self.keeps_whole_states and found_inf is not None and bool(found_inf != 0):
-            return  # nothing of the step stays at an owner
+            return  # the step is skipped: owners' states must not change
         stretches: dict[int, Stretch] = {}
         for found in members:
             for each in self._stretches(found.params, found.values, found.grads):
@@ -255,7 +255,7 @@ class WholeOptimizer(MappedOptimizer):
 
         def give(piece: Piece, lanes: Tensor) -> None:
             stretch = stretches.get(id(piece.member.span))
-            if stretch is None:  # without a gradient: what the owner returns is not taken
+            if stretch is None:  # no gradient here: what the owner returns is not used
                 lanes.zero_()
             else:
                 self._give(stretch, piece, scaling, lanes)
@@ -296,7 +296,7 @@ class WholeOptimizer(MappedOptimizer):
 
     def _due(self, members: list[Members]) -> dict[int, int]:
         """The number of this step for each whole parameter that has a gradient, by the span's id.
-        Collective if owners have nothing of their matrices.
+        Collective if an owner has no elements of its matrix.
         """
         due = {
             id(span): self._steps_before(param) + 1
@@ -309,7 +309,7 @@ class WholeOptimizer(MappedOptimizer):
         return due
 
     def _apply(self, member: Member, lanes: Tensor, step: int) -> Tensor:
-        """The rule for each of the matrices that stand side by side."""
+        """Apply the rule to each of the matrices that stand side by side in a member."""
         widths = member.matrix.widths
         if len(widths) == 1:
             shape = self._shape(member, 0)
@@ -371,7 +371,7 @@ class WholeOptimizer(MappedOptimizer):
         self._count(found, set(), scaling)
 
     def _count(self, found: Members, counted: set[int], scaling: Scaling) -> None:
-        """Count the step for the parameters that have not been counted otherwise."""
+        """Count the step for the parameters whose ids are not in ``counted``."""
         for param in found.params:
             if "step" in self.state[param] and id(param) not in counted:
                 gone = scaling.control.found_inf
@@ -395,7 +395,7 @@ class WholeOptimizer(MappedOptimizer):
         return {**state, **self._shown.get(param, {})}
 
     def _gather_held(self) -> dict[Tensor, dict[str, Tensor]]:
-        """What other ranks hold, by parameter."""
+        """The states at all owners, by parameter. Collective over the ranks that share matrices."""
         params = (param for group in self.param_groups for param in group["params"])
         if all(self._place(param).group.world == 1 for param in params):
             return {}
@@ -440,7 +440,7 @@ class WholeOptimizer(MappedOptimizer):
         return own
 
     def _is_other(self, name: str) -> bool:
-        """A state that is not this class's own."""
+        """Whether a state is not one of this class."""
         return name not in (*self._state_names, "step")
 
     def _all_of(self, param: Tensor) -> list[Member]:
@@ -452,8 +452,8 @@ class WholeOptimizer(MappedOptimizer):
         return self._members_of(self._group_of[param], param)
 
     def _after_load(self) -> None:
-        """Leave each state at its owner. What has the matrix's shape may have been cut as a state
-        of each element: owners get the pieces. Collective over the ranks that share matrices.
+        """Leave each state at its owner. A state of its parameter's shape may have been loaded in
+        pieces: the owner gets them all. Collective over the ranks that share matrices.
         """
         self._counts = None
         if self.keeps_whole_states:
@@ -502,7 +502,7 @@ class WholeOptimizer(MappedOptimizer):
     # --- checkpoints -----------------------------------------------------------------------------
 
     def span_forms(self, param: Tensor) -> list[dict[str, Any]]:
-        """See ``BlockOptimizer``; of states at owners, dtype and shape. Local."""
+        """See ``BlockOptimizer``; for a state at an owner it gives dtype and shape. Local."""
         dtype = self._state_dtype(param)
         held: dict[int, Any] = {}
         for member in self._all_of(param):
@@ -514,8 +514,8 @@ class WholeOptimizer(MappedOptimizer):
         ]
 
     def _span_keys(self, member: Member) -> Iterator[tuple[str, str, tuple[Any, ...]]]:
-        """The owner's states of a matrix: key in a checkpoint, which counts the matrices of a whole
-        parameter; key in the parameter's state; dtype and shape.
+        """For each of the owner's states of a matrix: its key in a checkpoint, which counts the
+        matrices of a whole parameter; its key in the parameter's state; its dtype and shape.
         """
         beside = self._matrices_of(member.param, member.span)
         before = sum(len(m.widths) for m in beside if m.begin < member.matrix.begin)

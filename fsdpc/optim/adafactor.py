@@ -30,19 +30,19 @@ class Adafactor(WholeOptimizer):
     travel there, and new values back, in the parameter's dtype. So results do not depend on the
     number of ranks, and are those of torch's class (``foreach=False``) to the bit on processors
     with equal numbers of threads. A parameter of three and more dimensions is a stack of matrices
-    with one step size, as in torch. ``foreach`` chooses nothing here.
+    with one step size, as in torch. ``foreach`` has no effect.
 
     ``split``: parameters that hold several matrices, as for ``Muon``: each is stepped as a
     parameter of its own, with states named ``row_var.0``, ``row_var.1``...
 
     A step is collective over the ranks that share parameters, and every rank must call ``step`` as
     often as the others; so are ``state_dict()``, which has all states on all ranks, and
-    ``load_state_dict()``. ``offload``, and ``NotImplementedError``: as ``Muon``.
+    ``load_state_dict()``. ``offload``, and when ``NotImplementedError`` is raised: as for ``Muon``.
     """
 
     _state_names = ("row_var", "col_var", "variance")
     _lanes = 2
-    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # by the span's id
+    _kinds: dict[int, tuple[Matrix, ...]] | None = None  # the matrices, by the span's id
     _split: SplitRule | None = None
 
     def __init__(
@@ -111,7 +111,7 @@ class Adafactor(WholeOptimizer):
     def _rule(
         self, options: Mapping[str, Any], step: int, held: dict[str, Tensor], *lanes: Tensor
     ) -> Tensor:
-        """The new values. By torch's operators, in the order of ``torch.optim.Adafactor``."""
+        """The new values, by torch's operators in the order of ``torch.optim.Adafactor``."""
         grad, values = lanes
         lr, d = options["lr"], options["d"]
         lr = lr.squeeze() if isinstance(lr, Tensor) else lr  # its products are float32, as in torch
@@ -144,7 +144,7 @@ class Adafactor(WholeOptimizer):
 
 
 def _check(lr: Any, beta2_decay: float, eps: Any, d: float, weight_decay: float) -> None:
-    """``ValueError`` in torch's words: an option is out of range."""
+    """Raise ``ValueError``, in torch's words, if an option is out of range."""
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError("Tensor lr must be 1-element")
     if not 0.0 <= lr:
@@ -162,7 +162,7 @@ def _check(lr: Any, beta2_decay: float, eps: Any, d: float, weight_decay: float)
 
 
 def _number(value: Tensor) -> Number:
-    """A number of the host where that costs no wait: as torch's class takes it."""
+    """A number on the host if that costs no wait, as in torch's class; else a tensor."""
     return float(value) if value.is_cpu else value.double()
 
 

@@ -21,9 +21,9 @@ class Adam(FusedOptimizer):
     kernels take another square root and differ in the last bit of some parameters.
 
     ``foreach``, ``fused`` and ``capturable`` are accepted and have no effect;
-    ``differentiable=True`` is refused (``NotImplementedError``). States as torch's: ``step``,
+    ``differentiable=True`` is refused (``NotImplementedError``). States are torch's: ``step``,
     ``exp_avg``, ``exp_avg_sq``, with ``amsgrad`` also ``max_exp_avg_sq``, all in the parameter's
-    dtype: 8 bytes per float32 parameter. ``offload``: a ``Disk`` to keep the states on.
+    dtype: 8 bytes per float32 parameter. ``offload``: a ``Disk`` or a ``Host`` for the states.
     """
 
     _kind = "adam"
@@ -68,7 +68,7 @@ class Adam(FusedOptimizer):
 
 
 class AdamW(Adam):
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101): ``Adam`` with decoupled weight decay, as
+    """AdamW (Loshchilov and Hutter, arXiv 1711.05101): ``Adam`` with decoupled weight decay, as in
     ``torch.optim.AdamW(..., fused=True)``.
     """
 

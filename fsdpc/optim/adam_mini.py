@@ -25,11 +25,11 @@ BIASES = ("bias",)
 HEADS = ("k_proj", "q_proj", "wq", "wk", "query", "key")
 ROWS = ("embed", "embd", "wte", "lm_head", "output", "final_layer", "v_proj", "wv", "value")
 ROWS += ("o_proj", "wo", "attn.proj", "feed_forward", "linear", "mlp")
-WIDE = 1 << 22  # elements that are float64 at a time
+WIDE = 1 << 22  # elements that are made float64 at one time
 
 
 class Source(NamedTuple):
-    """The span whose blocks a stretch has: its own, or that of which a chunk has a slice."""
+    """A stretch's own span, or, if the stretch is a chunk's slice, the span that was sliced."""
 
     param: Tensor
     span: ParamSpan
@@ -41,14 +41,14 @@ class AdamMini(BlockOptimizer):
     """Adam-mini (Zhang et al., arXiv 2406.16793): 4 bytes of states per float32 parameter, and 4
     more per block.
 
-    As AdamW, with ``v = beta2 * v + (1 - beta2) * mean(g^2 over the block)``. ``block`` says how a
+    AdamW, but with ``v = beta2 * v + (1 - beta2) * mean(g^2 over the block)``. ``block`` says how a
     parameter is cut: called with its name and shape, it returns the number of consecutive elements
     that share a ``v``, 1 for a ``v`` of each element, or None for the rules of the published code:
     biases by element, query and key weights by head (``head_dim`` rows; needed then), embeddings,
     output, value, projection and MLP weights by row, everything else as a whole (matrices with a
     warning, because names that the rules do not know make a worse optimizer). Names come from
     ``model.named_parameters()``, or from FSDP's units, and no default rule applies without a name:
-    ``ValueError``. Weight decay is that of the group for every parameter.
+    ``ValueError``. Every parameter has the weight decay of its group.
 
     Blocks are aligned to the whole parameter. Ranks that share blocks add their sums of squares in
     one collective per group of ranks and step, so ``step`` is collective then; sums are float64,
@@ -66,7 +66,7 @@ class AdamMini(BlockOptimizer):
     _warned = False
     _head_dim: int | None = None
     _block: Callable[[str, tuple[int, ...]], int | None] | None = None
-    _sources: dict[int, Source] | None = None  # of a chunk's stretches, by the span's id
+    _sources: dict[int, Source] | None = None  # for a chunk's stretches, by their spans' ids
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class AdamMini(BlockOptimizer):
         """The number of elements of a whole parameter that share a second moment."""
         if self._known_lengths is None:
             self._known_lengths = {}
-        if id(span) not in self._known_lengths:  # _known keeps the span alive
+        if id(span) not in self._known_lengths:  # _known keeps the span, so its id stays its own
             self._known_lengths[id(span)] = self._find_length(param, span)
         return self._known_lengths[id(span)]
 
@@ -131,7 +131,7 @@ class AdamMini(BlockOptimizer):
         return None
 
     def _lengths(self, param: Tensor) -> dict[int, int]:
-        """Block lengths by the span's id."""
+        """The block lengths of a parameter's spans, by the span's id."""
         return {id(s): self.block_length(param, s) for s in self._place(param).every}
 
     # --- states: state["means"] has one float32 tensor per span, one value per block ------------
@@ -186,7 +186,7 @@ class AdamMini(BlockOptimizer):
         for span, means in zip(self._place(param).spans, state["means"], strict=True):
             held = {"exp_avg_sq.means": means}
             for name in self._of_elements(param):
-                bare = name == MASTER and name not in state  # loaded without one
+                bare = name == MASTER and name not in state  # the state dict had no master
                 value = part(param if bare else state[name], span)
                 held[name] = value.detach().reshape(-1).to(self._state_dtype(param))
             yield held
@@ -248,7 +248,7 @@ class AdamMini(BlockOptimizer):
         return any(self._place(p).group.world > 1 for p in params)
 
     def _before_step(self, members: list[Members], scaling: Scaling) -> None:
-        """The mean square of each block over all ranks, float64."""
+        """Find the mean square of each block's gradients over all ranks, in float64."""
         self._denominators: dict[int, Tensor] = {}
         self._on_gpu = self._is_on_gpu()
         if self._on_gpu:
@@ -261,7 +261,7 @@ class AdamMini(BlockOptimizer):
         }
 
     def _means_on_gpu(self, members: list[Members], scaling: Scaling) -> dict[int, Tensor]:
-        """Without a host sync. Collective where blocks are shared."""
+        """Find the means on a GPU, without a host sync. Collective where blocks are shared."""
         factor = _factor_on_gpu(scaling)
         found: dict[int, tuple[ParamSpan, int, Tensor]] = {}
         for each in members:
@@ -277,7 +277,7 @@ class AdamMini(BlockOptimizer):
         return means
 
     def _share_on_gpu(self, found: dict[int, tuple[ParamSpan, int, Tensor]]) -> None:
-        """Add other ranks' sums to those of shared blocks. Collective where there are such."""
+        """Add other ranks' sums to the sums of shared blocks. Collective if blocks are shared."""
         blocks = self._shared()
         for identity, (group, count) in blocks.groups.items():
             device = next(p.device for g in self.param_groups for p in g["params"])
@@ -311,7 +311,7 @@ class AdamMini(BlockOptimizer):
     def _sums(
         self, own: Iterator[tuple[Tensor, ParamSpan, np.ndarray, int]]
     ) -> list[tuple[Tensor, ParamSpan, np.ndarray, int]]:
-        """Add other ranks' sums to those of shared blocks. Collective where there are such."""
+        """Add other ranks' sums to the sums of shared blocks. Collective if blocks are shared."""
         found = list(own)
         ends = np.array([(sums[0], sums[-1]) for _, _, sums, _ in found]).reshape(-1, 2, 1)
         spans = [span for _, span, _, _ in found]
@@ -382,7 +382,7 @@ class AdamMini(BlockOptimizer):
             self._denominators[id(span)] = means.sqrt().div_(roots[id(step)]).add_(eps)
 
     def _denominators_of(self, own: ParamSpan, whole: ParamSpan, length: int) -> Tensor:
-        """Of the blocks that a span, or a chunk's slice of one, touches."""
+        """The denominators of the blocks that a span, or a chunk's slice of a span, touches."""
         found = self._denominators[id(whole)]
         if own.begin + own.count == whole.begin + whole.count:  # the last slice
             del self._denominators[id(whole)]
@@ -399,7 +399,7 @@ def _root_on_gpu(step: Tensor, beta2: float) -> Tensor:
 
 
 def _factor_on_gpu(scaling: Scaling) -> Tensor | None:
-    """What squares of gradients are multiplied by, float64; None: by 1."""
+    """The factor of the gradients' squares, float64; None: the factor is 1."""
     control = scaling.control
     factor = control.clip
     if control.grad_scale is not None:
@@ -409,8 +409,8 @@ def _factor_on_gpu(scaling: Scaling) -> Tensor | None:
 
 
 def block_squares(values: Tensor, first: int, length: int) -> Tensor:
-    """The sums of squares of the blocks that elements from index ``first`` of a whole parameter
-    on touch, float64, by torch's operators: in one order for one shape. ``values``: contiguous.
+    """The sum of squares of each block that ``values`` touch, float64, added by torch in one order
+    for one shape. ``values``: contiguous, the whole parameter's elements from index ``first`` on.
     """
     flat = values.reshape(-1)
     head = min(-first % length, flat.numel())
@@ -424,7 +424,7 @@ def block_squares(values: Tensor, first: int, length: int) -> Tensor:
 
 
 def _row_squares(rows: Tensor) -> Iterator[Tensor]:
-    """The sums of squares of rows, some rows at a time, or a long one part by part."""
+    """The sum of squares of each row: some rows at a time, a long row part by part."""
     for some in rows.split(max(WIDE // rows.shape[1], 1)):
         sums = [
             part.to(torch.float64, copy=True).square_().sum(1) for part in some.split(WIDE, dim=1)
@@ -456,20 +456,20 @@ def default_block(name: str, shape: tuple[int, ...], head_dim: int | None) -> in
 
 
 def _counts(span: ParamSpan, length: int) -> list[int]:
-    """Elements of the span in each block that it touches."""
+    """How many elements of the span are in each block that the span touches."""
     end = span.begin + span.count
     starts = [number * length for number in touched(span, length)]
     return [min(start + length, end) - max(start, span.begin) for start in starts]
 
 
 def _whole(span: ParamSpan, length: int) -> np.ndarray:
-    """Elements of the whole parameter in each of these blocks; the last one may be shorter."""
+    """How many elements of the whole parameter are in each block that the span touches."""
     starts = np.array(touched(span, length)) * length
     return np.minimum(starts + length, span.numel) - starts
 
 
 def _whole_on(device: torch.device, span: ParamSpan, length: int) -> Tensor:
-    """``_whole`` on a GPU: no copy, which the host would wait for. float64."""
+    """``_whole``, float64, made on the GPU itself: the host would wait for a copy."""
     blocks = touched(span, length)
     counts = torch.full((len(blocks),), float(length), dtype=torch.float64, device=device)
     last = span.numel - blocks[-1] * length

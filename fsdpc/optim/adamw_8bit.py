@@ -39,14 +39,14 @@ class AdamW8bit(BlockOptimizer, AdamW):
     parameters' groups must call them with the same parameters.
 
     ``state_dict`` holds float32 ``exp_avg`` and ``exp_avg_sq`` of the parameters' shapes, as that
-    of torch's AdamW does; loading quantises it, and gives the same codes if it came from here.
+    of torch's AdamW does; loading quantises both, to the same codes if this class saved them.
     ``offload``: a ``Disk`` or a ``Host`` to keep the states on.
     ``NotImplementedError`` for DTensors that are not cut by rows.
     """
 
     _kind = None
-    _edges: dict[int, np.ndarray] | None = None  # of this step, by the span's id
-    _cut: tuple[list[int], SharedBlocks] | None = None  # by the groups' min_8bit_size
+    _edges: dict[int, np.ndarray] | None = None  # this step's extremes, by the span's id
+    _cut: tuple[list[int], SharedBlocks] | None = None  # (min_8bit_size by group, blocks)
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
         super().__setstate__(state)
 
     def _check_sizes(self, loaded: list[dict[str, Any]]) -> None:
-        """``ValueError``: offloaded states whose place is chosen would have another size."""
+        """Raise ``ValueError`` if offloaded states that have a place would get another size."""
         assert self._store is not None
         for number, (group, given) in enumerate(zip(self.param_groups, loaded, strict=True)):
             new = {"min_8bit_size": self.defaults["min_8bit_size"], **given}
@@ -107,7 +107,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
         return [_fresh(span, _is_8bit(group, span), device) for span in spans]
 
     def _extents(self, group: dict[str, Any], param: Tensor) -> list[Extent]:
-        """One per span."""
+        """One extent for each span with elements on this rank."""
         types = (torch.uint8, torch.float32)
         return [
             extent_of_8bit(s.at, s.count, s.begin, _is_8bit(group, s), types)
@@ -117,7 +117,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _adopt(self, param: Tensor) -> None:
         assert self._store is not None
         store, spans = self._store, self.state[param].get("spans")
-        if spans is None or param not in store.held:  # moments that are being loaded, or not here
+        if spans is None or param not in store.held:  # moments are being loaded, or not offloaded
             return
         places = store.held[param]
         wanted = [{name.split(".")[0] for name in own} for own in places]
@@ -250,7 +250,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
         )
 
     def _share_edges(self, spans: list[ParamSpan], edges: np.ndarray) -> None:
-        """Replace the edges of shared blocks by all ranks' largest, others by -1. Collective."""
+        """Replace edges of shared blocks by the largest of all ranks, others by -1. Collective."""
         blocks = self._cut_blocks()
         blocks.combine("max", "states of 8 bits of shared blocks", spans, edges)
         for span, edge in zip(spans, edges, strict=True):
@@ -284,7 +284,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _own_edges(
         self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling
     ) -> np.ndarray:
-        """What this rank's elements of the stretches' first and last blocks will be at most."""
+        """The extremes of this rank's new moments in each stretch's first and last block."""
         edges = np.zeros((len(stretches), 2, 3), dtype=np.float32)
         store = self._store
         away = [store is not None and store.takes(stretch.param) for stretch in stretches]
@@ -300,7 +300,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _edges_away(
         self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling
     ) -> np.ndarray:
-        """Of offloaded states, of which copies of the end blocks come to the step's memory."""
+        """``_own_edges`` for offloaded states; the end blocks' are copied to the step's memory."""
         store = self._store
         assert store is not None
         store.finish()
@@ -353,7 +353,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
             self._call("adam8", group, wide, scaling, edges if shared else None)
 
     def _split(self, group: dict[str, Any], found: Members) -> tuple[list[Stretch], list[Stretch]]:
-        """The stretches of 8 bits, and the others."""
+        """The stretches with 8-bit states, and the others."""
         stretches = list(self._stretches(found.params, found.values, found.grads))
         wide = [stretch for stretch in stretches if _is_8bit(group, stretch.span)]
         return wide, [stretch for stretch in stretches if not _is_8bit(group, stretch.span)]
@@ -366,7 +366,7 @@ class AdamW8bit(BlockOptimizer, AdamW):
     def _step_small(
         self, group: dict[str, Any], stretches: list[Stretch], scaling: Scaling, wide: set[int]
     ) -> None:
-        """``wide``: ids of the parameters that the call for 8-bit spans will count a step for."""
+        """Step float32 spans. ``wide``: ids of parameters for which the 8-bit call counts."""
         held = [self._held(stretch)["values"] for stretch in stretches]
         steps = [self.state[stretch.param]["step"] for stretch in stretches]
         steps = [
@@ -395,14 +395,14 @@ class AdamW8bit(BlockOptimizer, AdamW):
 
 
 def _end_blocks(span: ParamSpan) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The elements of the first and of the last block, counted from the span's start."""
+    """(begin, end) of a span's elements in its first and last block, from the span's start."""
     first = min(BLOCK - span.begin % BLOCK, span.count)
     last = max(span.count - ((span.begin + span.count - 1) % BLOCK + 1), 0)
     return (0, first), (last, span.count)
 
 
 def _edges_of_slice(whole: ParamSpan, own: ParamSpan, edges: np.ndarray) -> np.ndarray:
-    """Of a slice's first and last block, from those of the span's."""
+    """The edges of a slice's first and last block, found among those of the whole span."""
     found = np.full((2, 3), -1, dtype=np.float32)
     blocks = [touched(span, BLOCK) for span in (own, whole)]
     for end in (0, -1):
@@ -425,7 +425,7 @@ def _is_8bit(group: dict[str, Any], span: ParamSpan) -> bool:
 
 
 def _name(which: int, kind: str) -> str:
-    """The name in checkpoints."""
+    """The name of a state in checkpoints."""
     return MOMENTS[which] if kind == "values" else f"{MOMENTS[which]}.{kind}"
 
 

@@ -90,7 +90,7 @@ class AdamWBF16(SpannedOptimizer, AdamW):
         return spans[0].begin, self._key(param, spans[0])
 
     def _spans(self, param: Tensor) -> list[ParamSpan]:
-        """An empty one for a parameter without elements here, so that its steps are counted."""
+        """A parameter's spans; an empty span if it has no elements here, so that steps count."""
         return self._place(param).spans or [ParamSpan(0, 0, 0, (0,))]
 
     def _step_group(self, group: dict[str, Any], found: Members, scaling: Scaling) -> None:

@@ -20,7 +20,7 @@ from fsdpc._torch import calls_hooks, first_step_post_hook, foreach_lerp
 from fsdpc.optim._chunks import AVERAGE
 from fsdpc.optim._places import local_of, locals_of
 
-COUNT = "averaged"  # of each group: how many values its averages have taken
+COUNT = "averaged"  # a group's option: how many values its averages have taken
 Decay = float | Callable[[int], float]
 
 
@@ -28,7 +28,7 @@ class Average:
     """An average of an optimizer's parameters over its steps: exponential (EMA), or uniform (SWA).
 
     Every ``optimizer.step()`` ends with ``average = lerp(average, parameter, 1 - decay)`` on this
-    rank's shards: local, without communication, to the bits of the same average of the unsharded
+    rank's shards: local, without communication, to the same bits as for the unsharded
     model. The first step taken copies the parameter, as ``torch.optim.swa_utils.AveragedModel``
     does. Averages are float32 (float64 for float64) and part of the optimizer's state, under the
     name ``average``: state dicts, ``FSDP.optim_state_dict`` and ``fsdpc.checkpoint`` save, load and
@@ -40,12 +40,12 @@ class Average:
             every rank, before a state dict with averages is loaded.
         decay: the weight of the average so far, 0 to 1; or a function of the number of values
             taken so far (1 at the second one), for a warm-up: ``Average.warm_up(0.999)``. None:
-            the uniform average. A group's own ``average_decay`` comes first.
+            the uniform average. A group's own ``average_decay`` overrides it.
         every: steps between two values taken.
-        after: steps before the first one.
+        after: steps before the first value is taken.
 
-    ``ValueError``: numbers out of range. ``TypeError``: a wrapper around an optimizer.
-    ``NotImplementedError``: the optimizer has an average.
+    ``ValueError``: a number is out of range. ``TypeError``: ``optimizer`` only wraps another.
+    ``NotImplementedError``: the optimizer has an average already.
 
     Sources: Polyak and Juditsky 1992; arXiv 1803.05407 (SWA); ``torch.optim.swa_utils``.
     """
@@ -79,7 +79,7 @@ class Average:
         # the average's memory), and its counts of writes then.
         self._in_model: dict[Tensor, tuple[Tensor | None, list[int]]] = {}
         self._loading: Mapping[str, Any] | None = None
-        # Of the step under way: parameters whose averages have moved, and weights of groups, by id.
+        # In the step under way: ids of parameters whose averages have moved; weights by group's id.
         self._taken: set[int] = set()
         self._weights: dict[int, float] = {}
         optimizer._fsdpc_average = self  # type: ignore[attr-defined]
@@ -91,8 +91,8 @@ class Average:
 
     @staticmethod
     def warm_up(decay: float, ramp: float = 10.0) -> Callable[[int], float]:
-        """``min(decay, (1 + n) / (ramp + n))`` after n values, as TensorFlow's
-        ``ExponentialMovingAverage`` with ``num_updates`` has it. Local.
+        """``min(decay, (1 + n) / (ramp + n))`` after n values, like the decay of TensorFlow's
+        ``ExponentialMovingAverage`` with ``num_updates``. Local.
         """
         _check_decay(decay)
         return lambda taken: min(decay, (1 + taken) / (ramp + taken))
@@ -113,19 +113,19 @@ class Average:
 
     @contextmanager
     def applied(self, model: nn.Module) -> Iterator[None]:
-        """Within the block the parameters of ``model`` have their averages, behind it their values
-        again, to the bit.
+        """Within the block the parameters of ``model`` hold their averages; after it they hold
+        their own values again, to the bit.
 
         For evaluation, and for exports: ``fsdpc.checkpoint.save(path, model)`` inside writes the
         averages as plain files. Values and averages of float32 parameters swap their places, a
         parameter at a time; a narrow parameter's values are kept beside. Parameters without an
-        average, and buffers, stay. Every rank must do it, between the same steps. Local.
+        average, and buffers, stay. Every rank must do so, between the same steps. Local.
 
-        ``RuntimeError``: inside a block for the same parameters, and where the model has gathered
-        ones (between a forward and its backward, in ``summon_full_params``); inside the block for
-        the optimizer's ``step``, ``state_dict`` and ``load_state_dict``, and for a backward that
-        steps units; behind it, with the values back, if parameters were written inside (loaded, or
-        stepped by another optimizer; what ``summon_full_params`` writes back goes unseen).
+        ``RuntimeError``: a block for the same parameters is open, or the model has gathered
+        parameters (between a forward and its backward, in ``summon_full_params``). Inside the block
+        the optimizer's ``step``, ``state_dict`` and ``load_state_dict`` raise it, and a backward
+        that steps units; so does the end, with the values back, if parameters were written inside
+        (loaded, or stepped by another optimizer; what ``summon_full_params`` writes is not seen).
         """
         own = set(model.parameters())
         units = (owner_of(param) for param in self._averaged())
@@ -162,20 +162,20 @@ class Average:
     # --- taking values ---------------------------------------------------------------------------
 
     def _weight_in_pass(self, group: dict[str, Any]) -> float | None:
-        """The weight of a group's new values, for an optimizer whose pass over them moves averages
-        that there are; ``_took`` tells which. None: this step takes no values, or other hooks
-        change them behind it. Local.
+        """The weight of a group's new values, for an optimizer whose own pass moves the averages
+        that exist, and tells ``_took`` which. None: the pass must move none, because this step
+        takes none or the first, or other hooks run before ``_take``. Local.
         """
         first = first_step_post_hook(self.optimizer) == self._behind.id
         return self._weight(group) if first and self._is_due(group) and group.get(COUNT) else None
 
     def _took(self, params: Iterable[Tensor]) -> None:
-        """The averages of these have moved in the step under way. Local."""
+        """Note that the averages of these parameters have moved in the step under way. Local."""
         self._taken.update(map(id, params))
 
     def _within(self, params: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor | None]:
-        """The averages that a pass over ``values`` can move: those of values that are all of their
-        parameters. Local.
+        """For each value the average that a pass over the values can move; None: the value is not
+        all of its parameter, or has no average that fits. Local.
         """
         found: list[Tensor | None] = []
         for param, value in zip(params, values, strict=True):
@@ -195,7 +195,7 @@ class Average:
         return self._weights[id(group)]
 
     def _forget(self) -> None:
-        """What is of the step under way."""
+        """Forget what belongs to the step under way."""
         self._taken.clear()
         self._weights.clear()
 
@@ -214,11 +214,11 @@ class Average:
         self._forget()
 
     def _is_stepped(self, group: dict[str, Any], param: Tensor) -> bool:
-        """Others get no state here: optimizers take a parameter without a state for a new one."""
+        """Whether ``param`` is stepped. If not, it gets no average: it would no longer look new."""
         if self.optimizer.state.get(param) or param.grad is not None:
             return True
         names = getattr(self.optimizer, "_names", None)
-        inside = getattr(self.optimizer, "_inside", None) is not None  # gradients are gone
+        inside = getattr(self.optimizer, "_inside", None) is not None  # its gradients are gone
         return inside and names is not None and not names(group)
 
     def _take_group(self, group: dict[str, Any], skipped: Tensor | None) -> None:
@@ -280,7 +280,7 @@ class Average:
             copies[param].copy_(value)
 
     def refuse_shown(self, what: str) -> None:
-        """``RuntimeError`` inside ``applied``: ``what`` would take averages for values. Local."""
+        """``RuntimeError``: inside ``applied``, ``what`` would take averages for values. Local."""
         if self._in_model:
             raise RuntimeError(
                 f"{what} inside Average.applied(): {len(self._in_model)} parameters have their "
@@ -302,7 +302,7 @@ class Average:
         self._loading = state_dict
 
     def _after_load(self, optimizer: Any) -> None:
-        """torch casts states to their parameters' dtypes: averages keep theirs."""
+        """Restore the averages' dtypes: torch has cast states to their parameters' dtypes."""
         given, self._loading = self._loading, None
         assert given is not None
         self._forget()
@@ -312,7 +312,7 @@ class Average:
             saved = given["state"].get(number, {}).get(AVERAGE)
             if saved is not None:
                 optimizer.state[param][AVERAGE] = _copy(saved, like=param)
-            elif param in optimizer.state:  # of a step that torch makes to have states to load into
+            elif param in optimizer.state:  # of a step that torch does only to create states
                 optimizer.state[param].pop(AVERAGE, None)
 
     def take_spans(self, param: Tensor, parts: Sequence[Tensor | None]) -> None:
@@ -344,7 +344,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _copy(value: Tensor, like: Tensor | None = None) -> Tensor:
-    """A wide copy, where ``like`` is."""
+    """A wide copy on the device of ``like``, a DTensor if ``like`` is one."""
     like = value if like is None else like
     own, target = local_of(value.detach()), local_of(like)
     made = own.to(target.device, wide(like.dtype), copy=True).contiguous()
@@ -352,7 +352,7 @@ def _copy(value: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def _versions(param: Tensor) -> list[int]:
-    """Counts of writes: of a DTensor, and of what it is over."""
+    """Counts of writes to a parameter, and to its local tensor."""
     return [param._version, local_of(param)._version]
 
 
@@ -365,7 +365,7 @@ def _swap(one: Tensor, other: Tensor) -> None:
 def _lerp(
     averages: list[Tensor], values: list[Tensor], weight: float, skipped: Tensor | None
 ) -> None:
-    """``skipped``: on a GPU, 1 if the step was skipped: then nothing moves."""
+    """Move the averages. ``skipped``: on a GPU, 1 if the step was skipped, so that none moves."""
     if skipped is None:
         foreach_lerp(averages, values, weight)
         return

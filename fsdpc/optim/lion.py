@@ -20,8 +20,8 @@ class Lion(FusedOptimizer):
     than AdamW's and a weight decay 3 to 10 times larger. A difference in the last bit of a
     gradient may turn a sign: compare runs by their losses.
 
-    States ``step`` and ``exp_avg``, the latter in the parameter's dtype. ``offload``: a ``Disk``
-    to keep the latter on.
+    States: ``step``, and ``exp_avg`` in the parameter's dtype. ``offload``: a ``Disk`` or a
+    ``Host`` to keep ``exp_avg`` on.
     """
 
     _kind = "lion"

@@ -26,7 +26,7 @@ class Muon(MatrixOptimizer):
     defaults and results of ``torch.optim.Muon``: 4 bytes of states per element of a float32 matrix.
 
     Parameters that are no matrices, embeddings and output layers are stepped by AdamW, as
-    ``fsdpc.optim.AdamW``, in the same groups: with ``adamw_lr`` (None: ``lr``; a scheduler that
+    by ``fsdpc.optim.AdamW``, in the same groups: with ``adamw_lr`` (None: ``lr``; a scheduler that
     changes ``lr`` changes both by the same factor), ``adamw_betas``, ``adamw_eps`` and
     ``adamw_weight_decay`` (None: ``weight_decay``). The first of these rules that knows a
     parameter decides:
@@ -35,21 +35,21 @@ class Muon(MatrixOptimizer):
        In a group with False, ``lr``, ``betas``, ``eps`` and ``weight_decay`` are AdamW's.
     2. ``matrices(name, shape)``, called for parameters of 2 and more dimensions: True or False, or
        None for the next rules.
-    3. Names, as of ``model.named_parameters()`` or of FSDP's units: embeddings (the module's or the
+    3. Names, from ``model.named_parameters()`` or FSDP's units: embeddings (the module's or the
        parameter's own name contains ``embed`` or ``embd``, or is ``wte``, ``wpe`` and the like)
        and output layers (the module is called ``lm_head``, ``head``, ``output``, ``classifier``,
-       ``score``, ``decoder``...) go to AdamW, and so do biases, as those of stacked experts.
-    4. Two dimensions are a matrix. Three are a matrix for each index of the first one, if a part
-       of the name is ``expert`` or ends in ``experts``. Everything else goes to AdamW, with a
+       ``score``, ``decoder``...) go to AdamW, and so do biases, such as those of stacked experts.
+    4. Two dimensions are a matrix. Three are a matrix for each index of the first dimension, if a
+       part of the name is ``expert`` or ends in ``experts``. Everything else goes to AdamW, with a
        warning for three and more dimensions, which may be matrices under another view.
 
     Parameters without names are all matrices if all have two dimensions (as in torch); otherwise
-    names are needed: ``ValueError``.
+    a missing name is a ``ValueError``.
 
     ``split``: parameters that hold several matrices, by the last parts of the name, or by a
     function of name and shape. ``3`` cuts the rows into three equal matrices, ``[d, k, k]`` into
     matrices of so many rows, ``(1, 3)`` and ``(1, [d, k, k])`` the columns; of parameters of three
-    dimensions each matrix is cut. ``ns_dtype``: of the iteration, ``torch.bfloat16`` as in torch,
+    dimensions each matrix is cut. ``ns_dtype``: the iteration's, ``torch.bfloat16`` as in torch,
     or ``torch.float32``.
 
     A step is collective over the ranks that share matrices, and every rank must call ``step`` as
@@ -132,7 +132,7 @@ class Muon(MatrixOptimizer):
         lanes[0].copy_(grad.lerp(buffer, factor) if options["nesterov"] else buffer)
 
     def _apply(self, member: Member, lanes: Tensor, step: int) -> Tensor:
-        """Overwrites ``lanes``."""
+        """Orthogonalise each of the matrices that stand side by side. Overwrites ``lanes``."""
         options, widths = member.options, member.matrix.widths
         iteration = options["ns_coefficients"], options["ns_steps"], options["eps"]
         if len(widths) == 1:
@@ -152,9 +152,9 @@ class Muon(MatrixOptimizer):
 def newton_schulz(
     matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> Tensor:
-    """``steps`` times ``x = a x + (b (x x^T) + c (x x^T)^2) x``, from ``matrix`` over its norm, or
-    over ``eps``: about the orthogonal factor of the polar decomposition. By torch's operators, in
-    the order and with the strides of ``torch.optim.Muon``. Overwrites ``matrix``.
+    """Do ``x = a x + (b (x x^T) + c (x x^T)^2) x`` for ``steps`` times, from ``matrix`` divided by
+    its norm, at least ``eps``: about the orthogonal factor of its polar decomposition. By torch's
+    operators, in the order and with the strides of ``torch.optim.Muon``. Overwrites ``matrix``.
     """
     a, b, c = coefficients
     tall = matrix.size(0) > matrix.size(1)

@@ -20,8 +20,8 @@ class SGD(FusedOptimizer):
     except a tensor's last ``numel % 16`` elements, which torch's kernel rounds in another way. (Its
     16-bit kernel leaves whole vectors of parameters unchanged in torch 2.13; this one does not.)
 
-    State ``momentum_buffer``, in the parameter's dtype, with ``momentum`` only;
-    ``offload``: a ``Disk`` to keep the buffer on. ``foreach`` and
+    State: ``momentum_buffer``, in the parameter's dtype, if ``momentum`` is not 0.
+    ``offload``: a ``Disk`` or a ``Host`` to keep the buffer on. ``foreach`` and
     ``fused`` are accepted and have no effect; ``differentiable=True`` is refused.
     """
 

@@ -21,7 +21,7 @@ class Shampoo(Preconditioned):
     L and R are divided by ``1 - betas[1]^t``. The inverse roots are made in float64 by
     ``torch.linalg.eigh``, in the first step and then every ``precondition_frequency`` steps, with
     ``eps`` times the largest eigenvalue added to each. A side of more than
-    ``max_precondition_dim`` is left alone, and the other one's root is then ``-1/2``; a matrix of
+    ``max_precondition_dim`` is left alone, and the other side's power is then ``-1/2``; a matrix of
     two such sides has the update of Adam. With ``grafting`` an update gets the length of Adam's
     (with ``grafting_eps``), and so Adam's learning rates; without, ``lr`` is Shampoo's own.
 
@@ -29,7 +29,7 @@ class Shampoo(Preconditioned):
     ``adamw_...``; None: the matrices' numbers, and an ``adamw_eps`` of 1e-8) are as in ``Muon``,
     with ``use_shampoo`` in groups. What travels and what is collective: as in ``SOAP``.
 
-    ``offload``, and ``NotImplementedError``: as ``Muon``.
+    ``offload``, and when ``NotImplementedError`` is raised: as for ``Muon``.
     """
 
     _flag = "use_shampoo"
@@ -86,7 +86,7 @@ class Shampoo(Preconditioned):
 
 
 def inverse_root(matrix: Tensor, power: float, eps: float) -> Tensor:
-    """A power of a matrix of no negative eigenvalues, with ``eps`` times the largest added."""
+    """A power of a matrix, after ``eps`` times the largest eigenvalue is added to each of them."""
     values, vectors = torch.linalg.eigh(matrix.double())
     largest = values[-1:].clamp(min=1e-30)
     powers = values.clamp(min=0).add_(eps * largest).pow_(power)

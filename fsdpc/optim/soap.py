@@ -25,7 +25,7 @@ class Preconditioned(MatrixOptimizer):
 
     _state_names = MOMENTS
     _owners_hold = False
-    _kept = ""  # the states that are made of the averages every so many steps: left_..., right_...
+    _kept = ""  # the last word of the names of states made from averages, such as left_root
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         super()._check_options(options)
@@ -37,7 +37,7 @@ class Preconditioned(MatrixOptimizer):
         check_number(options.get("grafting_eps", 0.0), "grafting_eps")
 
     def _work(self, member: Member) -> int:
-        """Products of both sides, and their share of the decompositions (about 10 products)."""
+        """Products of both sides, and a step's share of decompositions (about 10 products each)."""
         options = member.options
         most, every = options["max_precondition_dim"], options["precondition_frequency"]
         work = 0
@@ -73,9 +73,9 @@ class SOAP(Preconditioned):
     ``precondition_frequency`` steps each takes one step of orthogonal iteration, ``Q = qr(A Q)``.
     A side of more than ``max_precondition_dim`` has no basis; a matrix of two such sides is
     stepped by AdamW's rule. The first moment is kept in the parameter's coordinates, the second in
-    the bases; with ``correct_bias`` both are divided as by Adam. ``shampoo_beta``: of the averages,
-    None for ``betas[1]``. The first step has an update, unlike that of the authors' code, in which
-    it only finds the bases.
+    the bases; with ``correct_bias`` both are divided as by Adam. ``shampoo_beta``: the averages'
+    beta; None: ``betas[1]``. The first step has an update, unlike that of the authors' code, which
+    only finds the bases.
 
     Which parameters are matrices, ``matrices``, ``split`` and AdamW's part of the others (with
     ``adamw_...``; None: the matrices' numbers) are as in ``Muon``, with ``use_soap`` in groups.
@@ -84,7 +84,7 @@ class SOAP(Preconditioned):
     ``load_state_dict()`` are collective over the ranks that share matrices, and every rank must
     call them as often as the others.
 
-    ``offload``, and ``NotImplementedError``: as ``Muon``.
+    ``offload``, and when ``NotImplementedError`` is raised: as for ``Muon``.
     """
 
     _flag = "use_soap"
@@ -150,6 +150,6 @@ def average(held: dict[str, Tensor], grad: Tensor, beta: float, most: int) -> No
 
 
 def rotated(matrix: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
-    """The matrix in the coordinates of the bases of its sides; a new one."""
+    """The matrix in the coordinates of the bases of its sides: a new tensor."""
     new = bases["left"].T @ matrix if "left" in bases else matrix.clone()
     return new @ bases["right"] if "right" in bases else new

@@ -47,10 +47,10 @@ class Effect:
 
 @dataclass(frozen=True)
 class Change(Effect):
-    """With the seconds of a step."""
+    """An effect, with the seconds that it adds to a step."""
 
     seconds: float
-    share: float  # of the step's seconds
+    share: float  # those seconds, as a part of the step's
 
 
 def changes(build: Build, base: Plan, card: Card, other: Build | None = None) -> list[Change]:
@@ -113,7 +113,7 @@ def _switches(
 
 @dataclass(frozen=True)
 class Suggestion:
-    """A plan that fits. ``means``: what it does that the setup it was asked for does not."""
+    """A plan that fits. ``means``: what the plan does that the user's setup does not."""
 
     plan: Plan
     cost: Cost
@@ -136,8 +136,8 @@ class Suggestion:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """Plans of one kind differ by the world, the batch, what costs nothing, and the optimizer
-        where its states are elsewhere.
+        """Plans of one kind differ only by the world, the batch, what costs nothing, and the
+        optimizer if its states are not in the GPU's memory.
         """
         free = {"adamw-fused", FUSED_LOSS, OWN_UNITS, STEPS, ONE_SLOT}
         if any(label in self.means for label, _ in _STATES):
@@ -145,7 +145,7 @@ class Suggestion:
         return (self.plan.setup.strategy, *(each for each in self.means if each not in free))
 
     def beats(self, other: Suggestion) -> bool:
-        """Whether nothing speaks for the other one: a difference of 2 % is none."""
+        """Whether nothing speaks for ``other``; a difference of 2 % does not count."""
         return (
             self is not other
             and set(self.means) <= set(other.means)
@@ -159,7 +159,7 @@ class Suggestion:
 FUSED_LOSS, STEPS, ONE_SLOT = "fused loss", "steps in backward", "one slot"
 Means = tuple[tuple[str, dict[str, object]], ...]
 NOTHING: tuple[str, dict[str, object]] = ("", {})
-# What may be done about each part of memory, one of each line at a time.
+# What may be done about activations and states (one entry of each at a time), and for free.
 _ACTIVATIONS: Means = (
     NOTHING,
     ("recompute 50%", {"checkpointing": 0.5}),
@@ -218,7 +218,7 @@ def _largest_batches(
     build: Build, setup: Setup, card: Card, usable: int, means: tuple[str, ...]
 ) -> Iterator[Suggestion]:
     """For each treatment of activations the largest micro-batch that fits, of the powers of two up
-    to what a step of the setup has. With one slot each only where two do not fit.
+    to what a step of the setup has. One gather and one reduce slot only where more do not fit.
     """
     least = replace(setup, checkpointing=1.0, micro_batch=1, loss="fused")
     one = {"gather_slots": 1, "reduce_slots": 1}
@@ -229,7 +229,7 @@ def _largest_batches(
             return
     given = model.traced and not model.sized  # inputs decide the micro-batch
     total = 1 if given else setup.micro_batch * setup.accumulation
-    whole = total  # what costs nothing is tried where the whole batch does not fit without
+    whole = total  # each free means is tried only if the whole batch does not fit without
     for label, values in _ACTIVATIONS:
         if model.traced and ("compress" in values or "offload_activations" in values):
             continue  # priced by formula only
@@ -248,7 +248,7 @@ def _largest_batches(
 
 
 def _largest(build: Build, setup: Setup, usable: int, total: int) -> Plan | None:
-    """With the largest micro-batch that fits. Steps in backward need the whole batch at once."""
+    """The plan with the largest micro-batch that fits; steps in backward need the whole batch."""
     best, micro = None, 1
     while micro <= total:
         accumulation = setup.accumulation if total == 1 else -(-total // micro)
@@ -266,7 +266,7 @@ def _largest(build: Build, setup: Setup, usable: int, total: int) -> Plan | None
 
 def smallest_world(builds: dict[str, Build], setup: Setup, usable: int) -> int | None:
     """The smallest power of two of ranks with which something fits: FULL_SHARD, micro-batch 1, full
-    checkpointing. None: not with 131,072 ranks, because activations or one unit are too large.
+    checkpointing. None: nothing fits even with 131,072: activations or one unit are too large.
     """
     world = 1
     while world <= 1 << 17:

@@ -5,8 +5,8 @@
 ``flops``: dense bf16 (fp16 on V100 and T4) with fp32 accumulation. ``link``: bytes per second in
 one direction between GPUs of a host, ``host``: between a GPU and its host. ``network``: a GPU's
 part of its host's interfaces (A10 to V100: of the largest hosts that AWS lists with such cards; one
-interface of 25 Gbit/s for a host of consumer cards, assumed). ``like``: whose published runs give
-the part of peak FLOPs that is reached.
+interface of 25 Gbit/s for a host of consumer cards, assumed). ``like``: the card whose published
+runs give the part of peak FLOPs that is reached.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Card:
     source: str
     network: float = 50e9  # one 400 Gbit/s interface per GPU
     like: str = "a100"
-    reached: float = 0.8  # of the network's rate
+    reached: float = 0.8  # the part of the network's rate that runs reach
     latency: float = 10e-6  # seconds of a ring step between hosts
 
 
@@ -52,7 +52,7 @@ _ESTIMATED = _SHEET + "; usable bytes estimated"
 _MODAL = "usable bytes as Modal's GPU glossary lists them; speeds from the vendor's data sheet"
 _NVL = "95,830 MiB shown by the driver; " + _SHEET
 _TORCH = " GiB shown by torch; " + _SHEET
-_AWS, _ONE = 12.5e9 / 8, 3.125e9 / 8  # network of a GPU, as above
+_AWS, _ONE = 12.5e9 / 8, 3.125e9 / 8  # a GPU's part of a network, see the top
 CARDS = {
     c.name: c
     for c in (
@@ -75,7 +75,7 @@ CARDS = {
 
 
 def card(name: str) -> Card:
-    """``ValueError`` lists the names."""
+    """The card of this name. ``ValueError`` lists the known names."""
     found = CARDS.get(name.lower())
     if found is None:
         raise ValueError(f"unknown GPU {name!r}: use one of {', '.join(CARDS)}, or --memory")
@@ -91,7 +91,7 @@ def size(count: float) -> str:
 
 
 def _scaled(text: str, scales: dict[str, float], like: str) -> float:
-    """``ArgumentTypeError``: no positive number with one of the units."""
+    """``ArgumentTypeError``: ``text`` is no positive number with one of the units."""
     lower = text.strip().lower().removesuffix("/s")
     unit = next((unit for unit in scales if lower.endswith(unit)), None)
     try:
@@ -104,17 +104,17 @@ def _scaled(text: str, scales: dict[str, float], like: str) -> float:
 
 
 def bit_rate_of(text: str) -> float:
-    """A rate such as ``10Gbit`` or ``947Mbit/s`` in bytes per second. ``ArgumentTypeError``."""
+    """A rate such as ``10Gbit`` in bytes per second. ``ArgumentTypeError``: no such rate."""
     return _scaled(text, {"gbit": 1e9 / 8, "mbit": 1e6 / 8}, "10Gbit or 947Mbit")
 
 
 def seconds_of(text: str) -> float:
-    """A time such as ``0.2ms`` or ``50us`` in seconds. ``ArgumentTypeError``."""
+    """A time such as ``0.2ms`` or ``50us`` in seconds. ``ArgumentTypeError``: no such time."""
     return _scaled(text, {"ms": 1e-3, "us": 1e-6, "s": 1.0}, "0.2ms or 50us")
 
 
 def counted(count: int, what: str) -> str:
-    """``1 unit``, ``2 units``."""
+    """A count with its noun: ``1 unit``, ``2 units``."""
     return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 

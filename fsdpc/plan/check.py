@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: nothing differs; 1: an error was found; 2: the check itself failed."""
+    """Exit code 0: nothing differs; 1: an error was found; 2: the check itself failed."""
     if arguments.world < 1 or arguments.steps < 1:
         print("fsdpc check: --world and --steps must be at least 1", file=sys.stderr)
         return 2
@@ -75,8 +75,8 @@ def show(outcomes: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
 def run_ranks(
     training: str, world: int, options: tuple[int, str], timeout: float
 ) -> list[dict[str, Any]]:
-    """``options``: steps and api. Each rank's result, or ``{"failed": text}``. Ranks that are late
-    are ended.
+    """Run all ranks. ``options``: steps and api. Returns results by rank, or ``{"failed": text}``.
+    Ranks that are late are ended.
     """
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="fsdpc-check-") as folder:
@@ -91,7 +91,7 @@ def run_ranks(
 
 
 def _wait(ranks: list[Any], folder: Path, timeout: float) -> None:
-    """Until all have ended; after one has failed, the others have 10 s."""
+    """Wait until all ranks have ended; after one has failed, the others have 10 s."""
     deadline = time.monotonic() + timeout
     while any(p.is_alive() for p in ranks) and time.monotonic() < deadline:
         if any(p.exitcode not in (None, 0) for p in ranks):

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 1 if ``--suggest`` finds nothing that fits; 2 for options that do not go together."""
+    """Exit code 0; 1: ``--suggest`` finds nothing that fits; 2: options do not go together."""
 
     def work() -> int:
         wanted = options.wanted(arguments)

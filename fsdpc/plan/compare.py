@@ -2,7 +2,7 @@
 
 The user's function describes the training; see ``trace.Training``. Each rank runs its own batch on
 an unsharded copy, and the copies' gradients are averaged by ``torch.distributed`` alone. In fp32
-the two ways differ by some 5e-7, mistakes by 1e-3 and more.
+the two ways differ by some 5e-7; mistakes make 1e-3 and more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdpc.plan.sources.traced import fully_shard_by, policy_for, training_of
 
 LIMIT = 1e-5  # relative L2 difference in fp32
 _CAUSES = ("tied-weights", "optimizer-before-wrap", "optimizer-options")
-NOISE = 4.0  # low precision: times the unsharded model's own error against fp32
+NOISE = 4.0  # the limit in low precision: times the unsharded model's error against fp32
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Result:
 
 
 def checked(made: Any) -> Training:
-    """``TypeError``: what the function returned is none of the forms."""
+    """The training that the function returned. ``TypeError``: it has none of the known forms."""
     if isinstance(made, dict):
         unknown = set(made) - set(Training.__dataclass_fields__)
         if unknown or not isinstance(made.get("model"), nn.Module):
@@ -80,7 +80,7 @@ def checked(made: Any) -> Training:
 
 def make(factory: Callable[..., Any], rank: int) -> Training:
     """The training of one rank: the same model everywhere, its own data. A function with a
-    parameter ``rank`` gets it; otherwise it is called again with another seed for the data.
+    parameter ``rank`` gets the rank; any other is called again, with a seed by rank, for data.
     """
     takes_rank = "rank" in inspect.signature(factory).parameters
     torch.manual_seed(0)
@@ -94,8 +94,8 @@ def make(factory: Callable[..., Any], rank: int) -> Training:
 def compare(
     factory: Callable[..., Any], rank: int, world: int, steps: int = 1, api: str = ""
 ) -> Result:
-    """Run and compare. ``api``: ``fully_shard`` where the training has no ``shard``, else the
-    wrapper class. Collective over the default process group.
+    """Run and compare. ``api``: how to shard if the training has no ``shard``: ``fully_shard``;
+    anything else is the wrapper class. Collective over the default process group.
     """
     result = Result()
     made = make(factory, rank)
@@ -112,7 +112,7 @@ def compare(
     _check_options(own, result)
     _check_reduction(sharded, result)
     if _values_differ(plain, sharded, result) or any(f.kind in _CAUSES for f in result.findings):
-        return result  # the rest would differ because of it
+        return result  # all the rest would differ because of this
     reference = _like(own, sharded, plain)
     _check_division(made, plain, result, rank, world)
     for step in range(steps):
@@ -140,7 +140,7 @@ def _shard(model: nn.Module) -> nn.Module:
 
 
 def before_wrap(made: Training, result: Result, world: int) -> None:
-    """Data that are equal on all ranks; values and buffers that are not."""
+    """Find data that are equal on all ranks, and values and buffers that are not. Collective."""
     digests = gathered(_digest(t for t in tree_leaves(made.inputs) if isinstance(t, Tensor)))
     if world > 1 and len(set(digests)) == 1 and made.inputs is not None:
         result.add(
@@ -202,7 +202,7 @@ def _check_optimizer(optimizer: Any, sharded: nn.Module, result: Result) -> None
 
 
 def owners(sharded: nn.Module) -> dict[str, tuple[Any, Any, str]]:
-    """The unit, its entry and the unit's module name for each name of a sharded parameter."""
+    """By name of a sharded parameter: its unit, its entry there, and the unit's module name."""
     names = {id(m): clean_fqn(name) for name, m in sharded.named_modules()}
     found = {}
     for host in hosts(sharded):
@@ -259,8 +259,8 @@ def _check_ties(plain: nn.Module, sharded: nn.Module, result: Result) -> None:
 
 
 def _values_differ(plain: nn.Module, sharded: nn.Module, result: Result) -> bool:
-    """Give the plain model rank 0's values where ranks differ; whether wrapping did not.
-    Collective.
+    """Give the plain model rank 0's values where ranks differ; True if wrapping has not given
+    them to the sharded model. Collective.
     """
     kinds = ("initial-values", "buffers-differ")
     found = [f for f in result.findings if f.kind in kinds]
@@ -274,14 +274,14 @@ def _values_differ(plain: nn.Module, sharded: nn.Module, result: Result) -> bool
         name not in values or torch.equal(values[name].to(tensor.dtype), tensor)
         for name, tensor in (*plain.named_parameters(), *plain.named_buffers())
     )
-    if all(gathered(same)):  # sync_module_states=True, or a broadcast
+    if all(gathered(same)):  # by sync_module_states=True, or a broadcast
         result.findings = [f for f in result.findings if f.kind not in kinds]
         return False
     return True
 
 
 def _check_options(optimizer: Any, result: Result) -> None:
-    """Options of parameter groups, which are those of rank 0 on all ranks. Collective."""
+    """Find an option of a parameter group that differs from rank 0's. Collective."""
     mine = [
         {k: repr(v) for k, v in group.items() if k not in ("params", "param_names")}
         for group in optimizer.param_groups
@@ -300,7 +300,7 @@ def _check_options(optimizer: Any, result: Result) -> None:
 
 
 def _check_reduction(sharded: nn.Module, result: Result) -> None:
-    """Gradients that are summed in fewer bits than they are computed in."""
+    """Find gradients that are summed in fewer bits than they are computed in."""
     for unit, info, home in owners(sharded).values():
         computed = unit.param_dtype or unit.dtypes[unit.infos.index(info)]
         summed = unit.reduce_dtype
@@ -318,7 +318,7 @@ def _check_reduction(sharded: nn.Module, result: Result) -> None:
 def _check_division(
     made: Training, plain: nn.Module, result: Result, rank: int, world: int
 ) -> None:
-    """A loss that shrinks with the number of ranks: the mean over ranks divides once more."""
+    """Find a loss that is divided by the number of ranks: their mean divides it once more."""
     losses, model = [], copy.deepcopy(plain)
     for ranks in (world, 1):
         with torch.no_grad(), mock.patch.multiple(dist, get_world_size=lambda *_, n=ranks, **__: n):
@@ -335,7 +335,7 @@ def _check_division(
 
 
 def _check_buffers(sharded: nn.Module, result: Result) -> None:
-    """Buffers that ranks have changed apart, by their own batches. Collective."""
+    """Find a buffer that each rank has changed by its own batch. Collective."""
     if any(f.kind == "buffers-drift" for f in result.findings):
         return
     for name, buffer in sharded.named_buffers():
@@ -413,7 +413,7 @@ def _step(
 
 
 def _average(plain: nn.Module, world: int) -> None:
-    """Mean over ranks. A rank that did not use a parameter contributes zeros, as in the engine."""
+    """Average gradients over ranks. A rank without one contributes zeros, as in the engine."""
     for param in plain.parameters():
         used = torch.tensor(float(param.grad is not None), device="cpu")
         dist.all_reduce(used)
@@ -428,7 +428,7 @@ def _average(plain: nn.Module, world: int) -> None:
 def _limit(
     made: Training, sharded: nn.Module, plain: nn.Module, world: int, rank: int, step: int
 ) -> float:
-    """1e-5, or with low precision a multiple of what that precision does to the plain model."""
+    """The largest good difference: 1e-5, or a multiple of the plain model's low-precision error."""
     narrow = {u.param_dtype for u in _units(sharded) if u.param_dtype is not None}
     narrow |= {u.reduce_dtype for u in _units(sharded) if u.reduce_dtype is not None}
     narrow -= {torch.float32, torch.float64}
@@ -464,7 +464,7 @@ def _gather(sharded: nn.Module, grads: bool) -> dict[str, Tensor | None]:
 
 
 def _whole(tensor: Tensor | None) -> Tensor | None:
-    """Of a DTensor all rows. Collective: a gradient that this rank lacks others may have."""
+    """All rows of a DTensor, or a copy of another tensor. Collective for a DTensor."""
     if tensor is not None and isinstance(tensor, DTensor):
         return tensor.detach().full_tensor()
     return _copy(tensor)
@@ -505,7 +505,7 @@ def _tensors(
     result: Result,
     homes: dict[str, str],
 ) -> None:
-    """Add the first parameter in module order that differs; note the largest difference."""
+    """Add a finding on the first parameter that differs; note the largest difference."""
     rows = {}
     for name, tensor in right.items():
         mine = found.get(name)

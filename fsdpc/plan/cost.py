@@ -6,8 +6,8 @@ runs of FSDP reached (``Rate``). Wire: rings (the alpha-beta model): a collectiv
 the slower of the links inside a host and of the network binds, and each rank has a network
 interface of its own. Gathers and sums overlap with compute except for the first gather and the last
 sum. Packing of activations (``--compress``) adds to compute: one pass in forward and one in
-backward, each over both of their forms, at the rate of the card's memory (``Card.bandwidth``); an
-estimate.
+backward, each over the plain and the packed form, at the card's memory rate (``Card.bandwidth``);
+an estimate.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LATENCY_LINK = 2e-6  # seconds per ring step inside a host
 class Rate:
     """The part of a card's peak FLOPs that runs reach: ``most * w / (w + work) * h / (h + width) /
     (1 + length * s)``, with millions of elements w of a micro-batch's activations, their width h
-    and the sequence's length s. ``low``, ``high``: the published runs' own rates, of this.
+    and the sequence's length s. ``low``, ``high``: the range of the runs' rates, as parts of this.
     """
 
     most: float
@@ -51,11 +51,11 @@ RATES = {
     "h100": Rate(0.7507, 10, 1200, 3e-5, 0.83, 1.12, "34 published FSDP runs on H100"),
     "a100": Rate(0.9347, 8, 750, 3e-5, 0.80, 1.13, "29 published FSDP runs on A100"),
 }
-OTHER = (0.75, 1.2)  # of a card that none of the runs were on; assumed
+OTHER = (0.75, 1.2)  # times low and high, for a card of no run; assumed
 
 
 def rate_of(card: Card) -> Rate:
-    """The card's own, or that of the nearest with a wider interval."""
+    """The card's own rate, or that of the card it is like, with a wider interval."""
     rate = RATES[card.like]
     if card.name.startswith(card.like):
         return rate
@@ -64,7 +64,7 @@ def rate_of(card: Card) -> Rate:
 
 
 def assumed(card: Card) -> str:
-    """What step times rest on."""
+    """A sentence on what step times rest on."""
     return (
         f"step time: FLOPs as in {rate_of(card).runs}, {LINK_EFFICIENCY:.0%} of link bandwidth, "
         f"{LATENCY_LINK * 1e6:.0f} and {card.latency * 1e6:.0f} us per ring step inside and "
@@ -83,8 +83,8 @@ class Cost:
     sent_bytes: float
     packing: float = 0.0
     efficiency: float = 0.0  # part of the card's peak FLOPs while it computes
-    least: float = 1.0  # of compute, at the fastest published rate
-    most: float = 1.0  # and at the slowest
+    least: float = 1.0  # factor of compute at the fastest published rate
+    most: float = 1.0  # factor of compute at the slowest rate
 
     @property
     def step(self) -> float:
@@ -100,7 +100,7 @@ class Cost:
         return busy + self.exposed + self.update
 
     def tokens_per_second(self, plan: Plan) -> float:
-        """Per GPU."""
+        """Tokens per second of one GPU."""
         setup = plan.setup
         tokens = plan.model.tokens * setup.accumulation
         return tokens / self.step / (setup.tensor * setup.pipeline)
@@ -126,7 +126,7 @@ def collective_seconds(size: float, ranks: int, setup: Setup, card: Card, stride
 
 
 def cost(plan: Plan, card: Card) -> Cost:
-    """The step of a plan on a card. ``plan.model.flops`` must be known (> 0) for compute."""
+    """What a plan's step costs on a card. ``plan.model.flops`` must be > 0 for compute."""
     setup, prints, model = plan.setup, plan.engine.by_unit, plan.model
     again = setup.checkpointing if setup.recomputed is None else setup.recomputed
     rate, n = rate_of(card), setup.shards
@@ -134,7 +134,7 @@ def cost(plan: Plan, card: Card) -> Cost:
     flops = model.flops + again * (model.forward or model.flops / 3)
     compute = setup.accumulation * flops / (card.flops * part)
     compute *= 1 + (setup.pipeline - 1) / setup.accumulation  # the pipeline's bubble
-    if plan.model.away is not None:  # beside the forward, a third of the step, and the backward
+    if plan.model.away is not None:  # copies go on beside the forward (a third) and the backward
         bus = setup.accumulation * plan.model.away.copied / card.host
         compute = max(compute / 3, bus) + max(2 * compute / 3, bus)
     sums = setup.accumulation if setup.sync == "every" else 1
@@ -157,7 +157,7 @@ def cost(plan: Plan, card: Card) -> Cost:
     )
     if setup.host and not setup.offloads and setup.transport == "stream":
         away = sum(r.bytes for r in plan.rows if (r.role, r.where) == ("optimizer states", "host"))
-        update = max(update, away / card.host)  # each way; both at the same time
+        update = max(update, away / card.host)  # one way: the two overlap
     if setup.offloads:
         wire = max(wire, setup.accumulation * 3 * moved / card.host)
     packing = setup.accumulation * 2 * plan.model.packing / card.bandwidth
@@ -166,7 +166,7 @@ def cost(plan: Plan, card: Card) -> Cost:
 
 
 def _tensor_seconds(plan: Plan, card: Card) -> float:
-    """Of tensor parallelism: four all-reduces of a block's activations, which nothing hides."""
+    """Seconds of tensor parallelism: four all-reduces per block, which nothing hides."""
     setup, model = plan.setup, plan.model
     if setup.tensor == 1:
         return 0.0

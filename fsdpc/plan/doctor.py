@@ -1,8 +1,8 @@
 """``python -m fsdpc doctor``: is this machine ready, and what to do where it is not.
 
 Each check is a function that returns ``Check`` rows. The round trip of two ranks is real: shared
-memory, a gather and a sum of known values, beside the machine's own copying speed. Started by
-torchrun on several hosts, rank 0 prints, and the link to another host is measured (``link.py``).
+memory, a gather and a sum of known values, beside the machine's own copying speed. If torchrun
+starts several ranks, rank 0 prints, and the link to another host is measured (``link.py``).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PYTHON_TESTED = ((3, 11), (3, 13))
 TORCH_TESTED = ((2, 11), (2, 14))
 ROUND_TRIP_BYTES = 64 << 20
 ROUND_TRIP_SECONDS = 60
-SLOW = 0.1  # of the speed of a plain copy
+SLOW = 0.1  # slow: less than this part of a plain copy's speed
 ANSWER_SECONDS = 5.0
 
 
@@ -47,7 +47,7 @@ class Check:
 
 
 def graded(name: str, good: bool, value: str, cure: str, level: str = "warning") -> Check:
-    """``ok``, or what to do."""
+    """A check: ``ok`` if ``good``, else ``level`` with its ``cure``."""
     return Check(name, "ok", value) if good else Check(name, level, value, cure)
 
 
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: no errors; 1: an error, or with ``--strict`` a warning."""
+    """Exit code 0: no errors; 1: an error, or with ``--strict`` a warning."""
     from fsdpc.plan import link
 
     if link.launched() and os.environ["RANK"] != "0":
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def checks(round_trip: bool = True) -> Iterator[Check]:
-    """All checks in order. One that fails itself is a warning, never an exception."""
+    """All checks in order. A check that itself fails gives a warning, never an exception."""
     parts: list[Callable[[], Iterator[Check]]] = [
         versions,
         kernels,
@@ -132,7 +132,7 @@ def versions() -> Iterator[Check]:
 
 
 def _tested(name: str, version: str, between: tuple[Any, Any], older: str) -> Check:
-    """``older``: the level of a version below those that are tested."""
+    """A check of a version. ``older``: the level of a version below those that are tested."""
     number = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
     low, high = between
     text = f"fsdpc is tested on {low[0]}.{low[1]} to {high[0]}.{high[1]}"
@@ -183,7 +183,7 @@ def memory() -> Iterator[Check]:
 
 
 def _refused(opened: Callable[[], int]) -> str:
-    """Why the kernel opens no such file, "" where it does."""
+    """Why the kernel refuses to open what ``opened`` opens; "" if it does not refuse."""
     try:
         os.close(opened())
     except OSError as error:
@@ -343,7 +343,7 @@ def network() -> Iterator[Check]:
 
 
 def _state_of(interface: str) -> str:
-    """``up, 25 Gbit/s``, as far as the kernel gives it."""
+    """A text such as ``up, 25 Gbit/s``, as far as the kernel knows."""
     words = []
     for what in ("operstate", "speed"):
         try:
@@ -406,7 +406,7 @@ def gpus() -> Iterator[Check]:
 
 
 def _nccl() -> str:
-    """Its version and file, "" where there is none."""
+    """NCCL's version and file; "" if there is no NCCL."""
     from fsdpc import _C
 
     try:
@@ -448,7 +448,7 @@ comm.close()
 
 
 def between_ranks() -> Iterator[Check]:
-    """Of all ranks that torchrun started: how units travel, and the link to another host."""
+    """How units travel among all ranks that torchrun started, and the link to another host."""
     from fsdpc.plan import link
 
     found, travels = link.measure()

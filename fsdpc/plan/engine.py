@@ -54,7 +54,7 @@ def _choice(own: str | None, plans: str | None) -> str | None:
 
 
 def default_reduce(compute: str, setup: Setup) -> str:
-    """In which dtype gradients travel without a ``reduce_dtype``: NCCL rounds a sum of narrow
+    """The dtype in which gradients travel without a ``reduce_dtype``: NCCL rounds sums of narrow
     values after each rank, so more than two ranks send float32 (fsdpc/_comm/wire.py). On one host
     with NCCL's symmetric kernels the run sends the compute dtype; the plan takes the larger.
     """
@@ -81,7 +81,7 @@ def _footprint(
 
 
 def _landing_replicas(setup: Setup) -> int:
-    """How many replicas' shares land behind a shard group's sum; 1: they are summed at once."""
+    """How many replicas' shares land after a shard group's sum; 1: summed at once; 0: none."""
     swaps = setup.swaps
     if swaps is None:
         apart = setup.transport == "shared" and setup.world > setup.ranks_per_host
@@ -167,8 +167,8 @@ def engine_memory(units: tuple[Unit, ...], setup: Setup) -> EngineMemory:
 
 
 def _coded_bytes(placed: list[tuple[int, dict[str, Any]]], setup: Setup) -> int:
-    """Memory for coded pieces of units with these slots: of a GPU for one unit at a time, on a wire
-    for one per slot; ranks that share memory have none.
+    """Memory for coded pieces of units with these slots: on a GPU for one unit at a time, on a wire
+    for one unit per slot; ranks that share memory have none.
     """
     if setup.transport == "stream":
         return max((p["coded_bytes"] for _, p in placed), default=0)
@@ -180,7 +180,7 @@ def _coded_bytes(placed: list[tuple[int, dict[str, Any]]], setup: Setup) -> int:
 
 
 def _grad_bytes(prints: list[dict[str, Any]], reduce_slots: int | None) -> int:
-    """Bytes of gradients; with ``reduce_slots`` of units that step in backward."""
+    """Bytes of units' gradients. ``reduce_slots``: given if the units step in backward."""
     if reduce_slots is not None and prints:
         sizes = [p["grads_bytes"] for p in prints]
         slots = _C.plan_grad_slots(max(sizes), sum(sizes), reduce_slots)

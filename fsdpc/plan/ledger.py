@@ -41,7 +41,7 @@ WORKSPACE_WHY = "cuBLAS workspace of 32 MiB, torch's default on Hopper"
 SLACK = 0.05
 SLACK_HIGH = 0.10
 _PASSES = ("forward", "backward")
-# Where not always.
+# The phases of rows that do not live always.
 _LIVES = {
     "no_sync gradients": _PASSES,
     "recomputed": ("backward",),
@@ -66,7 +66,7 @@ class Plan:
     @property
     def upper(self) -> int:
         """The most that a step may need, with the larger allowance for the allocator and, for
-        activations by formula, for what real models save beside. What must fit.
+        activations by formula, for what real models save besides. This must fit the device.
         """
         more = SLACK_HIGH / SLACK - 1
         return max(p.bytes + round(p.doubt + p.of("allocator") * more) for p in self.timeline)
@@ -85,7 +85,7 @@ class Plan:
         return sum(row.bytes for row in self.rows if row.role == role)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: plain values only."""
+        """The plan as plain values, for JSON."""
         return {
             "schema": "fsdpc.plan/1",
             "model": self.model.name,
@@ -219,9 +219,9 @@ def _state_rows(model: Model, setup: Setup) -> list[Row]:
 
 
 def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """Two moments, of ``muon``'s matrices one; averages, and bases or roots, of the sides of other
-    matrices; what an exchange with the matrices' owners takes. The mean of the ranks: one may have
-    more matrices than another.
+    """Rows for moments (two; for ``muon``'s matrices one), for averages and bases or roots of the
+    sides of other matrices, and for the exchange with matrices' owners. Means over the ranks: one
+    rank may have more matrices than another.
     """
     states = moved = 0.0
     muon = kind.name == "muon"
@@ -246,7 +246,7 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     else:
         sides = [side for size in sizes for side in size if side <= most]
         working = 4 * largest + 3 * 2 * max(sides, default=0) ** 2
-    buffers = 2 if moved <= ROUND else 4  # another round's are on their way
+    buffers = 2 if moved <= ROUND else 4  # the next round's are on their way
     exchange = buffers * max(min(moved, ROUND), largest) if setup.shards > 1 else 0
     where = "host" if setup.offloads else "device"
     why = f"each step moves {size(round(sent * moved))} of matrices to their owners and back"
@@ -263,8 +263,8 @@ def _matrix_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 
 def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """Averages of rows and columns, and whole ones of vectors, at the parameters' owners, to which
-    gradients and values travel. The mean of the ranks."""
+    """Rows for averages of rows and columns (of vectors: of elements), at the parameters' owners,
+    and for gradients and values, which travel there. Means over the ranks."""
     states = moved = largest = 0
     for unit in model.units:
         storage = {param: param.dtype or setup.storage for param in unit.params}
@@ -276,7 +276,7 @@ def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
             moved += item * param.numel
             largest = max(largest, item * param.numel)
     share, most = moved / setup.shards, 4 * ROUND
-    # Gradients, values and new values of a round; beside them the next one's, on their way.
+    # Gradients, values and new values of a round; beside them the next round's, on their way.
     exchange = 3 * max(min(share, most), largest) + (2 * most if share > most else 0)
     exchange = exchange if setup.shards > 1 else 0
     where = "host" if setup.offloads else "device"
@@ -293,7 +293,7 @@ def _factored_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
     ]
 
 
-# max_precondition_dim, unless given
+# the optimizers' defaults of max_precondition_dim
 _LARGEST_SIDE = {"soap": 10000, "shampoo": 8192}
 
 
@@ -315,8 +315,8 @@ def _spans(
 
 
 def _extents(model: Model, setup: Setup, kind: Optimizer) -> list[list[Extent]]:
-    """States to be offloaded, of each parameter: one per unit and storage dtype
-    (``use_orig_params=False``).
+    """The states to be offloaded, of each flat parameter (``use_orig_params=False``); a unit has
+    one such parameter per storage dtype.
     """
     found: list[list[Extent]] = []
     for unit in model.units:
@@ -341,7 +341,7 @@ def _placed(wanted: tuple[Wanted, ...], chunk_bytes: int, page: int) -> tuple[in
 
 
 def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """States in pinned host memory, by the functions that place them there."""
+    """Rows of states in pinned host memory, by the functions that place states there."""
     extents = _extents(model, setup, kind)
     sizes = [sum(extent.nbytes for extent in each) for each in extents]
     chosen = chosen_for_host(sizes, setup.host)
@@ -372,7 +372,7 @@ def _host_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 
 def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
-    """States in files."""
+    """The rows of states in files."""
     wanted = tuple(e.wanted for each in _extents(model, setup, kind) for e in each)
     end, written = _placed(wanted, chunk_bytes_of(setup.disk), PAGE)
     return [
@@ -389,8 +389,8 @@ def _disk_rows(model: Model, setup: Setup, kind: Optimizer) -> list[Row]:
 
 
 def _mapped_rows(rows: list[Row], setup: Setup) -> list[Row]:
-    """Of an optimizer of whole matrices, with its states in files: those of matrices are stepped in
-    a mapping, in whole pages.
+    """The rows of an optimizer of whole matrices if its states are in files. The matrices' states
+    are stepped in a mapping, in whole pages.
     """
     states, *others = rows
     why = f"a file of each rank, all of which each step reads and writes; {states.why}"
@@ -471,7 +471,7 @@ _WHY = {
 
 
 def _moment_rows(timeline: tuple[Point, ...], setup: Setup) -> list[Row]:
-    """One row per role: its size at the peak, or its own maximum where the peak has none of it."""
+    """A row per role: the role's size at the peak, or its maximum if the peak has none of it."""
     peak = max(timeline, key=lambda p: p.bytes)
     rows = []
     for role, why in _WHY.items():

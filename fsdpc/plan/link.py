@@ -2,8 +2,8 @@
 
     torchrun --nnodes 2 --nproc-per-node 1 ... -m fsdpc doctor
 
-Latency of a small message there and back, and the rate of both directions at once, in chunks as
-units travel (csrc/comm/comm_flight.c).
+Doctor measures the latency of a small message, and the rate of both directions at once, in the
+chunks in which units travel (csrc/comm/comm_flight.c).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ SECONDS = 120
 
 @dataclass(frozen=True)
 class Link:
-    """Between rank 0 and ``other``. ``rate``: bytes per second in each direction, both at once;
-    ``gather``: the part of it that torch's ``all_gather`` reaches; ``latency``: seconds one way.
+    """From rank 0 to rank ``other``. ``rate``: bytes per second in each direction, both at once;
+    ``gather``: the part of that which torch's ``all_gather`` reaches; ``latency``: seconds one way.
     """
 
     other: int
@@ -102,7 +102,7 @@ def _between(pair: dist.ProcessGroup, other: int, host: str) -> Link:
 
 def _best(pair: dist.ProcessGroup, call: Callable[[], None]) -> float:
     found = []
-    for _ in range(1 + ROUNDS):  # the first one connects
+    for _ in range(1 + ROUNDS):  # the first call connects
         dist.barrier(group=pair)
         begun = time.perf_counter()
         call()
@@ -111,7 +111,7 @@ def _best(pair: dist.ProcessGroup, call: Callable[[], None]) -> float:
 
 
 def _latency(pair: dist.ProcessGroup, peer: int) -> float:
-    """Seconds one way: half of there and back."""
+    """Seconds one way: half of the time there and back."""
     found, word = [], torch.zeros(1, device="cpu")
     for _ in range(PINGS):
         begun = time.perf_counter()

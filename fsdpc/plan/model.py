@@ -14,7 +14,7 @@ SHORT = {"fp64": "float64", "fp32": "float32", "bf16": "bfloat16", "fp16": "floa
 
 
 def dtype_of(text: str) -> str:
-    """The full name of a dtype (``bf16`` or ``bfloat16``). ``ValueError``: neither."""
+    """The full name of a dtype (``bf16`` or ``bfloat16``). ``ValueError``: no known dtype."""
     name = SHORT.get(text, text)
     if name not in ITEM_BYTES:
         raise ValueError(f"unknown dtype {text!r}: use one of {', '.join(SHORT)}")
@@ -24,11 +24,11 @@ def dtype_of(text: str) -> str:
 @dataclass(frozen=True)
 class Param:
     """A parameter of a unit, each counted once however many modules use it. ``dtype`` None: the
-    plan's storage dtype. Carried as bytes (not cast, not trained) where ``dtype`` is ``uint8``.
+    plan's storage dtype; ``uint8``: it is carried as bytes, not cast and not trained.
     ``row``: elements of one row if the unit is cut between rows (``fully_shard``), else 0.
-    ``sides``: rows and columns of the matrix that it is, or of each of a stack of them; (0, 0):
-    a vector. ``looked_up``: an embedding or output layer. ``codecs``: in which codes the engine
-    gathers it and sends its gradients, and whether what codes lose of these is kept.
+    ``sides``: rows and columns of the matrix, or of each matrix of a stack; (0, 0): a vector.
+    ``looked_up``: an embedding or output layer. ``codecs``: the code of gathered values, the code
+    of gradients on their way, and whether what the code loses of gradients is kept.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Param:
 
     @property
     def matrix(self) -> tuple[int, int]:
-        """``sides`` of what optimizers of whole matrices take; (0, 0): they leave it to AdamW."""
+        """``sides`` if optimizers of matrices take this parameter; (0, 0): AdamW steps it."""
         return (0, 0) if self.looked_up else self.sides
 
 
@@ -53,7 +53,7 @@ class Unit:
     ``depth``: nesting depth among units, 0 for the root. ``group``: units of different groups of
     ranks have slots of their own. ``keeps``: a released unit's values stay until backward, in a
     slot of its own. ``inside``: the unit steps in backward. ``foreign``: gathered values are made
-    in Python, in memory that is not the engine's. The options that are None follow the
+    in Python, in memory that is not the engine's. Options that are None follow the
     plan's.
     """
 
@@ -97,9 +97,9 @@ class Moment:
 class Model:
     """Units in module order, the root's first, and the moments of one forward and backward.
 
-    ``tokens``: of the micro-batch that the moments stand for. ``flops``: of one forward and
+    ``tokens``: those of the micro-batch whose moments these are. ``flops``: of one forward and
     backward of that micro-batch. ``notes``: assumptions made on the way. ``traced``: the moments
-    are of a trace: of the setup's micro-batch if ``sized``, else of the inputs that a program has.
+    are from a trace, with the setup's micro-batch if ``sized``, else with a program's own inputs.
     ``guessed``: the shapes are not those of a model that exists. ``missing``: why there are no
     moments. ``doubt``: the part by which activations of real models may be more than the moments'.
     """
@@ -135,7 +135,7 @@ class Model:
 
     @property
     def width(self) -> float:
-        """Of the activations between blocks; for a traced model, of blocks with as many FLOPs."""
+        """The width of activations between blocks; for a traced model, by its FLOPs."""
         if "width" in self.extra:
             return self.extra["width"]
         blocks = self.blocks or sum(unit.depth > 0 for unit in self.units) or 1
@@ -154,8 +154,8 @@ class Setup:
     where ``shared`` ranks are more than ``ranks_per_host``).
     ``sync``: gradients are reduced after ``every`` micro-batch or the ``last`` (``no_sync``).
     ``disk``: bytes of buffers for states on a disk (``fsdpc.optim.Disk``); 0: states in memory.
-    ``host``: part of the states of parameters on GPUs that is in host memory, and
-    ``host_buffers``, the bytes of each GPU that those pass through (``fsdpc.optim.Host``).
+    ``host``: part of the states of parameters on GPUs that is in host memory;
+    ``host_buffers``: bytes of each GPU that these states pass through (``fsdpc.optim.Host``).
     ``in_backward``: the optimizer steps each unit in backward (``fsdpc.optim.in_backward``).
     ``offload_activations``: saved activations in host memory, from GPUs
     (``fsdpc.activations.offload``).
@@ -238,7 +238,7 @@ ZERO = {
 
 
 def check(setup: Setup) -> Setup:
-    """``ValueError`` naming the option that is out of range."""
+    """The setup, completed. ``ValueError`` names the option that is out of range."""
     for name in _COUNTS:
         if getattr(setup, name) < 1:
             raise ValueError(f"{name} must be at least 1, got {getattr(setup, name)}")
@@ -264,7 +264,7 @@ def check(setup: Setup) -> Setup:
     if setup.compress and setup.offload_activations:
         raise ValueError("activations are compressed or offloaded: use one of the two options")
     if setup.offload_activations and setup.transport != "stream":
-        setup = replace(setup, offload_activations=False)  # nothing is copied there
+        setup = replace(setup, offload_activations=False)  # they are there already
     if setup.disk and setup.transport == "stream" and not setup.offload:
         raise ValueError("states on a disk are stepped in host memory: use offload=True with disk")
     if setup.in_backward and setup.accumulation > 1:

@@ -31,11 +31,11 @@ from fsdpc._torch import PROFILE_STEP, RUN_BACKWARD
 
 RESERVE_BYTES = 16 << 20  # of address space: no page of it is touched
 REPORT = "fsdpc.plan.shortage"
-HEAD = "fsdpc: out of memory"  # of the note
+HEAD = "fsdpc: out of memory"  # how the note begins
 STEP = "an optimizer's step"
 _WORDS = ("can't allocate memory", "not enough memory", "out of memory", "ALLOC_FAILED")
 
-# The host memory of everything else that the program had when a tree was made.
+# For each tree the host memory that the program used beside the tree when it was made.
 PROGRAM_BYTES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 _reserve: list[mmap.mmap] = []
@@ -47,7 +47,7 @@ def is_shortage(error: BaseException) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     if isinstance(error, (_C.CommError, _C.StateError)):
-        return False  # its text may quote another rank's
+        return False  # its text may quote another rank's error
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, RuntimeError) and any(word in str(error) for word in _WORDS)
@@ -65,9 +65,9 @@ def explain(
     """Add the report to ``error`` as a note, once, if an allocation has failed. Local; raises
     nothing.
 
-    ``phase``: what the program did; ``name``: of the unit, or ``host``: the unit's host, if it is
-    known; ``placed``: (depth, unit) of a tree that was being made; ``optimizer``: the one that
-    stepped.
+    ``phase``: what the program did; ``name``: the unit's, or ``host``: the unit's host, if one is
+    known; ``placed``: (depth, unit) of a tree that was being made; ``optimizer``: the optimizer
+    that stepped.
     """
     if not is_shortage(error) or any(n.startswith(HEAD) for n in getattr(error, "__notes__", ())):
         return
@@ -90,8 +90,8 @@ def explain(
 
 
 def watch() -> None:
-    """From a unit's construction on: torch's backward and optimizers' steps report shortages, and
-    the reserve exists. Local.
+    """Called when a unit is made: from then on torch's backward and optimizers' steps report
+    shortages, and the reserve exists. Local.
     """
     refill()
     if _watching:
@@ -133,7 +133,7 @@ def process_bytes() -> dict[str, int]:
 
 def private_bytes() -> int:
     """The sum of ``process_bytes`` while no other process has touched the memory that ranks share,
-    0 where the kernel gives no figure. Some 0.1 ms where ``process_bytes`` takes 3 to 30.
+    0 where the kernel gives no figure. It takes some 0.1 ms, ``process_bytes`` 3 to 30.
     """
     if os.getpid() != PROCESS:  # forked: the parent has a part of these pages
         return sum(process_bytes().values())
@@ -146,7 +146,7 @@ def private_bytes() -> int:
 
 
 def refill() -> None:
-    """Make the reserve if there is none. Without memory for it there is none."""
+    """Make the reserve, if there is none yet and there is memory for it."""
     if not _reserve:
         try:
             _reserve.append(mmap.mmap(-1, RESERVE_BYTES, flags=mmap.MAP_PRIVATE))

@@ -24,7 +24,7 @@ WRAPS = ("blocks", "embeddings", "whole")
 
 @dataclass(frozen=True)
 class Wanted:
-    """The meaning of a command line. ``builds``: the model by wrap; ``build``: of ``--wrap``."""
+    """What a command line means. ``builds``: the model by wrap; ``build``: that of ``--wrap``."""
 
     build: Build
     builds: dict[str, Build]
@@ -152,7 +152,7 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
 
 
 def answer(command: str, work: Callable[[], int]) -> int:
-    """What the work returns; 2, with one sentence, for options that do not go together."""
+    """What ``work`` returns; 2, after a printed sentence, if options do not go together."""
     try:
         return work()
     except BrokenPipeError:
@@ -163,7 +163,7 @@ def answer(command: str, work: Callable[[], int]) -> int:
 
 
 def wanted(options: argparse.Namespace) -> Wanted:
-    """``ValueError`` in one sentence for whatever does not go together."""
+    """What the options mean. ``ValueError``, in one sentence: they do not go together."""
     if options.cpu and (options.suggest or options.simulate or options.gpu):
         raise ValueError("--suggest, --simulate and --gpu rest on a GPU's speeds: leave --cpu away")
     notes: list[str] = []
@@ -188,7 +188,7 @@ def wanted(options: argparse.Namespace) -> Wanted:
 
 
 def _linked(card: Card, options: argparse.Namespace) -> Card:
-    """The card on the network that the user names."""
+    """The card with the network's rate and latency that the user gives."""
     if options.cpu and (options.link or options.latency):
         raise ValueError(
             "--link and --latency are for times, which rest on a GPU: leave --cpu away"
@@ -251,8 +251,8 @@ def _unknown(name: str) -> str:
 
 
 class _Traced:
-    """A model that is traced: of ``module:function``, or of a configuration. The trace is kept for
-    setups that it does not depend on.
+    """A model that is traced, from ``module:function`` or from a configuration. A trace is kept,
+    for all setups that differ only in what traces do not depend on.
     """
 
     def __init__(self, text: str, wrap: str, api: str, config: Any = None) -> None:
@@ -271,8 +271,8 @@ class _Traced:
 
 
 def _from_config(options: argparse.Namespace) -> geometry.Geometry | _Traced:
-    """A transformers ``config.json``, as the library builds it. By formula, for model types whose
-    shapes are known here, where the library is not installed or an option asks for the formula.
+    """The model of a ``config.json``, as transformers builds it; by formula, for model types whose
+    shapes are known here, if the library is not installed or an option asks for the formula.
     """
     from fsdpc.plan.sources import configs
 

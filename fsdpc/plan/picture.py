@@ -11,12 +11,12 @@ from fsdpc.plan.ledger import Plan
 from fsdpc.plan.rows import ROLES, Key, Point, total
 
 MOST_BARS = 8
-_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # where the card's line crosses
+_PAPER = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}  # behind texts on the card's line
 
 
 def draw(path: str, plan: Plan, others: Sequence[tuple[str, Plan]], usable: int | None) -> None:
     """Writes a PNG, SVG or PDF: bars of ``others`` at their peaks, and below the timeline of
-    ``plan``. ``ImportError``: no matplotlib. ``ValueError``: a format that it does not write.
+    ``plan``. ``ImportError``: no matplotlib. ``ValueError``: matplotlib does not know the format.
     """
     plt = _pyplot()
     figure, (bars, line) = plt.subplots(
@@ -106,8 +106,8 @@ def _scale(count: float) -> tuple[float, str]:
 def _layers(
     axes: Any, points: Sequence[Point], unit: tuple[float, str], room: float = 0
 ) -> set[str]:
-    """A layer of each role, and a mark at the highest point; the roles. ``room``: bytes that the
-    axis reaches at least.
+    """Draw a layer for each role and a mark at the highest point; returns the roles. ``room``:
+    bytes that the axis reaches at least.
     """
     scale, name = unit
     roles = [p.roles for p in points]
@@ -135,7 +135,7 @@ def _layers(
 
 
 def _sections(axes: Any, labels: Sequence[str]) -> None:
-    """A dotted line where a label ends, and as many labels as there is room for."""
+    """Draw a dotted line where a label ends, and as many labels as there is room for."""
     every = max(1, len(set(labels)) // 12)
     begin = 0
     for at, (label, same) in enumerate(itertools.groupby(labels)):
@@ -157,7 +157,7 @@ def _sections(axes: Any, labels: Sequence[str]) -> None:
 def _bars(
     axes: Any, bars: dict[str, dict[str, int]], unit: tuple[float, str], room: float = 0
 ) -> set[str]:
-    """A bar for each name, of its roles; the roles. ``room``: as for ``_layers``."""
+    """Draw a bar of roles for each name; returns the roles. ``room``: as for ``_layers``."""
     scale, name = unit
     used = _in_order({role for roles in bars.values() for role in roles})
     left = [0.0] * len(bars)

@@ -2,7 +2,7 @@
 
 The engine calls an observer after each of its hooks (a unit gathered, released, reduced; the end
 of a backward), and optimizers call one around their steps; without a profile neither exists. The
-engine's part is read from its own counters. Of torch's tensors a dispatch mode counts storages:
+engine's part is read from its own counters. A dispatch mode counts storages of torch's tensors:
 each belongs to the unit whose forward or backward allocated it, until it is found to be a gradient
 or an optimizer's state.
 """
@@ -41,13 +41,13 @@ from fsdpc.plan.sources.held import (
 from fsdpc.plan.sources.live import LiveBytes
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-PROCESS_S = 1.0  # the kernel's sum over all mappings takes milliseconds
+PROCESS_S = 1.0  # between two reads of process_bytes, which take milliseconds
 OTHER: Key = ("other", "")
 UPDATE: Key = ("update's temporaries", "")
 
 
 class OwnedBytes(LiveBytes):
-    """Live bytes by owner: of what is allocated while the mode is active."""
+    """Live bytes by owner, of tensors that are allocated while the mode is active."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class OwnedBytes(LiveBytes):
         super()._gone(key)
 
     def assign(self, tensor: Tensor, owner: Key) -> None:
-        """``tensor`` belongs to another owner from now on, if it is one of those counted."""
+        """Let ``tensor`` belong to another owner from now on, if it is counted."""
         key = id(tensor.untyped_storage())
         before = self._owners.get(key)
         if before is not None and before != owner:
@@ -116,7 +116,7 @@ class _Watched:
 
 
 class profile_memory:  # noqa: N801: used like a function
-    """Context manager: records what is live by role and unit. Local; between steps.
+    """Context manager: records what is live by role and unit. Local; enter it between steps.
 
     ``model``: None for all sharded models of this process. ``tensors`` False: torch's tensors are
     not counted, only the engine's memory and the process's, which costs some microseconds for each
@@ -196,12 +196,12 @@ class profile_memory:  # noqa: N801: used like a function
         tree.core.observer = lambda kind, unit: self._seen(watched, kind, unit)
 
     def _seen(self, watched: _Watched, kind: str, index: int) -> None:
-        """The engine's observer."""
+        """What the engine calls after each of its hooks."""
         name = watched.tree.units[index].name or "(root)"
         recompute = watched.tree.core.phase == "backward"
         if kind == "pre_forward":
             if index == 0 and not recompute:
-                watched.stack.clear()  # also of a forward that raised
+                watched.stack.clear()  # may hold units of a forward that raised
                 self._begin_pass()
             watched.stack.append(index)
         elif kind == "post_forward" and watched.stack:
@@ -216,7 +216,7 @@ class profile_memory:  # noqa: N801: used like a function
         self._own(watched, name if kind == "pre_backward" else None, recompute)
 
     def _own(self, watched: _Watched, name: str | None, recompute: bool) -> None:
-        """Whose the next allocations are."""
+        """Set the owner of the next allocations."""
         if self._live is None:
             return
         if self._phase == "idle":
@@ -338,7 +338,7 @@ def _gpu(watched: Sequence[_Watched]) -> torch.device | None:
 
 
 def _device_figures(device: torch.device | None) -> dict[str, int]:
-    """torch's allocator on a GPU."""
+    """Bytes of torch's allocator on a GPU; empty if there is none."""
     if device is None:
         return {}
     stats = torch.cuda.memory_stats(device)

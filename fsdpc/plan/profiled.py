@@ -12,16 +12,16 @@ from fsdpc.plan.rows import SHARDS, Key, Point, tops, total
 from fsdpc.plan.show import plain_table, size
 from fsdpc.plan.snapshot import snapshot, write
 
-LEAST_STEPS = 3  # after the first, whose end has what stays
-LEAST_BYTES = 4096  # a step: less is a list of losses
-NAMED = 3  # units of a growth
+LEAST_STEPS = 3  # after the first, at whose end is what stays anyway
+LEAST_BYTES = 4096  # per step: less may be a list of losses
+NAMED = 3  # units that a growth names
 TEMPORARIES: Key = ("temporaries", "")
 
 
 @dataclass(frozen=True)
 class Sample:
     """One moment. ``live``: bytes by (role, unit), "" for what units share; ``over``: bytes of
-    tensors that were live above that since the last sample; ``gathered``: units whose values could
+    tensors above ``live``, at most, since the last sample; ``gathered``: units whose values could
     be read; ``resident``: bytes of the process; ``device``: torch's allocator on a GPU.
     """
 
@@ -55,8 +55,8 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Growth:
-    """A role that grew in every step but the first. ``units``: the most of it, bytes per step.
-    Of the role ``gathered``: what was gathered at the end of each step, in bytes.
+    """A role that grew in every step but the first. ``units``: those that grew most, bytes per
+    step. For the role ``gathered``: bytes that were still gathered when the last step ended.
     """
 
     role: str
@@ -134,7 +134,7 @@ class Profile:
         return sorted(found, key=lambda g: -g.bytes_per_step)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """The profile as plain values, for JSON."""
         return {
             "schema": "fsdpc.profile/1",
             "source": "run",
@@ -189,7 +189,7 @@ class Profile:
             raise ValueError(f"{path}: use .json, .png, .svg, .pdf or .pickle")
 
     def snapshot(self) -> dict[str, Any]:
-        """In the format of ``torch.cuda.memory._snapshot``."""
+        """The profile in the format of ``torch.cuda.memory._snapshot``."""
         return snapshot(self._points, self.samples[-1].live)
 
     def __str__(self) -> str:
@@ -205,7 +205,7 @@ class Profile:
         return "\n".join([*lines, *(f"LEAK: {growth}" for growth in self.growth())])
 
 
-# Roles of which each unit has its part at all times.
+# Roles in which each unit has a part at all times.
 _EVEN = (*SHARDS, "optimizer states")
 
 

@@ -83,8 +83,8 @@ def _of_the_driver(trees: Sequence[Any], held: dict[str, int]) -> Iterator[Line]
     known = started + sum(held[role] for role in SLOTS)
     if torch.cuda.is_available():
         known += torch.cuda.memory_reserved(device)
-        known -= sum(tree.memory_stats()["coded_bytes"] for tree in trees)  # in torch's as well
-    else:  # the simulated GPU, whose driver has all of it
+        known -= sum(tree.memory_stats()["coded_bytes"] for tree in trees)  # in torch's cache, too
+    else:  # the simulated GPU, whose driver counts all memory
         known += sum(held[role] for role in ENGINE if role not in SLOTS)
     note = "what the GPU has in use beside torch's cache and the lines above, by all processes"
     yield Line("device context", CONTEXT_BYTES, max(total - free - known, 0), note, assumed=True)

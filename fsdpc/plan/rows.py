@@ -1,6 +1,6 @@
 """What a ledger of one rank's memory consists of, whoever has counted it: a plan, or a run.
 
-``Row``: planned bytes of a role. ``Line``: these beside what a run holds. ``Point``: what is live
+``Row``: planned bytes of a role. ``Line``: planned bytes beside a run's. ``Point``: what is live
 at one moment of a step. Nothing here needs torch.
 """
 
@@ -15,7 +15,7 @@ Key = tuple[str, str]  # role and unit; "" as the unit of what units share
 
 
 class Role(NamedTuple):
-    """``stat``: what ``fsdpc.memory_stats`` calls the bytes, of the engine's own memory."""
+    """``stat``: the name in ``fsdpc.memory_stats`` if the bytes are the engine's own memory."""
 
     colour: str
     stat: str = ""
@@ -47,7 +47,7 @@ ROLES = {
 }
 ENGINE = {name: role.stat for name, role in ROLES.items() if role.stat}
 SHARDS = ("shards", "gradient shards")  # each unit has its own
-SLOTS = ("gather slots", "reduce slots", "spare memory")  # beside torch's allocator
+SLOTS = ("gather slots", "reduce slots", "spare memory")  # not in torch's allocator
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Row:
 @dataclass(frozen=True)
 class Line:
     """``planned`` None: not known beforehand, such as a foreign optimizer's states; ``assumed``:
-    what the planner takes without a device, which does not describe a run.
+    the planner assumed ``planned`` without a device, so that a run may differ from it.
     """
 
     role: str
@@ -113,7 +113,7 @@ class Point:
         return total(self.live, 0)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: plain values only."""
+        """The point as plain values, for JSON."""
         return {"phase": self.phase, "unit": self.unit, "bytes": self.bytes, "roles": self.roles}
 
 

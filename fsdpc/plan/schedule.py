@@ -14,8 +14,8 @@ from fsdpc.plan.model import Setup, Unit
 
 @dataclass(frozen=True)
 class Event:
-    """``op``: "gather", "release" or "reduce". ``bytes``: the buffer of the collective; 0 without
-    one: for a release, for a gather whose values are still in their slot, and on one rank.
+    """``op``: "gather", "release" or "reduce". ``bytes``: of the collective's buffer; 0 without a
+    collective: a release, a gather whose values are still in their slot, and all on one rank.
     """
 
     phase: str
@@ -25,7 +25,7 @@ class Event:
 
 
 def schedule(units: tuple[Unit, ...], engine: EngineMemory, setup: Setup) -> tuple[Event, ...]:
-    """One micro-batch whose gradients are reduced. ``units`` are in the order of their forward,
+    """Events of a micro-batch whose gradients are reduced. ``units`` are in forward's order,
     outer units first.
     """
     if len(units) != len(engine.by_unit):

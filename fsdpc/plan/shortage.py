@@ -1,4 +1,4 @@
-"""The report of an allocation that failed: by what, how much, what is in use, what would help.
+"""The report of an allocation that failed: who asked for how much, what is in use, what helps.
 
 Made while memory is short: it reads counters of the engine and of the process, and repeats the
 planner's arithmetic; it allocates some hundred kilobytes.
@@ -41,7 +41,7 @@ from fsdpc.plan.sources.held import (
 from fsdpc.plan.states import BY_CLASS
 
 CHANGES = 3
-# The planner's phase of what the program did; of anything else, the highest point of all.
+# The planner's phase for what the program did; for anything else, the highest point of all.
 _MOMENTS = {
     "wrapping": "rest",
     "forward": "forward",
@@ -58,7 +58,7 @@ def report(
     placed: Sequence[tuple[int, Any]],
     optimizer: Any,
 ) -> str:
-    """The text; see ``fsdpc.plan.noticed.explain``. Local."""
+    """The report; the arguments are those of ``fsdpc.plan.noticed.explain``. Local."""
     if optimizer is not None:
         units = {owner_of(p) for group in optimizer.param_groups for p in group["params"]}
         if not any(units):
@@ -110,7 +110,7 @@ def asked_bytes(error: BaseException) -> int:
 
 
 def _tree(placed: Sequence[tuple[int, Any]], optimizer: Any) -> Any:
-    """The tree concerned, or a stand-in for one that has no slots yet."""
+    """The tree concerned, or a stand-in for a tree that has no slots yet."""
     if placed:
         return SimpleNamespace(
             units=[u for _, u in placed], depths=[d for d, _ in placed], core=None
@@ -130,7 +130,7 @@ def _last_event(tree: Any) -> int:
 
 
 def _unit_of_backward(tree: Any) -> str:
-    """The unit that the backward entered last, or what comes after it if it is done there."""
+    """The unit that backward entered last; if backward is done there, the root after this unit."""
     if tree.core is None or tree.core.entered is None:
         return "(root)"
     index, done = tree.core.entered
@@ -142,8 +142,8 @@ def _unit_of_backward(tree: Any) -> str:
 
 
 def _process(tree: Any, held: Sequence[Line]) -> int:
-    """Bytes that the process holds: of torch's allocator and slots on a GPU, else its own part of
-    the host's memory.
+    """Bytes that the process holds: on a GPU those of torch's allocator and of slots, else the
+    process's part of the host's memory.
     """
     if device := gpu_of(tree):
         coded = 0 if tree.core is None else tree.memory_stats()["coded_bytes"]
@@ -216,7 +216,7 @@ def _states(point: Point) -> int:
 
 class _Measured:
     """The planner's model of a run whose activations were measured, as a whole: checkpointing
-    leaves one block's of them, and the block inputs, which are not known, come on top.
+    leaves those of one block; block inputs, which are not known, are left out.
     """
 
     def __init__(self, units: tuple[Unit, ...], activations: int) -> None:
@@ -267,7 +267,7 @@ def _most(values: Any) -> Any:
 
 
 def _optimizer_name(tree: Any) -> str:
-    """The planner's name of the optimizer; of one without states if there is none yet."""
+    """The planner's name of the optimizer; ``sgd``, without states, if none is known."""
     for optimizer in optimizers_of(tree.units):
         name = BY_CLASS.get(type(optimizer).__name__)
         if name == "adamw" and any(group.get("fused") for group in optimizer.param_groups):

@@ -21,13 +21,13 @@ def seconds(value: float) -> str:
 
 
 def line(text: str, indent: str = "  ") -> None:
-    """Print a sentence, broken where the terminal ends; ``indent``: of its further lines."""
+    """Print a sentence, broken where the terminal ends; ``indent``: before its further lines."""
     columns = min(shutil.get_terminal_size((WIDTH, 0)).columns, WIDTH)
     print(textwrap.fill(text, max(columns, 40), subsequent_indent=indent))
 
 
 def table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Cells are texts; columns of numbers are aligned to the right."""
+    """Print a table. Cells are texts; columns of numbers are aligned to the right."""
     print(plain_table(title, head, rows))
 
 
@@ -51,7 +51,7 @@ def plain_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) 
 
 
 def beside(title: str, lines: Sequence[Line], verdicts: bool = True) -> str:
-    """Rows beside what a run holds; without ``verdicts`` their bytes alone."""
+    """A table of planned bytes beside a run's; without ``verdicts`` only the bytes."""
     rows = []
     for one in lines:
         planned = "-" if one.planned is None else size(one.planned)
@@ -62,7 +62,7 @@ def beside(title: str, lines: Sequence[Line], verdicts: bool = True) -> str:
 
 
 def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
-    """The ledger, the timeline's summits and the verdict."""
+    """Print the ledger, the timeline's highest points and the verdict."""
     setup, peak = plan.setup, plan.peak
     line(
         f"{plan.model.name}: {plan.model.values:,} parameters in "
@@ -103,7 +103,7 @@ def show_plan(plan: Plan, usable: int | None, cost: Cost | None) -> None:
         line(f"note: {note}")
 
 
-# The columns of a plan's table: of a row and its bytes at the peak.
+# The columns of a plan's table, each made from a row and the row's bytes at the peak.
 _COLUMNS: dict[str, Callable[[Row, int], str]] = {
     "what": lambda row, _: row.role + (f" [{row.where}]" if row.where != "device" else ""),
     "bytes": lambda row, _: size(row.bytes),
@@ -114,7 +114,7 @@ _COLUMNS: dict[str, Callable[[Row, int], str]] = {
 
 
 def show_reasons(plan: Plan) -> None:
-    """Because of what each row has its bytes."""
+    """Print why each row has its bytes."""
     line("Because")
     for row in plan.rows:
         line(f"{row.role}: {row.why}", indent="    ")
@@ -139,7 +139,7 @@ def verdict(plan: Plan, usable: int) -> str:
 
 
 def show_changes(changes: Sequence[Change], timed: bool = True) -> None:
-    """``timed`` False: step times are not known and left out."""
+    """Print a row per switch. ``timed`` False: step times are not known and left out."""
     table(
         "What each switch would change",
         ("switch", "peak", "step"),
@@ -155,7 +155,7 @@ def show_changes(changes: Sequence[Change], timed: bool = True) -> None:
 
 
 def show_units(plan: Plan) -> None:
-    """Bytes of each distinct unit; ``packed``: its gradients as they travel."""
+    """Print bytes of each distinct unit; ``packed``: the unit's gradients as they travel."""
     alike: dict[Any, list[Any]] = {}
     for unit, sizes in zip(plan.model.units, plan.engine.by_unit, strict=True):
         alike.setdefault((unit.params, unit.depth), []).append((unit, sizes))
@@ -169,7 +169,7 @@ def show_units(plan: Plan) -> None:
 
 
 def show_suggestions(found: Sequence[Suggestion]) -> None:
-    """What all of them do is said once; what does not fit beside the numbers goes below them."""
+    """Print plans. Means that all share are said once; long labels go on in further lines."""
     common = [each for each in found[0].means if all(each in s.means for s in found)]
     rows = []
     for s in found:

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0; 2 for options that do not go together."""
+    """Exit code 0; 2: options do not go together."""
 
     def work() -> int:
         return show_worlds(arguments, options.wanted(arguments), arguments.strategies.split(","))
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
-    """``ValueError`` names what is no number of ranks."""
+    """The worlds in ``text``, else ``default``. ``ValueError`` names what is no number of ranks."""
     if not text:
         return list(default)
     parts = [part.strip() for part in text.split(",")]
@@ -73,7 +73,7 @@ def worlds_of(text: str | None, default: Sequence[int]) -> list[int]:
 def show_worlds(
     arguments: argparse.Namespace, wanted: options.Wanted, strategies: Sequence[str]
 ) -> int:
-    """``plan --simulate`` has one strategy, and its JSON is the list of worlds alone."""
+    """Print all worlds. ``plan --simulate`` has one strategy; its JSON is a list of worlds."""
     host = wanted.setup.ranks_per_host
     default = [host * 4**i for i in range(7)]
     worlds = worlds_of(arguments.worlds, [*default, MOST_RANKS // host * host])

@@ -18,12 +18,12 @@ ROOM = 1 << 44  # addresses between roles, more than any role is large
 STEP_US = 1000
 
 
-_NOTHING = ("alloc", "free_requested", "free_completed")  # so that one entry is unknown
+_NOTHING = ("alloc", "free_requested", "free_completed")  # actions of an ``unknown`` entry
 
 
 def snapshot(points: Sequence[Point], kept: Mapping[Key, int]) -> dict[str, Any]:
-    """The snapshot of a timeline as plain values, one device's trace. ``kept``: what the segments
-    show.
+    """The snapshot of a timeline as plain values, one device's trace. ``kept``: bytes that the
+    segments show.
     """
     known = ("other", "")
     trace = [_entry(action, BASE - ROOM, 512, known, "", 0) for action in _NOTHING]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-OF_WHOLE = ("muon", "soap", "shampoo", "adafactor")  # matrices, with states at their owners
+OF_WHOLE = ("muon", "soap", "shampoo", "adafactor")  # matrices, stepped at their owners
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Optimizer:
 
     @property
     def without(self) -> str:
-        """What a figure says of ``rest``."""
+        """What a row of the plan says of ``rest``."""
         return f"; without {self.rest}" if self.rest else ""
 
     def state_bytes(self, item: int) -> float:
@@ -39,12 +39,12 @@ class Optimizer:
 
     @property
     def offloads(self) -> bool:
-        """Whether its states pass through buffers, to host memory or a disk."""
+        """Whether the states pass through buffers, to host memory or a disk."""
         has_some = self.master or self.moments > 0 or self.name in ("adamw-bf16", "adamw8bit")
         return has_some and self.name not in OF_WHOLE
 
     def takes(self, changes: Mapping[str, object]) -> bool:
-        """Whether its states can be where these options of a setup put them."""
+        """Whether the states can be where these options of a setup put them."""
         moves = changes.get("host") or changes.get("disk") and self.name not in OF_WHOLE
         return self.offloads or not moves
 
@@ -161,7 +161,7 @@ BY_CLASS = {name: o.name for o in OPTIMIZERS.values() for name in o.classes}
 
 
 def optimizer(name: str) -> Optimizer:
-    """``ValueError`` lists the names."""
+    """The optimizer of this name. ``ValueError`` lists the known names."""
     if name not in OPTIMIZERS:
         raise ValueError(f"unknown optimizer {name!r}: use one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[name]

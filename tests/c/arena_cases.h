@@ -20,7 +20,7 @@ new_arena(const arena_place *p)
     return arena;
 }
 
-/* An arena knows a range by its address. */
+/* Makes a range; afterwards its address must not change, as an arena knows a range by its address. */
 static void
 init_range(const arena_place *p, fsdpc_range *range, size_t bytes)
 {
@@ -37,7 +37,7 @@ await_copies(const arena_place *p)
     fsdpc_device_event_free(p->device, event);
 }
 
-/* As an exchange writes. */
+/* Writes to a range as an exchange does. */
 static void
 fill(const arena_place *p, const fsdpc_arena *arena, const fsdpc_range *range, int value)
 {
@@ -102,7 +102,7 @@ ranges_of_one_slot_show_the_same_bytes(const arena_place *p)
     fill(p, arena, &small, 7);
     CHECK(all_at(p, large.address, unit, 7));
     CHECK(all_at(p, (char *)large.address + unit, 2 * unit, 1));
-    /* Bound anew: the other slot's bytes. */
+    /* Bound to the other slot, the range shows that slot's bytes. */
     REQUIRE_OK(fsdpc_arena_bind(arena, &small, second));
     CHECK(all_are(p, &small, 2));
     CHECK_INT(small.slot, second);
@@ -135,7 +135,7 @@ spare_memory_is_private_and_the_slot_comes_back(const arena_place *p)
         CHECK_INT(fsdpc_arena_spare_bytes(arena), p->unit);
         CHECK_INT(fsdpc_arena_spare_count(arena), i);
         fill(p, arena, &two, 6);
-        REQUIRE_OK(fsdpc_arena_spare(arena, &two)); /* spare already: stays */
+        REQUIRE_OK(fsdpc_arena_spare(arena, &two)); /* spare already: nothing changes */
         CHECK(all_are(p, &two, 6) && all_are(p, &one, 5));
         CHECK_INT(fsdpc_arena_spare_count(arena), i);
         REQUIRE_OK(fsdpc_arena_restore(arena, &two));

@@ -10,8 +10,8 @@ typedef struct carrier {
     fsdpc_comm *inner; /* NULL: calls do nothing, as if the other ranks had agreed to everything */
     bool owned;        /* the release frees `inner` and the carrier */
     int calls, released;
-    int fail_at, fail_status; /* this call fails, counted from 1; 0: none */
-    flying *flies;            /* sends and receives, NULL: none */
+    int fail_at, fail_status; /* the call that fails, counted from 1; 0: none */
+    flying *flies;            /* for sends and receives; NULL: there are none */
 } carrier;
 
 static int
@@ -121,7 +121,7 @@ carrier_drop(void *context, void *transfers)
     flying_drop(((carrier *)context)->flies, transfers);
 }
 
-/* A communicator over `inner`, which it takes; with a group's `name` units fly. */
+/* A communicator over `inner`, which it owns; with a group's `name` it sends and receives (flights). */
 __attribute__((unused)) static fsdpc_comm *
 carrier_over(fsdpc_device *device, int rank, int world, fsdpc_comm *inner, const char *name)
 {

@@ -40,7 +40,7 @@ engine_value(int unit, int segment, int64_t position, int version)
     return (double)((position * 7 + unit * 31 + segment * 13 + version * 3) % 251);
 }
 
-/* Fills this rank's pieces, what pads them included. */
+/* Fills this rank's pieces, padding included. */
 __attribute__((unused)) static void
 engine_set_masters(fsdpc_unit *unit, int number, int version)
 {
@@ -54,7 +54,7 @@ engine_set_masters(fsdpc_unit *unit, int number, int version)
     }
 }
 
-/* What a segment that travels coded is gathered as; to be freed. NULL: it travels as it is. */
+/* What a segment that travels coded is gathered as; the caller frees it. NULL: it travels uncoded. */
 static char *
 engine_decoded(const fsdpc_unit *unit, int number, int segment, int version)
 {
@@ -107,8 +107,8 @@ enum { ENGINE_KINDS = 6, ENGINE_PARAMS = 4 };
 #define ENGINE_SPEC(n, numel, storage, compute, reduce, trainable) \
     {n, numel, FSDPC_##storage, FSDPC_##compute, FSDPC_##reduce, trainable, 0, 0, 0, false}
 
-/* plain; mixed precision with frozen parameters and bytes; low precision with a double; large
- * enough for several chunks; frozen; nearly nothing. */
+/* Kinds: plain; mixed precision with frozen parameters and bytes; low precision with a double; large enough
+ * for several chunks; frozen; nearly nothing. */
 static fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
     {ENGINE_SPEC("a", 1000, F32, F32, F32, true), ENGINE_SPEC("b", 37, F32, F32, F32, true)},
     {ENGINE_SPEC("a", 601, F32, BF16, F32, true), ENGINE_SPEC("frozen", 130, F32, BF16, F32, false),
@@ -122,8 +122,8 @@ static fsdpc_param_spec engine_specs[ENGINE_KINDS][ENGINE_PARAMS] = {
 };
 static const int engine_spec_counts[ENGINE_KINDS] = {2, 4, 3, 2, 1, 2};
 
-/* A program that is run as test_NAME_rows: rows of up to 13 elements, so that hardly any piece is a multiple of
- * 16 bytes. */
+/* For programs that run as test_NAME_rows: units get rows of up to 13 elements, so that hardly any piece is a
+ * multiple of 16 bytes. */
 static void
 engine_lay_by_rows(void)
 {
@@ -165,7 +165,7 @@ engine_random(uint64_t *state)
     return engine_mix(*state);
 }
 
-/* Three of four parameters get a gradient. */
+/* True for three of four parameters: these get a gradient. */
 static bool
 engine_present(int rank, int unit, int param, int step, int round)
 {
@@ -227,7 +227,7 @@ engine_fill_grads(const fsdpc_unit *unit, engine_grads *grads)
     }
 }
 
-/* What rank r sends of an element: its first gradient as it is, further ones added up. */
+/* What a rank sends of an element: its first gradient, or (`first` false) the sum of the further ones. */
 static double
 engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int unit, int param,
             int64_t k, int step, bool first)
@@ -245,7 +245,7 @@ engine_sent(const fsdpc_segment *seg, bool travels, int rank, int rounds, int un
     return travels ? item_stored(seg->reduce, sum) : sum;
 }
 
-/* Where ranks of a flying wire are: each on a host of its own, even and odd ones on two, or in pairs. */
+/* Where ranks of a flying wire are: each on its own host, even and odd ones on two hosts, or in pairs. */
 enum { ENGINE_APART, ENGINE_BY_TURNS, ENGINE_IN_PAIRS };
 __attribute__((unused)) static int engine_hosts;
 
@@ -255,7 +255,7 @@ engine_host(int rank)
     return engine_hosts == ENGINE_BY_TURNS ? rank % 2 : engine_hosts ? rank / 2 : rank;
 }
 
-/* One value per host, which sums its ranks' and rounds once. */
+/* Puts one value per host in place of the ranks': their sum, rounded once. Returns the number of hosts. */
 static int
 engine_sum_hosts(const fsdpc_segment *seg, int world, double *sent)
 {
@@ -273,7 +273,7 @@ engine_sum_hosts(const fsdpc_segment *seg, int world, double *sent)
     return hosts;
 }
 
-/* What `step` leaves in the gradient when rank r took part in rounds[r] rounds: ranks in order. */
+/* The gradient after `step` if rank r took part in rounds[r] rounds: ranks are added in their order. */
 static double
 engine_expected(const fsdpc_unit *unit, const int *rounds, int number, int param, int64_t k,
                 int step, bool wire)
@@ -316,7 +316,7 @@ engine_used(const fsdpc_unit *unit, const int *rounds, int number, int param, in
     return false;
 }
 
-/* Elements of this rank's gradient that are not what they must be; padding must be zero. */
+/* The number of elements and marks of this rank's gradient that are wrong; padding must be zero. */
 __attribute__((unused)) static int64_t
 engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, int step, bool wire)
 {
@@ -348,7 +348,7 @@ engine_count_wrong_grads(const fsdpc_unit *unit, const int *rounds, int number, 
 
 /* --- communicators --------------------------------------------------------------------------- */
 
-/* Over a wire units travel by sends and receives, else by blocking collectives. */
+/* Over a wire units travel by sends and receives if this is set, else by blocking collectives. */
 __attribute__((unused)) static bool engine_flies;
 
 /* Whether a run's sums over a wire are rounded before the division. */
@@ -382,7 +382,7 @@ engine_join(int rank, ranks_run *run, bool wire)
     return comm;
 }
 
-/* One rank of a group that is not there: for what a rank does alone. */
+/* A communicator of one rank whose group is not there: for what a rank does alone. */
 __attribute__((unused)) static fsdpc_comm *
 engine_pretend(int rank, int world)
 {

@@ -1,5 +1,5 @@
 /* Sends and receives between ranks for the callbacks of carrier.h: each message is a file, matched by tag and
- * order, as of a library that sends in the background.
+ * order, as with a library that sends in the background.
  */
 #ifndef FSDPC_TEST_FLYING_H
 #define FSDPC_TEST_FLYING_H
@@ -23,11 +23,11 @@ typedef struct flying_count {
 } flying_count;
 
 typedef struct flying {
-    char name[64]; /* of the group */
+    char name[64]; /* the group's name */
     int rank;
     flying_count counts[FLYING_COUNTS];
     int used;
-    int posted, dropped; /* sets of transfers */
+    int posted, dropped; /* numbers of sets of transfers */
 } flying;
 
 static int flying_moved; /* transfers that this process has posted */
@@ -52,7 +52,7 @@ flying_number(flying *self, int peer, bool send, uint32_t tag)
     return 0;
 }
 
-/* The file appears whole, under its last name. */
+/* The file appears under its last name only when it is whole. */
 static void
 flying_write(const char *file, const void *memory, size_t bytes)
 {
@@ -95,7 +95,7 @@ flying_drop(void *context, void *transfers)
     free(t);
 }
 
-/* What is received lands when it is waited for, not before: whoever reads earlier reads what was there. */
+/* A receive gets its bytes only when it is landed: a reader that looks earlier sees what was there before. */
 static int
 flying_post(void *context, const fsdpc_comm_move *moves, int count, uint32_t tag, const char *what,
             void **transfers)

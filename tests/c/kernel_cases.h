@@ -20,7 +20,7 @@ typedef struct kernel_set {
 
 enum {
     KERNEL_GUARD = 64,      /* bytes after a destination that must stay as they were */
-    KERNEL_PATTERN = 10007, /* elements; then they repeat */
+    KERNEL_PATTERN = 10007, /* elements, after which the values repeat */
     KERNEL_SOURCES = 70,    /* more than the wide tables list at a time */
 };
 
@@ -107,7 +107,7 @@ fill(void *block, fsdpc_dtype type, int64_t n)
     }
 }
 
-/* Bit for bit; where a sum met two NaNs, only that a NaN came out. */
+/* True if two arrays are equal bit for bit; with `any_nan` a NaN equals any other NaN. */
 static bool
 same(const void *a, const void *b, fsdpc_dtype type, int64_t n, bool any_nan)
 {
@@ -135,20 +135,20 @@ same_value(double a, double b)
 
 /* --- one case ------------------------------------------------------------------------------ */
 
-/* Source, result and wanted result; `at`: where the result begins in its block. */
+/* Memory for the source, the result and the wanted result; `at`: where the result begins in its block. */
 struct bed {
     char *src, *got, *want;
     size_t at, bytes;
 };
 
-/* `skip` elements from a boundary, or as many bytes where any address will do. */
+/* The byte offset of an element: `skip` elements from a boundary, or `skip` bytes if any address will do. */
 static size_t
 place(const kernel_set *set, fsdpc_dtype type, int skip)
 {
     return (size_t)skip * (set->aligned ? fsdpc_dtype_bytes(type) : 1);
 }
 
-/* Room for n elements of both types; the result begins at `at`. */
+/* Room for n elements of each of the two types; the result begins at `at`. */
 static struct bed
 new_bed(int64_t n, fsdpc_dtype a, fsdpc_dtype b, size_t at)
 {
@@ -169,7 +169,7 @@ free_bed(struct bed *bed)
     free(bed->want);
 }
 
-/* The first n elements of the result, and all that lies before and behind them. */
+/* True if the first n elements of the result are as wanted and all before and behind is unchanged. */
 static bool
 as_wanted(const struct bed *bed, fsdpc_dtype type, int64_t n, bool any_nan)
 {
@@ -179,7 +179,7 @@ as_wanted(const struct bed *bed, fsdpc_dtype type, int64_t n, bool any_nan)
            memcmp(bed->got + end, bed->want + end, bed->bytes - end) == 0;
 }
 
-/* The same values for both to add to. */
+/* Fills the result and the wanted result with equal sums to add to. */
 static void
 fill_sums(struct bed *bed, fsdpc_dtype type, int64_t n)
 {
@@ -234,7 +234,7 @@ compare_accumulate(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype from, int
     free_bed(&bed);
 }
 
-/* A third of what is seen is as the sum shows it, the rest was changed. */
+/* Every third element seen (in large arrays nearly all) is as its sum shows it; the others were changed. */
 static void
 compare_refresh(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype type, int64_t n, int skip,
                 int seen_skip)
@@ -249,7 +249,7 @@ compare_refresh(const kernel_set *set, fsdpc_dtype acc, fsdpc_dtype type, int64_
         uint64_t shown = 0;
         plain->cast(&shown, type, sum, acc, 1, 1.0);
         if (i % 3 == 0 || n > 1000) {
-            memcpy(seen, &shown, i % 700 ? narrow : 0); /* whole blocks are as they were, too */
+            memcpy(seen, &shown, i % 700 ? narrow : 0); /* so whole blocks are unchanged, too */
         }
         if (memcmp(seen, &shown, narrow) != 0) {
             plain->cast(sum, acc, seen, type, 1, 1.0);
@@ -306,7 +306,7 @@ compare_norm(const kernel_set *set, fsdpc_dtype type, int64_t n, int skip, bool 
     free(block);
 }
 
-/* Of the largest size only a part: it takes long. */
+/* Only some sums of sources are tried for the large sizes: they take long. */
 __attribute__((unused)) static void
 kernels_are_the_plain_ones(const kernel_set *set, const int64_t *sizes, int size_count)
 {

@@ -36,8 +36,8 @@ typedef struct ranks_run {
     bool kills; /* the rank `killed` is expected to die of SIGKILL */
     int killed;
     int option;       /* for the function's own use */
-    double timeout_s; /* 0: longer than the deadline */
-    char name[64];    /* of the group */
+    double timeout_s; /* 0: twice RANKS_DEADLINE_S */
+    char name[64];    /* the group's name */
     _Atomic uint32_t flags[RANKS_MAX];
     _Atomic uint64_t counter;
     rank_result results[RANKS_MAX];
@@ -55,7 +55,7 @@ rank_keep(ranks_run *run, int rank, int status)
     return status;
 }
 
-/* What a rank kept. */
+/* Checks what a rank kept: its status, and that its text contains `part`. */
 __attribute__((unused)) static void
 check_result(const ranks_run *run, int rank, int status, const char *part)
 {
@@ -145,7 +145,7 @@ typedef struct shared_mapping {
 
 enum { MAPPINGS = 256 };
 static shared_mapping ranks_mappings[MAPPINGS];
-/* Mappings at an address of the caller's stay there, each thread's its own: gather slots. */
+/* If set, mappings at a caller's address stay there, each thread its own, as gather slots need. */
 static bool ranks_keep_addresses;
 static pthread_mutex_t ranks_lock = PTHREAD_MUTEX_INITIALIZER;
 
@@ -237,7 +237,7 @@ ranks_start_threads(ranks_run *run, rank_function function)
     fsdpc_shm_mmap = ranks_mmap;
     fsdpc_shm_munmap = ranks_munmap;
     fsdpc_shm_process = ranks_process;
-    /* The deadline of a stuck thread is that of the whole program. */
+    /* A stuck thread ends the whole program. */
     alarm(RANKS_DEADLINE_S * 2);
     for (int i = 0; i < run->world; i++) {
         threads[i] = (ranks_thread){.rank = i, .run = run, .function = function};
@@ -276,8 +276,8 @@ ranks_do_as(const char *what, rank_function function, ranks_run plan)
 
 /* --- what is left behind --------------------------------------------------------------------- */
 
-/* Entries of a directory: descriptors in /proc/self/fd (its own included), threads in
- * /proc/self/task, names in /dev/shm. */
+/* The number of entries of a directory: descriptors in /proc/self/fd (that of this reading included), threads
+ * in /proc/self/task, names in /dev/shm. */
 __attribute__((unused)) static int
 count_entries(const char *directory)
 {

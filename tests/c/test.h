@@ -54,7 +54,7 @@ static _Atomic int test_failures, test_checks;
         }                                                                                   \
     } while (0)
 
-/* The error text must name `part`: a parameter, a rank, a limit. */
+/* Also checks that the error text contains `part`: the name of a parameter, a rank, a limit. */
 #define CHECK_ERROR(expr, status, part)                                        \
     do {                                                                       \
         fsdpc_error_clear();                                                   \
@@ -91,8 +91,8 @@ test_skip(const char *reason)
     exit(TEST_SKIPPED);
 }
 
-/* Makes the first, second, ... allocation of `action` fail until it gets through without. The
- * action releases whatever it made and returns its status; it must not leak in any case. */
+/* Makes the first, second, ... allocation of `action` fail, until none is left to fail. The action releases
+ * whatever it made and returns its status; it must not leak in any case. */
 __attribute__((unused)) static void
 test_alloc_sweep(int (*action)(void *), void *argument)
 {

@@ -60,7 +60,7 @@ unbound_ranges_read_as_zeros(void)
 
 /* --- slots ----------------------------------------------------------------------------------- */
 
-/* What is written before a slot is bound is lost; a new slot is zero. */
+/* What is written before a slot is bound is lost: a new slot is zero. */
 static void
 new_slots_are_zero(const arena_place *p)
 {
@@ -119,7 +119,7 @@ count_and_end(int number)
     _exit(number == SIGSEGV && passed_on == 1 ? 41 : 42);
 }
 
-/* Handlers of before and of later see all other faults; without one the process ends by the signal. */
+/* Signal handlers from before and after get all other faults; without one the signal ends the process. */
 static void
 other_faults_are_passed_on(void)
 {
@@ -187,7 +187,7 @@ ranks_see_the_same_slots(int rank, ranks_run *run)
         CHECK_INT(((char *)range.address)[i], i < half ? 1 : 2);
     }
     REQUIRE_OK(fsdpc_shm_barrier(shm, &what));
-    /* One rank's spare memory is its own. */
+    /* A rank's spare memory is its own: the other rank does not see it. */
     if (rank == 0) {
         REQUIRE_OK(fsdpc_arena_spare(arena, &range));
         memset(range.address, 99, range.bytes);

@@ -61,7 +61,7 @@ parts_combine_for_any_cut(void)
 static const struct {
     const char *json;
     int64_t data_bytes;
-    const char *problem; /* NULL: it is good */
+    const char *problem; /* in the error text; NULL: the header is good */
 } headers[] = {
     {"{}", 0, NULL},
     {A(F32_2), 8, NULL},
@@ -117,7 +117,7 @@ headers_are_checked(void)
     for (size_t i = 0; i < sizeof headers / sizeof *headers; i++) {
         fsdpc_header header;
         const size_t bytes = strlen(headers[i].json);
-        char *exact = malloc(bytes ? bytes : 1); /* without a NUL, so that ASan sees reads behind */
+        char *exact = malloc(bytes ? bytes : 1); /* no NUL behind, so that ASan sees reads there */
         memcpy(exact, headers[i].json, bytes);
         if (headers[i].problem != NULL) {
             CHECK_ERROR(fsdpc_header_parse(exact, bytes, headers[i].data_bytes, &header),
@@ -155,7 +155,7 @@ draw(uint64_t below)
     return random_state % below;
 }
 
-/* Replaces `cut` bytes at `at` by others. */
+/* Replaces `cut` bytes at `at` by the `count` bytes of `by`. */
 static size_t
 replace(char *json, size_t bytes, size_t at, size_t cut, const char *by, size_t count)
 {
@@ -214,7 +214,7 @@ mutate(char *json, size_t bytes)
     }
 }
 
-/* What was accepted covers the data, and every text can be read. */
+/* Checks that an accepted header covers the data and that all its texts can be read. */
 static void
 check_accepted(const fsdpc_header *header, int64_t data_bytes)
 {
@@ -261,7 +261,7 @@ mutated_headers_are_refused_or_right(long count, uint64_t seed)
         const int64_t data_bytes = draw(8) ? headers[which].data_bytes : (int64_t)draw(64);
         fsdpc_header header;
         const int status = fsdpc_header_parse(exact, bytes, data_bytes, &header);
-        free(exact); /* what was parsed does not point into it */
+        free(exact); /* the parsed header does not point into it */
         if (status == FSDPC_OK) {
             check_accepted(&header, data_bytes);
             fsdpc_header_clear(&header);
@@ -374,7 +374,7 @@ edges_of_pages_can_be_left_out(void)
     }
 }
 
-/* More short runs than are set aside at once, between long ones whose ends lie inside pages. */
+/* More short ranges than are set aside at once, between long ones whose ends lie inside of pages. */
 static void
 many_runs_arrive(bool direct)
 {
@@ -410,7 +410,7 @@ many_runs_arrive(bool direct)
     free(back);
 }
 
-/* The whole pages fit, the part of a page behind them does not. */
+/* Writing the whole pages succeeds, writing the part of a page behind them fails. */
 static void
 an_edge_that_fails_is_an_error(void)
 {

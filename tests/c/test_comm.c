@@ -11,10 +11,10 @@ static fsdpc_device *device;
 /* --- values ---------------------------------------------------------------------------------- */
 
 static const fsdpc_dtype TYPES[] = {FSDPC_F32, FSDPC_BF16, FSDPC_F16, FSDPC_F64};
-/* The last is above a chunk of the stage (128 Ki floats); none is divisible by all world sizes. */
+/* The last count is above a chunk of the stage (128 Ki floats); no count is divisible by all world sizes. */
 static const int64_t COUNTS[] = {1, 17, 1000, 43691, 131075};
 enum { LARGEST = 131075 };
-/* The thread sanitizer sees nothing new in more types, but is slow. */
+/* Fewer types under the thread sanitizer: it sees nothing new in more of them, but is slow. */
 #ifdef __SANITIZE_THREAD__
 enum { ALL_TYPES = 2 };
 #else
@@ -125,7 +125,7 @@ try_broadcast(fsdpc_comm *comm, unsigned char *buffer, size_t bytes, int root)
     CHECK_INT(wrong, 0);
 }
 
-/* `room` bytes at `buffer`; only the first `types` of TYPES, where time is dear. */
+/* Tries all collectives with `room` bytes at `buffer`; only the first `types` of TYPES, as more take long. */
 static void
 try_all(fsdpc_comm *comm, void *buffer, size_t room, size_t types)
 {
@@ -272,7 +272,7 @@ die_in_a_collective(int rank, ranks_run *run)
         status = run_collective(comm, run->option, buffer);
     } while (status == FSDPC_OK);
     rank_keep(run, rank, status);
-    /* The same words again, from whatever is called. */
+    /* Later calls of any kind fail with the same text. */
     CHECK_ERROR(fsdpc_comm_barrier(comm, "later"), FSDPC_E_PEER, run->results[rank].text);
     fsdpc_comm_free(comm);
     free(buffer);
@@ -319,8 +319,8 @@ different_collectives_are_noticed(bool threads)
     }
 }
 
-/* Option 0: barriers for different reasons, 1: a barrier and an agreement, 2: agreements for different reasons. A third
- * rank does not come. */
+/* Option 0: barriers for different reasons; 1: a barrier and an agreement; 2: agreements for different
+ * reasons. A third rank, if there is one, does not come. */
 static void
 mean_something_else(int rank, ranks_run *run)
 {
@@ -339,8 +339,8 @@ mean_something_else(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* How many of the first two ranks say that the calls differ. Where a third rank is missing, a rank that a loaded machine
- * holds up for longer than the deadline is only told that another one gave up. */
+/* How many of the first two ranks say that the calls differ. With a third rank, which is missing, a rank that
+ * a loaded machine holds up for longer than the deadline is told only that another one gave up. */
 static int
 count_mismatches(int option, bool threads)
 {
@@ -452,7 +452,7 @@ callbacks_carry_everything(int rank, ranks_run *run)
     void *buffer = malloc(room);
     REQUIRE_OK(fsdpc_comm_shm(device, rank, run->world, run->name, run->timeout_s, &self.inner));
     REQUIRE_OK(fsdpc_comm_c10d(device, rank, run->world, &calls, &comm));
-    memset(&calls, 0, sizeof calls); /* they were copied */
+    memset(&calls, 0, sizeof calls); /* the communicator has copied them */
     CHECK_STR(fsdpc_comm_kind(comm), "c10d");
     try_all(comm, buffer, room, 1);
     CHECK(self.calls > 0);
@@ -491,7 +491,7 @@ new_parts(fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gather)
     }
 }
 
-/* All of the parts after a gather, this rank's pieces after a sum. */
+/* The number of wrong elements: in whole parts after a gather, in this rank's pieces after a sum. */
 static int64_t
 count_wrong_parts(const fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gather)
 {
@@ -509,7 +509,7 @@ count_wrong_parts(const fsdpc_comm_part *parts, const fsdpc_comm *comm, bool gat
     return wrong;
 }
 
-/* Calls of the carrier: 200001 elements go alone, and on 3 ranks 60000 as well. */
+/* Counts the carrier's calls: parts of 200001 elements go alone, on 3 ranks those of 60000 as well. */
 static void
 small_parts_go_together(int rank, ranks_run *run)
 {
@@ -662,7 +662,7 @@ run_flights(int rank, ranks_run *run)
 enum { PACKET_PARTS = 5 };
 static const int64_t PACKET_NUMEL[PACKET_PARTS] = {5, 20000, 16384, 0, 1};
 
-/* Whether all but this rank's own piece of a part came, from every other rank. */
+/* Checks that the pieces of all other ranks came: to their places in `whole`, or to `landed` where given. */
 static void
 check_part(int rank, int world, const float *whole, const char *landed, size_t stride, int p)
 {
@@ -710,7 +710,7 @@ run_packets(int rank, ranks_run *run)
                            : fsdpc_flight_gather(comm, parts, PACKET_PARTS, FSDPC_TO_ALL, &mark,
                                                  "gather", &flight));
         CHECK_INT(fsdpc_flight_sent_bytes(flight), (5 + 20000 + 16384 + 1) * 4 * (world - 1));
-        /* With each other rank marks, the large part and one packet, both ways. */
+        /* To and from each other rank: the marks, the large part and one packet. */
         CHECK_INT(flying_moved - before, 6 * (world - 1));
         REQUIRE_OK(fsdpc_flight_land(flight, "landing", &agreed));
         CHECK(agreed);
@@ -760,7 +760,7 @@ run_keys(int rank, ranks_run *run)
     for (int i = 0; i <= KEYS; i++) {
         fsdpc_flight *flight = flights[(i + 2) % (KEYS + 1)];
         REQUIRE_OK(fsdpc_flight_land(flight, "landing", NULL));
-        CHECK(i == 1 || fsdpc_flight_is_here(flight)); /* the second one is the gather */
+        CHECK(i == 1 || fsdpc_flight_is_here(flight)); /* the gather is landed second */
         fsdpc_flight_free(flight);
     }
     int wrong = 0;
@@ -821,8 +821,8 @@ run_now(int rank, ranks_run *run)
     fsdpc_comm_free(comm);
 }
 
-/* The last rank means another flight: data moves among the others at most, every rank learns all marks, the next
- * flight is sound. */
+/* The last rank's mark is of another flight: data moves among the other ranks at most, every rank learns all
+ * marks, and the next flight is sound. */
 static void
 run_other_marks(int rank, ranks_run *run)
 {

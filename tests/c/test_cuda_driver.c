@@ -8,7 +8,7 @@
 
 static char folder[] = "/tmp/fsdpc-driver-XXXXXX";
 
-/* Hands out one function for every name: enough, as only these answers are looked at. */
+/* Hands out one function for most names: that is enough, as only the other names' answers are looked at. */
 static const char *const fake =
     "#include <stdlib.h>\n"
     "#include <string.h>\n"

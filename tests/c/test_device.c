@@ -150,7 +150,7 @@ memory_is_given_back(void)
         REQUIRE_OK(fsdpc_device_alloc(device, sizes[i % 3], &out));
         fsdpc_device_free(device, out, sizes[i % 3]);
     }
-    CHECK(mapped_pages() - before < 100); /* fewer than one page a round */
+    CHECK(mapped_pages() - before < 100); /* less than one page a round stays */
 }
 
 /* --- threads ------------------------------------------------------------------------------- */
@@ -336,7 +336,7 @@ wait_for_child(pid_t child)
 static void
 a_forked_child_starts_its_own_helpers(fsdpc_pool *pool)
 {
-#ifdef __SANITIZE_THREAD__ /* it ends a child that starts threads */
+#ifdef __SANITIZE_THREAD__ /* TSan ends a child that starts threads */
     (void)pool;
     return;
 #endif
@@ -382,7 +382,7 @@ device_in_child(void)
     return -fsdpc_device_cpu(&out);
 }
 
-/* The device is made once in a process, so each way of failing gets a process. */
+/* The device is made once in a process, so each way of failing is tried in a process of its own. */
 static int
 status_in_child(const char *name, const char *value, int64_t fail_after)
 {

@@ -5,9 +5,9 @@
 
 typedef struct pool {
     int allocs, frees, releases, trims;
-    size_t skew;     /* from what is aligned */
-    bool empty;      /* refuses */
-    void *blocks[8]; /* what was given: one too many is a fault of the test */
+    size_t skew;     /* bytes behind an aligned address */
+    bool empty;      /* it refuses */
+    void *blocks[8]; /* all that it gave: more would be a fault of the test */
     fsdpc_stream *stream;
 } pool;
 
@@ -74,7 +74,7 @@ blocks_go_back_to_where_they_came_from(void)
     CHECK(none == NULL && first.allocs == 1 && a == first.blocks[0]);
     CHECK_INT(sum_of(a, 1000), 0);
     set(&second);
-    CHECK_INT(first.releases, 0); /* a block of it is out */
+    CHECK_INT(first.releases, 0); /* one of its blocks is not freed yet */
     REQUIRE_OK(fsdpc_device_alloc(device, 77, &b));
     CHECK(second.allocs == 1 && b == second.blocks[0]);
     CHECK_INT(fsdpc_device_foreign_bytes(device), 1077);

@@ -18,7 +18,7 @@ enum { PAGES = 700, BYTES = PAGES * FSDPC_DISK_PAGE, BUFFERS = 3 };
 static unsigned char *memory[BUFFERS];
 static enum { AS_IT_IS, RESERVES_NOTHING, CANNOT_RESERVE, FULL } file_system;
 
-/* In the place of the C library's, for file systems that are not at hand. */
+/* Takes the place of the C library's function and plays file systems that are not at hand. */
 int
 fallocate(int fd, int mode, off_t offset, off_t bytes)
 {
@@ -85,7 +85,7 @@ bytes_come_back(fsdpc_disk_io io, bool direct)
         CHECK_INT(fsdpc_disk_wait(disk, b), FSDPC_OK);
         memset(memory[b], 0, BYTES);
     }
-    for (int b = 0; b < BUFFERS; b++) { /* into the next buffer */
+    for (int b = 0; b < BUFFERS; b++) { /* each buffer's bytes go into the next buffer */
         parts_of(b, parts);
         CHECK_INT(fsdpc_disk_start(disk, false, (b + 1) % BUFFERS, parts, 3), FSDPC_OK);
     }
@@ -115,7 +115,7 @@ faults_have_names(fsdpc_disk_io io)
     fsdpc_disk_options options = options_of(io, true);
     REQUIRE_OK(fsdpc_disk_open(&options, &disk));
     REQUIRE_OK(fsdpc_disk_grow(disk, 4 * FSDPC_DISK_PAGE));
-    REQUIRE_OK(fsdpc_disk_grow(disk, FSDPC_DISK_PAGE)); /* never shorter */
+    REQUIRE_OK(fsdpc_disk_grow(disk, FSDPC_DISK_PAGE)); /* a file never gets shorter */
     fsdpc_disk_describe(disk, &info);
     CHECK_INT(info.bytes, 4 * FSDPC_DISK_PAGE);
     CHECK_ERROR(fsdpc_disk_grow(disk, INT64_MAX / 2), FSDPC_E_IO, "rank 3: reserving");
@@ -152,12 +152,12 @@ space_is_there_or_refused(void)
     file_system = FULL;
     CHECK_ERROR(fsdpc_disk_grow(disk, BYTES), FSDPC_E_IO, "No space left");
     fsdpc_disk_describe(disk, &info);
-    CHECK_INT(info.bytes, FSDPC_DISK_PAGE); /* as before the calls that failed */
+    CHECK_INT(info.bytes, FSDPC_DISK_PAGE); /* as before the two calls that failed */
     CHECK(fstat(info.fd, &found) == 0 && found.st_size == FSDPC_DISK_PAGE);
     file_system = CANNOT_RESERVE;
     REQUIRE_OK(fsdpc_disk_grow(disk, BYTES));
     CHECK(fstat(info.fd, &found) == 0 && found.st_size == BYTES);
-    CHECK((int64_t)found.st_blocks * 512 >= BYTES); /* written */
+    CHECK((int64_t)found.st_blocks * 512 >= BYTES); /* written, as it cannot be reserved */
     file_system = AS_IT_IS;
     CHECK(fsdpc_disk_close(disk));
 }

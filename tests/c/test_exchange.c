@@ -12,7 +12,7 @@ enum { UNITS = 6, MAX_EVENTS = 64, TIMEOUT_S = 20 };
 static const int kinds[UNITS] = {0, 1, 2, 5, 4, 0};
 static const char *const names[UNITS] = {"u0", "u1", "u2", "u3", "u4", "u5"};
 
-/* Of the group that a test starts next. */
+/* How the group behaves that a test starts next. */
 static struct setup {
     uint64_t seed;
     int steps, slots, reduce_slots;
@@ -22,14 +22,14 @@ static struct setup {
     bool prefetch;
     bool nest;       /* two units live at once */
     int most_rounds; /* reductions of one unit in one backward */
-    bool large;      /* one unit, of several chunks */
+    bool large;      /* there is one unit, of several chunks */
     int slow;        /* this rank, counted from 1, sleeps now and then; 0: none */
 } setup;
 
 typedef struct group {
     int rank, world, step, forwards;
     int unit_count;
-    uint64_t state, naps; /* of the schedule, of sleeps */
+    uint64_t state, naps; /* random states of the schedule and of sleeps */
     fsdpc_comm *comm;
     fsdpc_unit *units[UNITS];
     fsdpc_trace *trace;
@@ -282,7 +282,7 @@ digest_of_run(const char *what, int world, bool threads)
         .counter;
 }
 
-/* One schedule on all ranks, each rank its own, ranks that skip units and forwards. */
+/* First one schedule on all ranks, then each rank its own, then ranks that also skip units and forwards. */
 static void
 values_and_sums_are_exact(int world, uint64_t seeds, bool threads)
 {
@@ -376,12 +376,12 @@ run_wrong_guess(int rank, ranks_run *run)
     REQUIRE_OK(begin_pass(&g));
     REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[1]));
     REQUIRE_OK(fsdpc_exchange_prefetch(g.x, g.units[0]));
-    REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[2])); /* the slot of 0 */
+    REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[2])); /* takes the slot of unit 0 */
     check_values(&g, 2);
     check_values(&g, 1);
     REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[0]));
     check_values(&g, 0);
-    CHECK_INT(fsdpc_exchange_spare_count(g.x), 1); /* 0 and 2 are both live now */
+    CHECK_INT(fsdpc_exchange_spare_count(g.x), 1); /* units 0 and 2 are both live now */
     REQUIRE_OK(fsdpc_exchange_drop(g.x));
     REQUIRE_OK(fsdpc_exchange_end(g.x));
     close_group(&g);
@@ -429,7 +429,7 @@ run_poison(int rank, ranks_run *run)
     for (int u = 0; u < 2; u++) {
         REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[u]));
         check_values(&g, u);
-        /* Rank 0 releases while the others still hold the slot, and they still read it. */
+        /* Rank 0 releases while the others still hold the slot and read it. */
         if (g.rank != 0) {
             REQUIRE_OK(fsdpc_comm_barrier(g.comm, "poison"));
             check_values(&g, u);
@@ -448,7 +448,7 @@ run_poison(int rank, ranks_run *run)
         }
         REQUIRE_OK(fsdpc_comm_barrier(g.comm, "poison"));
     }
-    /* Gathered again in the same pass: the values, not what was left in the slot. */
+    /* Gathered again in the same pass: the values are there, not the poison. */
     REQUIRE_OK(fsdpc_exchange_gather(g.x, g.units[1]));
     check_values(&g, 1);
     REQUIRE_OK(fsdpc_exchange_release(g.x, g.units[1]));
@@ -516,7 +516,7 @@ run_uneven_forwards(int rank, ranks_run *run)
     close_group(&g);
 }
 
-/* Several chunks of a piece, filled by whoever comes first. */
+/* A piece has several chunks, which any rank may fill: the first that comes. */
 static void
 run_large(int rank, ranks_run *run)
 {
@@ -554,7 +554,7 @@ run_mismatch(int rank, ranks_run *run)
                                 "of unit u1");
     } else {
         int status = rank == 0 ? reduce_one(&g, 0, 0) : fsdpc_exchange_gather(g.x, g.units[2]);
-        if (rank == 0 && engine_flies) { /* lands at the end at the latest */
+        if (rank == 0 && engine_flies) { /* the sum lands at the end at the latest */
             CHECK_INT(status, FSDPC_OK);
             status = fsdpc_exchange_end(g.x);
         }
@@ -610,9 +610,9 @@ run_until_death(int rank, ranks_run *run)
     char who[32];
     snprintf(who, sizeof who, "rank %d", run->killed);
     CHECK(strstr(fsdpc_error_text(), who) != NULL);
-    /* What is cleared away afterwards waits for nobody. */
+    /* Clearing away after the error waits for nobody. */
     fsdpc_exchange_drop(g.x);
-    /* A rank that goes gives its part of the memory back: not before all have seen the death. */
+    /* A rank that closes gives its part of the memory back: only when all have seen the death. */
     atomic_fetch_add(&run->flags[0], 1);
     CHECK(rank_await(&run->flags[0], (uint32_t)run->world - 1));
     close_group(&g);
@@ -640,7 +640,7 @@ death_ends_all_others(int world, uint64_t seeds)
 
 /* --- main ------------------------------------------------------------------------------------ */
 
-/* Each runs on 2 and on 3 ranks; `wired`: then on 2 over a wire, too. */
+/* Each case runs on 2 and on 3 ranks, and if `wired` also on 2 ranks over a wire. */
 static const struct chosen {
     const char *what;
     rank_function ranks;
@@ -696,7 +696,7 @@ static const struct chosen {
 static void
 run_chosen(const struct chosen *c, int world, bool wire, bool threads)
 {
-    /* Longer than a loaded machine holds a rank up: patience that ends takes private memory. */
+    /* run_plain_steps: longer than a loaded machine holds a rank up, as patience that ends takes memory. */
     fsdpc_shared_patience_ns =
         c->ranks == run_plain_steps ? TIMEOUT_S * INT64_C(1000000000) : 200000000;
     setup = c->setup;

@@ -7,7 +7,7 @@
 
 enum {
     BIG = (1 << 20) | 5,
-    STREAMED = (4 << 20) | 5, /* of float32: just enough to go past the caches */
+    STREAMED = (4 << 20) | 5, /* float32 elements, just enough to go past the caches */
 };
 
 static const int64_t sizes[] = {0,  1,  2,  7,  15, 16, 17,  31,   33,
@@ -60,14 +60,14 @@ every_16_bit_pattern_has_its_value_and_comes_back(void)
     CHECK_INT(wrong, 0);
 }
 
-/* Nearest of the two neighbours in double arithmetic, the even one in the middle. */
+/* True if `bits` is the nearest neighbour of the value, in double arithmetic; in the middle, the even one. */
 static bool
 is_nearest(float value, uint16_t bits, int exponent_bits, int mantissa_bits)
 {
     const unsigned infinity = ((1u << exponent_bits) - 1) << mantissa_bits;
     const unsigned magnitude = bits & 0x7FFFu;
     const double wanted = fabs((double)value);
-    /* Beyond the largest number the next step of the same size stands for infinity. */
+    /* Infinity counts as a number one step of this size above the largest one. */
     const double largest = value_of(infinity - 1, exponent_bits, mantissa_bits);
     const double step = largest - value_of(infinity - 2, exponent_bits, mantissa_bits);
     const double at =
@@ -132,7 +132,7 @@ floats_round_to_the_nearest_even(void)
 static void
 tables_agree_on_big_buffers(const kernel_set *set)
 {
-    static const int skips[] = {0, 2, 4, 12, 1}; /* the last meets no address to stream to */
+    static const int skips[] = {0, 2, 4, 12, 1}; /* with the last no address allows streaming */
     for (int k = 0; k < 5; k++) {
         const int skip = skips[k];
         for (int b = 0; b < 3; b++) {
@@ -223,7 +223,7 @@ product_and_sum_are_rounded_separately(const fsdpc_kernels *table)
         expected[i] = acc[i] + product;
         fused_differs += fmaf(src[i], factor, acc[i]) != expected[i];
     }
-    CHECK(fused_differs > N / 2); /* or the case would show nothing */
+    CHECK(fused_differs > N / 2); /* else the case would show nothing */
     float sum[N];
     memcpy(sum, acc, sizeof sum);
     table->accumulate(sum, FSDPC_F32, src, FSDPC_F32, N, factor);

@@ -35,8 +35,8 @@ equal_kinds_share_a_segment(void)
     fsdpc_layout_free(layout);
 }
 
-/* Marks every byte that a parameter takes of the gathered buffer, and every element that a rank
- * owns of a parameter: both must be taken exactly once. */
+/* Marks every byte of the gathered buffer that a parameter takes, and every element of a parameter that a
+ * rank owns: each must be marked exactly once. */
 static void
 check_coverage(int world, size_t align_bytes)
 {
@@ -120,7 +120,7 @@ frozen_segments_have_no_room_for_gradients(void)
     fsdpc_layout_free(layout);
 }
 
-/* What was frozen lies where it would lie had it been trainable from the start, and the other way. */
+/* A segment that is thawed or frozen is laid out as if it had been so from the start. */
 static void
 trainable_segments_may_change(void)
 {
@@ -185,7 +185,7 @@ padding_by_rows_does_not_wrap(void)
                 "padded to a multiple of 2147483647 rows");
 }
 
-/* Behind the packed gradients: codes for all ranks, and room for what each of the others sends. */
+/* Behind the packed gradients lie codes for all ranks, and room for what each of the others sends. */
 static void
 coded_gradients_have_room(void)
 {

@@ -12,7 +12,7 @@
 
 enum { MOST = 70000, BLOCKS = MOST / 16 + 2 };
 
-/* Memory of one tensor: parameter, gradient, three states, codes, scales. */
+/* Memory of one tensor: parameter, gradient, three states, average, denominators, codes and scales. */
 struct memory {
     float p[MOST], g[MOST], s[3][MOST], average[MOST], denominators[BLOCKS], scales[2][BLOCKS];
     uint8_t codes[2][MOST];
@@ -143,8 +143,8 @@ step_eight_bits(struct memory *memory, int threads)
     REQUIRE_OK(fsdpc_optim_step8(&rule, &t, 1, threads));
 }
 
-/* The average is that of the values behind the step, by the formula of optim.h; a rule that does not average
- * leaves it. */
+/* The average is that of the values after the step, by the formula of optim.h; a rule that does not average
+ * leaves the average as it is. */
 static void
 averages_follow_the_new_values(void)
 {
@@ -170,7 +170,7 @@ averages_follow_the_new_values(void)
     free(before);
 }
 
-/* bfloat16 memory, in the arrays of floats: every mix of types, to nearest and stochastically. */
+/* Steps with bfloat16 in the arrays of floats: every mix of types, to nearest and stochastically. */
 static void
 step_low(struct memory *memory, int64_t cut, int threads)
 {

@@ -77,7 +77,7 @@ memory_is_handed_out_mapped_and_given_back(void)
     CHECK_INT((uintptr_t)c % (2 << 20), 0);
     memset(a, 7, 2 * page);
     CHECK_INT(((char *)b)[2 * page - 1], 7);
-    /* Over an existing mapping, at an address of the caller's. */
+    /* Maps over an existing mapping, at the caller's address. */
     void *again;
     REQUIRE_OK(fsdpc_shm_map(shm, second, page, b, &again));
     CHECK(again == b);
@@ -196,7 +196,7 @@ say_something(int rank, ranks_run *run)
         text[run->option] = rank == 2 ? 'b' : 'a';
     }
     rank_keep(run, rank, fsdpc_shm_agree(shm, text, &WAIT));
-    /* A disagreement is no damage. */
+    /* A disagreement damages nothing: the ranks can agree afterwards. */
     CHECK_INT(fsdpc_shm_agree(shm, "same", &WAIT), FSDPC_OK);
     fsdpc_shm_free(shm);
     free(text);
@@ -285,7 +285,7 @@ second_host(int rank, ranks_run *run)
         atomic_store(&run->flags[1], 1);
         return;
     }
-    /* A group of one would not listen; nobody comes to this one. */
+    /* The group has two ranks, as a group of one would not listen; nobody comes as rank 1. */
     atomic_store(&run->flags[0], 1);
     rank_keep(run, 0, fsdpc_shm_create(0, 2, run->name, 1.0, &shm));
 }
@@ -406,7 +406,7 @@ silent_connections_keep_nobody_out(void)
     check_result(&run, 1, FSDPC_OK, "");
 }
 
-/* Late enough for the others to have come. */
+/* An interrupt check that kills the process, late enough for the other ranks to have come. */
 static int
 die_soon(void)
 {
@@ -435,7 +435,7 @@ static void
 death_in_the_meeting_ends_it(void)
 {
     for (int killed = 0; killed < 3; killed += 2) {
-        /* A rank that connects after rank 0's death waits for another one: not for long. */
+        /* A short deadline: a rank that connects after rank 0's death waits until then for another rank 0. */
         ranks_run run = ranks_do(die_in_the_meeting, .world = 4, .kills = true, .killed = killed,
                                  .timeout_s = 4);
         if (killed == 2) {
@@ -528,7 +528,7 @@ leave_early(int rank, ranks_run *run)
     }
     rank_keep(run, rank, fsdpc_shm_barrier(shm, &WAIT));
     CHECK(fsdpc_shm_left(shm, 1));
-    /* Nobody died: only who waits for the one that left is told. */
+    /* Nobody died: only a rank that waits for the one that left is told. */
     CHECK_INT(fsdpc_shm_check(shm, &WAIT), FSDPC_OK);
     CHECK_ERROR(fsdpc_shm_barrier(shm, &WAIT), FSDPC_E_STATE, "earlier collective");
     REQUIRE(rank == 0 || rank_await(&run->flags[0], 1));
@@ -588,7 +588,7 @@ stop_and_go_on(int rank, ranks_run *run)
         fsdpc_shm_free(shm);
         shm = NULL;
         atomic_store(&run->flags[0], 1);
-        /* Again and again: it may not have stopped yet. */
+        /* Again and again: the rank may not have stopped yet. */
         for (int i = 0; i < 50; i++) {
             kill((pid_t)atomic_load(&run->counter), SIGCONT);
             rank_sleep_ms(10);
@@ -602,7 +602,7 @@ a_stopped_rank_is_late_not_dead(void)
 {
     ranks_run run = ranks_do(stop_and_go_on, .world = 2, .timeout_s = 0.5);
     check_result(&run, 0, FSDPC_E_TIMEOUT, "for rank 1");
-    /* It came when rank 0 was gone: it completes the barrier that rank 0 had entered. */
+    /* Rank 1 went on when rank 0 was gone: it completes the barrier that rank 0 had entered. */
     CHECK_INT(run.results[1].status, FSDPC_OK);
 }
 
@@ -698,7 +698,7 @@ a_forked_child_is_not_the_rank(int rank, ranks_run *run)
 
 /* --- nothing left behind ---------------------------------------------------------------------- */
 
-/* A joined thread may stay listed for a moment. */
+/* Counts threads until there are as many as expected: a joined thread may stay listed for a moment. */
 static int
 count_tasks(int expected)
 {
@@ -727,7 +727,7 @@ come_once(int rank, ranks_run *run, int turn, int tasks)
 static void
 come_and_go(int rank, ranks_run *run)
 {
-    /* Once before counting: a sanitizer starts a thread of its own with the first one. */
+    /* Once before counting: a sanitizer starts a thread of its own with the first thread. */
     come_once(rank, run, 0, 0);
     rank_sleep_ms(20);
     int fds = count_entries("/proc/self/fd");
@@ -741,7 +741,7 @@ come_and_go(int rank, ranks_run *run)
     CHECK_INT(fsdpc_mem_live(), live);
 }
 
-/* Lines of a file that contain `part`. */
+/* The number of lines of a file that contain `part`. */
 static int
 count_traces(const char *path, const char *part)
 {
@@ -772,7 +772,7 @@ count_names(const char *directory, const char *part)
 static void
 nothing_is_left_behind(void)
 {
-    /* Deaths clean up nothing. */
+    /* One run in good order, and one with a death, after which nobody cleans up. */
     const ranks_run runs[] = {
         ranks_do(come_and_go, .world = 3),
         ranks_do(wait_for_the_killed, .world = 2, .kills = true, .killed = 1),

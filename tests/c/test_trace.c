@@ -93,7 +93,7 @@ write_many(void *argument)
 {
     struct writer *writer = argument;
     for (uint32_t i = 0; i < ENTRIES; i++) {
-        /* The four fields belong together, so that a mixed entry can be told. */
+        /* The fields belong together, so that an entry mixed from two can be told. */
         fsdpc_trace_add(writer->trace, FSDPC_TRACE_PACK, FSDPC_PHASE_OTHER, i, writer->id,
                         (uint64_t)i * WRITERS + (uint64_t)writer->id);
     }

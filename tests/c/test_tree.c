@@ -13,12 +13,12 @@ static struct setup {
     fsdpc_tree_options options;
     bool wire;
     bool own_order;
-    bool detach; /* the first tree, instead of freeing it */
+    bool detach; /* the first tree is detached instead of freed */
 } setup;
 
 typedef struct model {
     int rank, world, version;
-    int round; /* of the gradients that are sent next */
+    int round; /* the round of the gradients that are sent next */
     fsdpc_comm *comm, *replicate;
     fsdpc_unit *units[UNITS];
     fsdpc_tree *tree;
@@ -58,7 +58,7 @@ open_model(model *m, int rank, ranks_run *run)
 static void
 close_model(model *m)
 {
-    /* A rank that goes gives memory back that others may still read. */
+    /* A rank that closes gives memory back that others may still read: so all come here first. */
     REQUIRE_OK(fsdpc_comm_barrier(m->comm, "close"));
     fsdpc_tree_free(m->tree);
     for (int u = 0; u < UNITS; u++) {
@@ -266,7 +266,7 @@ run_unusual_steps(int rank, ranks_run *run)
     check_values(&m, 1);
     REQUIRE_OK(fsdpc_tree_forward_failed(m.tree, 1));
     CHECK_INT(fsdpc_unit_refs(m.units[1]), 1);
-    /* Accumulation on this rank, then a backward that sends both. */
+    /* Accumulation on this rank, then a backward that sends the gradients of both backwards. */
     REQUIRE_OK(forward(&m, true));
     REQUIRE_OK(backward(&m, 9, false));
     CHECK_INT(m.tree->backwards, 0);
@@ -311,7 +311,7 @@ unusual_steps_work(int world)
     ranks_do(run_unusual_steps, .world = world, .timeout_s = 20);
 }
 
-/* Where ranks keep one order, a unit is over when the backward comes to one that ran before it. */
+/* Where ranks keep one order, a unit is over when the backward comes to a unit that ran before it. */
 static void
 run_passed(int rank, ranks_run *run)
 {
@@ -390,7 +390,7 @@ a_unit_may_be_complete_twice(int world, bool wire)
     ranks_do(run_two_rounds, .world = world, .timeout_s = 20);
 }
 
-/* It is freed now, or only detached; a detached tree is freed while the next one runs. */
+/* Frees the old tree, or (setup.detach) only detaches it: then it is freed while the next one runs. */
 static void
 leave_old_tree(model *m, fsdpc_tree *old)
 {
@@ -408,7 +408,7 @@ leave_old_tree(model *m, fsdpc_tree *old)
     REQUIRE_OK(fsdpc_unit_thaw(m->units[1], none));
 }
 
-/* It can do nothing to the units, which are in another tree. */
+/* A detached tree can do nothing to the units, which are in another tree. */
 static void
 check_detached(model *m, fsdpc_tree *old)
 {
@@ -438,7 +438,7 @@ run_second_tree(int rank, ranks_run *run)
     REQUIRE_OK(fsdpc_tree_begin_forward(m.tree, true));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, ROOT));
     REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 1));
-    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* one slot: private memory */
+    REQUIRE_OK(fsdpc_tree_forward_enter(m.tree, 2)); /* one slot, so unit 2 gets private memory */
     check_values(&m, 2);
     REQUIRE_OK(fsdpc_comm_barrier(m.comm, "before the tree goes"));
     fsdpc_tree *old = m.tree;

@@ -89,7 +89,7 @@ gradients_are_packed_with_strides_and_gaps(void)
     size_t bytes = unit->layout->reduce_bytes;
     uint16_t *buffer = malloc(bytes), *expected = calloc(1, bytes);
     for (int times = 0; times < 3; times++) {
-        /* From the second time on, what was kept before is added: 1 + times parts of each. */
+        /* From the second time on, gradients that were kept before are added. */
         memset(buffer, 0xff, bytes);
         memset(expected, 0, bytes);
         for (int kept = 0; kept < times; kept++) {
@@ -107,7 +107,7 @@ gradients_are_packed_with_strides_and_gaps(void)
         CHECK(bits[0] == 1 && bits[1] == 1 && bits[2] == 0);
         CHECK(!unit->grads.local_any && !unit->grads.local_used[0]);
     }
-    /* Nothing was kept: nothing comes. */
+    /* What was kept for parameter 0 was dropped: it adds nothing. */
     REQUIRE_OK(fsdpc_grad_keep_local(unit, grads));
     fsdpc_grad_drop_local(unit, 0);
     REQUIRE_OK(fsdpc_grad_pack(unit, NULL, buffer, bits));
@@ -196,8 +196,8 @@ direct_gradients_replace_and_add(void)
     fsdpc_comm_free(comm);
 }
 
-/* On the CPU gradients are added in the order of their arrival: a large sum keeps swallowing ones that
- * would count if they were added to each other first. */
+/* On the CPU gradients are added in the order of their arrival: a large sum swallows ones that would count if
+ * they were added to each other first. */
 static void
 direct_gradients_are_added_in_order(void)
 {
@@ -252,7 +252,7 @@ norms_and_scaling(void)
     fsdpc_comm_free(comm);
 }
 
-/* Sums are wider than what the optimizer sees; edits of either side survive. */
+/* Sums are wider than the gradients that the optimizer sees; edits of either survive. */
 static void
 narrow_gradients_follow_the_sums(void)
 {
@@ -267,7 +267,7 @@ narrow_gradients_follow_the_sums(void)
     float *sum = fsdpc_unit_grad(unit);
     CHECK_INT(fsdpc_unit_grad_dtype(unit, 0), FSDPC_BF16);
     CHECK((void *)seen != (void *)sum);
-    const float fine = 1.00048828125f; /* 1 + 2^-11: bfloat16 does not show the end */
+    const float fine = 1.00048828125f; /* 1 + 2^-11, which bfloat16 shows as 1 */
     for (int i = 0; i < 8; i++) {
         sum[i] = fine;
     }
@@ -320,7 +320,7 @@ count_mappings(void)
 
 /* --- memory for gradients that come later ---------------------------------------------------- */
 
-/* A failure leaves the unit as it was; gradients and what waits move along. */
+/* Thawing that fails leaves the unit as it was; else gradients move to their new places. */
 static int
 thaw_and_free(void *argument)
 {

@@ -34,13 +34,13 @@ from fsdpc import _probe
 BATCH = 250
 SHORT_S = 0.08  # the deadline of every communicator made here
 KINDS = ("comm", "flat", "tree", "hook", "plan", "table", "disk")
-STUCK_S = 60.0  # without a further call: a hang, even on a busy machine
+STUCK_S = 60.0  # a process without a call for so long hangs
 TYPES = (_probe.Comm, _probe.FlatParameter, _probe.Tree, _probe.Hook)
 SYSTEM_ERROR_STATUS = 77
 
 
 class Callbacks:
-    """What a c10d communicator calls, as if another rank did the same; in between, mischief."""
+    """A c10d communicator's callbacks, as if other ranks did the same; each call does mischief."""
 
     def __init__(self, mischief: Callable[[], None]) -> None:
         self._mischief = mischief
@@ -57,7 +57,7 @@ class Callbacks:
 
 
 class Flying(Callbacks):
-    """The same with sends and receives: what arrives is what this rank sends."""
+    """``Callbacks`` with sends and receives: what arrives is what this rank sends."""
 
     flies = True
 
@@ -78,7 +78,7 @@ class Flying(Callbacks):
 
 @dataclass
 class Caller(Companions):
-    """Makes calls out of a seed, and keeps what they gave for later ones."""
+    """Makes calls out of a seed, and keeps what they returned for later calls."""
 
     seed: int
     log: Callable[[str], None]
@@ -145,7 +145,7 @@ class Caller(Companions):
         return self.keep("flat", made)
 
     def bind(self, flat: Any, specs: list[Any]) -> None:
-        """As a sharded module does, with tensors of its own."""
+        """Binds a unit as a sharded module does, with new tensors."""
         full = [torch.zeros(spec[1], requires_grad=spec[5]) for spec in specs]
         params = [torch.nn.Parameter(torch.zeros(1), requires_grad=spec[5]) for spec in specs]
         module: dict[str, Any] = {}
@@ -237,7 +237,7 @@ class Caller(Companions):
         return self.rng.choice([Callbacks, Flying])(self.mischief)
 
     def mischief(self) -> None:
-        """What happens in the middle of another call."""
+        """Changes a list, forgets objects or makes a call, in the middle of another call."""
         if self.depth > 2 or self.rng.random() < 0.4:
             return
         self.depth += 1
@@ -256,7 +256,7 @@ class Caller(Companions):
             self.depth -= 1
 
     def mostly(self, sound: Any) -> Any:
-        """``sound`` is a value, or a function that makes one."""
+        """Mostly ``sound`` (a value, or a function that makes it); at times an odd value."""
         if self.rng.random() < 0.12:
             return self.odd()
         made = sound() if callable(sound) else sound
@@ -283,7 +283,7 @@ class Caller(Companions):
     # --- calls -------------------------------------------------------------------------------
 
     def call(self, what: str, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
-        """Arguments go by ``mostly``; at times one is left out or added."""
+        """Calls with arguments that went through ``mostly``; at times one is left out or added."""
         given = [self.mostly(arg) for arg in args]
         named = {key: self.mostly(value) for key, value in keywords.items()}
         if self.rng.random() < 0.03:
@@ -311,7 +311,7 @@ class Caller(Companions):
             pass
 
     def together(self, calls: list[Callable[[], Any]]) -> list[Any]:
-        """Each in a thread of its own."""
+        """Runs each call in a thread of its own; returns their results and errors."""
         results: list[Any] = [None] * len(calls)
 
         def run(i: int) -> None:
@@ -348,7 +348,7 @@ class Caller(Companions):
         self.together([lambda: [hook(None, ()) for hook in hooks], tree.close])
 
     def call_pair(self) -> None:
-        """The same collective of two ranks, in threads."""
+        """Two ranks, as threads, make the same collective."""
         if self.depth or self.rng.random() < 0.7:
             return
         pair = self.pair_of_comms()
@@ -381,7 +381,7 @@ class Caller(Companions):
             self.keep("flat", flat)
 
     def call_forked_peer(self) -> None:
-        """A peer in a process of its own, which may leave early."""
+        """Collectives with a peer in a process of its own, which may leave early."""
         if self.depth or self.rng.random() < 0.9:
             return
         name, calls = self.name(), self.rng.randrange(3)
@@ -412,7 +412,7 @@ class Caller(Companions):
         elif made == 1:
             rank, world = self.rng.choice([(0, 1), (0, 2), (1, 2), (5, 3), (-1, 1)])
             if world == 2 and self.rng.random() < 0.8:
-                return  # waits for the deadline
+                return  # it would wait for the deadline
             name = self.name()
             made = self.call(
                 "Comm.shm", lambda r, w, n: _probe.Comm.shm(r, w, n, 0.05), rank, world, name
@@ -473,7 +473,7 @@ class Caller(Companions):
                 try:
                     got = getattr(owner, name)
                     if isinstance(got, np.ndarray) and got.dtype != object:
-                        got[:1000].sum()  # odd numbers of elements are gigabytes
+                        got[:1000].sum()  # a strange size may be gigabytes
                         got[:1] = 1
                 except SystemError:
                     raise
@@ -542,7 +542,7 @@ class Caller(Companions):
         return [tuple(spec) for spec in specs]
 
     def by_rows(self, specs: Any) -> Any:
-        """Sometimes cut between rows, and then sometimes coded."""
+        """The specs; at times cut between rows, and of these some with codecs."""
         if self.rng.random() < 0.7:
             return specs
         cut = [(*s[:6], self.rng.choice([1, 3, s[1] or 1, -1])) for s in specs]
@@ -816,7 +816,7 @@ class Fault:
 
 
 def fork_batch(seed: int, calls: int, folder: Path) -> Fault | None:
-    """One batch in a forked process; ``None``: it ended in good order."""
+    """Runs a batch in a forked process. ``None``: the process ended in good order."""
     path = folder / f"{seed}.log"
     pid = os.fork()
     if pid == 0:
@@ -867,7 +867,7 @@ def watch(pid: int, path: Path) -> str | None:
 
 
 def run(calls: int, seed: int, seconds: float = float("inf")) -> tuple[int, list[Fault]]:
-    """Calls in batches until there were so many, or the time is over: their number, the faults."""
+    """Makes calls in batches until their number or the time is reached; returns number, faults."""
     begun, made, faults = time.monotonic(), 0, []
     with tempfile.TemporaryDirectory() as folder:
         while made < calls and time.monotonic() - begun < seconds:

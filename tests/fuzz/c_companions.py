@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fsdpc import _probe
 
 OPTIM_KINDS = {"adam": (2, 3), "sgd": (0, 1), "lion": (1, 1), "mini": (2, 2), "adam8": (4, 4)}
-BLOCK = 256  # of packed values
+BLOCK = 256  # packed values in a block
 PAGE = 4096
 HEADERS = [
     b'{"w":{"dtype":"F32","shape":[2,3],"data_offsets":[0,24]}}',
@@ -30,7 +30,7 @@ HEADERS = [
 
 
 class Companions:
-    """Mixed into ``c_calls.Caller``."""
+    """Calls that are mixed into ``c_calls.Caller``."""
 
     rng: random.Random
     depth: int
@@ -49,7 +49,7 @@ class Companions:
     # --- optimizers ----------------------------------------------------------------------------
 
     def tensor(self, n: int, dtype: torch.dtype = torch.float32) -> Any:
-        """Mostly of that shape."""
+        """Mostly a tensor of ``n`` ones; at times another tensor, an array or None."""
         if self.rng.random() < 0.06:
             return self.rng.choice([values.tensors(self.rng, n), values.arrays(self.rng), None])
         return torch.ones(n, dtype=dtype)
@@ -139,7 +139,7 @@ class Companions:
                 _probe.optim_table_end(table.core)
 
     def call_table_loosely(self) -> None:
-        """Out of order."""
+        """Makes a call on a table out of the usual order."""
         table = self.some("table")
         name = self.rng.choice(["end", "squares", "changed", "step"])
         args = {
@@ -215,7 +215,7 @@ class Companions:
         self.call("ckpt_header", _probe.ckpt_header, lambda: bytes(data), bytes_)
 
     def call_ranges(self) -> None:
-        """A file written or read: memory is sound; places, lengths and types may not be."""
+        """Writes or reads a file: memory is sound; places, lengths and types may not be."""
         rng = self.rng
         folder = self.folder()
         memory = np.zeros(rng.choice([1, 4096, 20_000]), "u1")
@@ -255,7 +255,7 @@ class Companions:
                 _probe.ckpt_read(str(path), table, block, out, fd)
 
     def call_ranges_odd(self) -> None:
-        """Arguments of other kinds; no memory is named."""
+        """Calls with arguments of other kinds; none of them names memory."""
         path = str(self.folder() / "file")
         none = np.zeros((0, 6), "i8")
         name = self.rng.choice(["ckpt_write", "ckpt_read"])
@@ -356,7 +356,7 @@ class Companions:
         getattr(_probe, name)(*args.get(name, []))
 
     def call_absent_gpu(self) -> None:
-        """Lanes and pinned memory: of a GPU that is not there, or of the stand-in."""
+        """Calls for lanes and pinned memory, of a GPU that is not there or of the simulated one."""
         rng = self.rng
         calls: dict[str, list[Any]] = {
             "pinned_new": [rng.choice([0, -1, 99]), rng.choice([0, 4096])],
@@ -373,13 +373,13 @@ class Companions:
 
 
 class Table:
-    """An ``optim_table`` with the objects whose addresses it has."""
+    """An ``optim_table``, and the objects whose addresses the table keeps."""
 
     def __init__(self, core: Any, kind: str, params: list[Any], state: dict[Any, Any]) -> None:
         self.core, self.kind, self.params, self.state = core, kind, tuple(params), state
 
     def change(self, rng: random.Random, tensor: Any, hostile: Any) -> None:
-        """What programs do between two steps, and worse."""
+        """Changes gradients, values and states as programs do between two steps, and worse."""
         for p in self.params:
             what = rng.randrange(12)
             if what < 6:
@@ -398,5 +398,5 @@ class Table:
 
 
 def touched(first: int, n: int, block: int) -> int:
-    """Blocks that a range touches."""
+    """How many blocks a range touches."""
     return 0 if n == 0 else (first + n - 1) // block - first // block + 1

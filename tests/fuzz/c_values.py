@@ -110,14 +110,14 @@ class Hostile:
 
 @dataclasses.dataclass
 class Pair:
-    """A dataclass: outputs of modules may be ones."""
+    """A dataclass, as outputs of modules may be."""
 
     one: Any = None
     other: Any = None
 
 
 class Sub(torch.Tensor):
-    """A tensor's subclass."""
+    """A subclass of a tensor."""
 
 
 def numbers(rng: random.Random) -> Any:
@@ -134,7 +134,7 @@ def texts(rng: random.Random) -> str:
 
 
 def arrays(rng: random.Random) -> Any:
-    """Memory in every form, writable or not, of few elements."""
+    """Memory in many forms, writable or not, with few elements."""
     n = rng.choice([0, 1, 2, 3, 4, 5, 7, 12, 15, 24, 64])
     kind = rng.randrange(22)
     dtype = rng.choice(["f4", "f8", "f2", "u1", "i8", "c8", "?", ">f4", "O", "U3", "V0", "f4,O"])
@@ -192,7 +192,7 @@ def tensors(rng: random.Random, n: int) -> Any:
 
 
 def nested(rng: random.Random, leaf: Callable[[], Any], depth: int = 0) -> Any:
-    """Outputs of a module: nested containers, at times ones that hold themselves."""
+    """A module's output: nested containers, at times one that holds itself."""
     kind = rng.randrange(9)
     if depth > 2 or kind < 2:
         return leaf()

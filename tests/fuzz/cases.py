@@ -1,6 +1,6 @@
 """What a case is, drawn from its seed: a configuration, a model, operations.
 
-`without` switches features off and `Cut` leaves pieces out; all other draws stay as they are.
+`without` switches features off, and `Cut` leaves pieces out; all other draws stay as they are.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Config:
     reduce_slots: int
     param: str  # "" or the compute type
     reduce: str
-    grads_by: str  # how gradients are read: "swap" or "summon"
+    grads_by: str  # how a program reads gradients: "swap" or "summon"
     jitter: bool  # ranks are late at random places
     mix: bool  # units differ in their strategy
-    flies: bool = False  # over a wire by sends and receives, with "c10d"
+    flies: bool = False  # with "c10d": units travel over a wire by sends and receives
     hosts: str = ""  # with flies: which host each rank counts as being on; "": each on its own
-    in_place: bool = False  # by fully_shard
+    in_place: bool = False  # sharded by fully_shard
     second: bool = False  # another sharded model lives beside this one
     meta: str = ""  # "" or how a model on the meta device gets its values
-    meshes: str = "one"  # of the units, with in_place: "one", "each", "copy" or "pickle"
+    meshes: str = "one"  # with in_place: the units' meshes: "one", "each", "copy" or "pickle"
     keeps_root: bool = False  # the root's weights stay readable, with in_place
-    hook: bool = False  # on each unit's sum, with in_place
-    wide: bool = False  # modules of several outputs give them in float64, with in_place
+    hook: bool = False  # with in_place: a hook on each unit's sum
+    wide: bool = False  # with in_place: modules of several outputs give float64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,11 +63,11 @@ class Case:
     optimizer: str
     features: set[str]
     nodes: int
-    model_before: Any = None  # a copy that averages are loaded into, with in_place
-    taken: list[bool] = dataclasses.field(default_factory=list)  # transforms the copy went through
+    model_before: Any = None  # with in_place: a copy for averages to be loaded into
+    taken: list[bool] = dataclasses.field(default_factory=list)  # did the copy take the transforms?
 
 
-STYLES = {  # how a micro-batch's loss comes to its backward, and how often
+STYLES = {  # ways to a micro-batch's backward, with their weights
     "plain": 6,
     "two_losses": 1.5,
     "retain_twice": 1.2,
@@ -93,10 +93,10 @@ OPS = {
     "func": 0.5, "load_part": 0.5, "unshard": 0.6,
 }  # fmt: skip
 
-LATER = ("freeze_summoned", "switched", "uncalled")  # operations that leave older draws as they are
-ASKED = ("asked", "asked_into")  # gradients of what was not summed are refused
+LATER = ("freeze_summoned", "switched", "uncalled")  # drawn apart: older draws stay as they were
+ASKED = ("asked", "asked_into")  # refuse gradients that were not summed
 
-SWITCHES = (  # besides kinds, operations and styles
+SWITCHES = (  # what can be switched off besides kinds, operations, styles
     "unfreeze", "jitter", "mix", "mixed", "c10d", "hybrid", "no_shard", "no_sync", "clip",
     "fully_shard", "fsdp1", "second", "meta", "meshes", "hook", "wide", *LATER,
 )  # fmt: skip
@@ -104,7 +104,7 @@ SWITCHES = (  # besides kinds, operations and styles
 
 def config_of(seed: str, without: frozenset[str], world: int = 0) -> Config:
     rng = random.Random(seed + ":config")
-    later = random.Random(seed + ":config2")  # what came later leaves older seeds as they are
+    later = random.Random(seed + ":config2")  # for later features: older draws stay as they were
     drawn = rng.choices([1, 2, 3, 4], [1, 6, 3, 2])[0]
     world = world or drawn
     collectives = rng.choices(["shm", "c10d"], [4, 1])[0]
@@ -170,7 +170,7 @@ NOT_IN_MIXED = frozenset({"batchnorm", "float64", "integer", "buffers", "teacher
 
 
 def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
-    """The same case on every rank; `seed` is "seed:number"."""
+    """Draws a case, the same on every rank; `seed` is "seed:number"."""
     config = config_of(seed, cut.without, world)
     rng = random.Random(seed + ":case")
     torch.manual_seed(rng.randrange(1 << 30))
@@ -182,14 +182,14 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
     builder = Builder(seed + ":tree", width, cut)
     body = builder.build(rng.choice([1, 2, 3, 4]), rng.choice([2, 5, 9, 16]))
     model = Root(width, body)
-    if on_some_ranks(model, "Teacher"):  # the first forward of a root is every rank's
+    if on_some_ranks(model, "Teacher"):  # all ranks must run a root's first forward
         return draw_case(seed, cut.also(without=frozenset({"teacher"})), world)
     ops = [
         op
         for i, op in enumerate(draw_ops(random.Random(seed + ":ops"), cut.without, config))
         if i not in cut.ops
     ]
-    if on_some_ranks(model, "Fuse"):  # ranks that raise leave the others to their backward
+    if on_some_ranks(model, "Fuse"):  # if some ranks raise, others go on to backward
         ops = [op for op in ops if op.name != "fail"]
     later = random.Random(seed + ":later")
     if later.random() < 0.1 and "unfreeze" not in cut.without:
@@ -202,7 +202,7 @@ def draw_case(seed: str, cut: Cut, world: int = 0) -> Case:
         if name not in cut.without:
             ops.insert(later.randrange(len(ops)), Op(name, arguments))
     if any(getattr(module, "by_data", False) for module in model.modules()):
-        raising = ("changed_before_backward", "write_lost")  # for the same reason
+        raising = ("changed_before_backward", "write_lost")  # they may raise on some ranks only
         ops = [op for op in ops if op.name not in raising]
     for op in ops:  # torch has no largest element of a DTensor's empty shard
         if config.in_place and op.arguments.get("norm") == float("inf"):

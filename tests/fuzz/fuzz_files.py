@@ -39,7 +39,7 @@ from fsdpc.checkpoint.convert import convert
 from fsdpc.checkpoint.verify import compare, verify
 
 Values = dict[str, Tensor]
-OPERATIONS = 14  # of a life
+OPERATIONS = 14  # how many operations a life has
 DEADLINE_S = 120
 
 
@@ -70,7 +70,7 @@ def tensors_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Values:
 
 
 def fill(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> None:
-    """Values that no other save has."""
+    """Fills all tensors with values that no other save has."""
     rng = torch.Generator().manual_seed(number)
     for _, tensor in sorted(tensors_of(model, optimizer).items()):
         tensor.data.copy_(torch.randint(0, 250, tensor.shape, generator=rng))
@@ -85,12 +85,12 @@ def same(one: Values, other: Values) -> bool:
 
 
 class Wrong(Exception):
-    """What must not be."""
+    """What must not happen has happened."""
 
 
 @dataclass
 class Saved:
-    """A checkpoint at its place. ``order``: when it was published; ``damaged``: how."""
+    """A checkpoint at its path. ``order``: when it was published; ``damaged``: how, or ""."""
 
     path: Path
     values: Values
@@ -104,7 +104,7 @@ class Saved:
 
 @dataclass
 class Life:
-    """One run's folder, and what should be in there."""
+    """One run's folder, and what should be in it."""
 
     seed: str
     home: Path
@@ -126,7 +126,7 @@ class Life:
     # --- operations ----------------------------------------------------------------------------
 
     def live(self) -> list[int]:
-        """The last published first, without what the run has gone back behind."""
+        """Steps, the last published first, without those that the run has left by going back."""
         found: list[int] = []
         for step in sorted(self.steps, key=lambda s: -self.steps[s].order):
             if not found or step < found[-1]:
@@ -188,7 +188,7 @@ class Life:
             self.steps[wanted].order = self.orders
 
     def gone(self) -> bool:
-        """Whether no step has a manifest: there is nothing to tell them by."""
+        """Whether no step has a manifest any more: then nothing tells which steps there are."""
         return not any((s.path / "fsdpc.json").exists() for s in self.steps.values())
 
     def do_load(self) -> None:
@@ -296,7 +296,7 @@ class Life:
             self.plain[target.name] = made
 
     def do_overwrite(self) -> None:
-        """A path is written anew while a child loads it, over and over."""
+        """A path is written again and again while a child process loads it."""
         name = self.rng.choice(["a", "b"])
         path = self.home / name
         self.fill()
@@ -321,7 +321,7 @@ class Life:
             self.end_child(child)
 
     def refuses(self, path: Path) -> bool:
-        """Whether something stands there that is no checkpoint, which no save replaces."""
+        """Whether something is there that is no checkpoint: no save replaces it."""
         if not path.exists() or (path / "fsdpc.json").exists():
             return False
         try:
@@ -355,7 +355,7 @@ class Life:
                 raise Wrong("a load of what was overwritten mixed saves")
 
     def do_kill(self) -> None:
-        """A save in a child that is killed at some moment."""
+        """A child process saves and is killed at some moment."""
         step = self.step + 10
         manifest = self.run.path(step) / "fsdpc.json"
         before = manifest.read_bytes() if manifest.exists() else b""
@@ -372,7 +372,7 @@ class Life:
             self.publish(step, kept(self.model, self.optimizer))
 
     def do_foreign(self) -> None:
-        """Files of torch: right, or an error; what is cut or lost is an error."""
+        """Loads files of torch: right values or an error; what is cut or lost must be an error."""
         form = self.rng.choice(["bin", "pt", "dcp"])
         self.saves += 1
         path = self.home / f"foreign-{self.saves}"
@@ -476,7 +476,7 @@ class Life:
 
 
 def run_case(seed: int, number: int, tell: Callable[[str], None]) -> Counter[str]:
-    """One life. ``Wrong``: something is not as it must be."""
+    """Runs one life. ``Wrong``: something is not as it must be."""
     with tempfile.TemporaryDirectory() as folder:
         life = Life(f"{seed}:{number}", Path(folder), tell)
         life.live_on()
@@ -484,7 +484,7 @@ def run_case(seed: int, number: int, tell: Callable[[str], None]) -> Counter[str
 
 
 def run(seed: int, seconds: float, first: int = 0) -> tuple[int, Counter[str], list[str]]:
-    """Lives until the time is over: their number, the operations, and what was wrong."""
+    """Runs lives until the time is over: returns their number, the operations and the faults."""
     begun, number, done = time.monotonic(), first, Counter[str]()
     faults = []
     while time.monotonic() - begun < seconds:

@@ -34,7 +34,7 @@ ULP = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-8}
 
 @dataclass
 class Case:
-    """What a seed draws."""
+    """What is drawn from a seed."""
 
     seed: int
     kind: str = ""
@@ -47,7 +47,7 @@ class Case:
 
 
 def draw(seed: int) -> Case:
-    """The case of a seed."""
+    """Draws the case of a seed."""
     rng = random.Random(seed)
     kind = rng.choice(KINDS)
     options: dict[str, Any] = {
@@ -92,7 +92,7 @@ def gradient(case: Case, step: int, number: int, size: int) -> Tensor | None:
 
 
 class Reference:
-    """The formulas of docs/optimizers.md in float64 for one parameter."""
+    """One parameter in float64 by the formulas of docs/optimizers.md."""
 
     def __init__(self, case: Case, value: Tensor) -> None:
         self.case, self.p, self.t = case, value.double(), 0
@@ -100,7 +100,7 @@ class Reference:
         self.most = 0.0  # magnitude of the largest value that SGD has added up
 
     def step(self, grad: Tensor) -> None:
-        """One step."""
+        """Takes one step."""
         o, g = self.case.options, grad.double()
         g = -g if o["maximize"] else g
         self.t += 1
@@ -136,7 +136,7 @@ class Reference:
 def run(
     case: Case, simd: str, *, table: bool = True, clip: bool = False
 ) -> tuple[list[Tensor], list[Reference]]:
-    """Parameters (and copies) after the case's steps with an instruction set, and references."""
+    """Runs a case with an instruction set; returns parameters (and copies) and references."""
     os.environ["FSDPC_SIMD"] = simd
     values = [
         torch.randn(n, generator=torch.Generator().manual_seed(i)).to(case.dtype)
@@ -177,12 +177,12 @@ def judge(case: Case, found: Tensor, reference: Reference) -> None:
             assert torch.equal(found[good], low[good])
         assert bool((found.isfinite() | ~low.isfinite()).all()), "not finite where it should be"
         return
-    # Rounding of the parameter in each step; of the update, a part of the learning rate.
+    # Each step rounds the parameter, and the update by a part of the learning rate.
     low = case.dtype is torch.bfloat16 or case.kind == "AdamWBF16"
     limit = (1 + expected.abs()) * ULP[case.dtype] * 8 * case.steps
     if case.kind == "SGD":
         limit = limit + reference.most * case.options["lr"] * case.steps * (4e-2 if low else 1e-5)
-    elif case.kind == "Lion":  # a rounding may turn a sign
+    elif case.kind == "Lion":  # rounding may change a sign
         limit = limit + 2 * case.options["lr"] * case.steps
     else:
         limit = limit + case.options["lr"] * case.steps * (1.0 if low else 1e-3)
@@ -211,7 +211,7 @@ def check(seed: int) -> None:
 
 
 def same(mine: Tensor, other: Tensor) -> bool:
-    """Equal elements, NaN being equal to NaN."""
+    """Whether all elements are equal; NaN counts as equal to NaN."""
     return bool(((mine == other) | (mine.isnan() & other.isnan())).all())
 
 

@@ -31,8 +31,8 @@ from habits import REFUSED
 from kinds import STATE
 from trees import Cut, describe
 
-PEER_TIMEOUT_S = 15.0  # a wait for another rank
-CASE_TIMEOUT_S = 40.0  # everything of a case: then the stacks are printed and the rank ends
+PEER_TIMEOUT_S = 15.0  # the deadline of a wait for another rank
+CASE_TIMEOUT_S = 40.0  # of a whole case: then the rank prints its stacks and ends
 BATCH = 100
 WHOLE = Cut()
 BAD = ("WRONG", "HUNG", "CRASHED")
@@ -62,8 +62,8 @@ def run_batch(
     patch: str = "",
     until: float = math.inf,
 ) -> None:
-    """Runs cases one after the other until a time of the monotonic clock; each outcome is written
-    before the next case begins.
+    """Runs cases one after the other until `until`, a time of the monotonic clock; each outcome is
+    written before the next case begins.
     """
     STATE.rank = rank
     if patch:
@@ -146,7 +146,7 @@ def run_case(seed: str, cut: Cut, world: int, groups: Any) -> tuple[str, str, st
 
 
 def difference(got: Any, expected: Any, low: bool) -> str:
-    """ "" or the first record that differs. NaN is never equal to anything."""
+    """ "" if equal, else the first record that differs. NaN is never equal to anything."""
     if [label for label, _ in got] != [label for label, _ in expected]:
         return f"records differ: {[g for g, _ in got][:60]}"
     for (label, values), (_, others) in zip(got, expected, strict=True):
@@ -160,7 +160,7 @@ def difference(got: Any, expected: Any, low: bool) -> str:
     return ""
 
 
-# fp32 programs differ by the order of sums alone, and a few steps amplify that; in low precision a
+# fp32 programs differ only by the order of sums, which a few steps amplify. In low precision a
 # parameter that differs in its last bit is rounded to another value of the compute type.
 def compare(values: dict[str, Any], others: dict[str, Any], low: bool) -> str:
     rtol = 0.15 if low else 1e-3
@@ -205,7 +205,7 @@ def run_numbers(
     patch: str = "",
     until: float = math.inf,
 ) -> Iterator[Result]:
-    """Runs cases of one kind of world, with new ranks after each that is not ok."""
+    """Runs cases that need the same kind of ranks; after one that is not ok, on new ranks."""
     left = list(numbers)
     while left and time.monotonic() < until:
         folder = tempfile.mkdtemp(prefix="fsdpc-fuzz-")
@@ -243,7 +243,7 @@ def environment(config: cases.Config, timeout: float | None) -> dict[str, str]:
 
 
 def collect(folder: Path, world: int, numbers: list[int], outcomes: list[Any]) -> list[Result]:
-    """The cases up to the first that is not ok on every rank."""
+    """The results of cases, up to the first that is not ok on every rank."""
     lines, begun = [], set()
     for rank in range(world):
         file = folder / f"rank{rank}"
@@ -295,7 +295,7 @@ class Summary:
     def add(self, result: Result) -> None:
         self.outcomes[result.outcome] += 1
         if result.outcome != "ok":
-            # where a value is wrong says less than which case has it
+            # numbers do not tell faults apart
             key = re.sub(r"\d+(\.\d+)?(e-?\d+)?", "N", result.text)[:160]
             self.texts.setdefault((result.outcome, key), []).append(result.number)
 
@@ -331,7 +331,7 @@ def fuzz(
     each: Any = None,
     batch: int = BATCH,
 ) -> Summary:
-    """Runs the cases, those of one kind of world together. Ctrl-C ends it with a summary."""
+    """Runs cases, those of one kind of ranks together. Ctrl-C ends the run with a summary."""
     summary = Summary(seed)
     until = time.monotonic() + 60 * minutes if minutes else math.inf
     try:
@@ -348,7 +348,7 @@ def fuzz(
 def batches(
     seed: int, numbers: list[int], cut: Cut, world: int, size: int
 ) -> Iterator[tuple[cases.Config, list[int]]]:
-    """Cases of the same number of ranks and the same collectives, up to `size` at a time."""
+    """Groups of up to `size` cases that need as many ranks and the same collectives."""
     waiting: dict[tuple[Any, ...], list[int]] = {}
     for n in numbers:
         config = cases.config_of(f"{seed}:{n}", cut.without, world)
@@ -376,7 +376,7 @@ def outcome_of(seed: int, number: int, cut: Cut, world: int = 0, times: int = 2)
 
 
 def shrink(seed: int, number: int, cut: Cut, wanted: Result, world: int = 0) -> Cut:
-    """Leaves out operations, nodes and units one by one while the outcome stays."""
+    """Leaves out operations, nodes, units and features one by one while the outcome stays."""
     case = cases.draw_case(f"{seed}:{number}", cut, world)
     steps = (
         [("ops", i) for i in range(12)]

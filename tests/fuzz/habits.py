@@ -25,7 +25,7 @@ REFUSED = "refused"  # the name in a record that stands for any value
 
 
 def refused(side: Side, text: str, call: Callable[[], Any]) -> None:
-    """``call`` raises an error with ``text`` on a sharded model; the copy takes no part."""
+    """``call`` must raise an error with ``text`` on a sharded model; the copy takes no part."""
     if isinstance(side, Plain):
         side.optimizer.zero_grad()
         return
@@ -53,7 +53,7 @@ def loss_of(out: Tensor) -> Tensor:
 
 
 def learn(side: Side, label: str, loss: Tensor | None = None) -> None:
-    """The rest of a step, with the gradients by name. ``loss``: its backward is still to come."""
+    """The rest of a step; records gradients. ``loss``: its backward has not run yet."""
     if loss is not None and loss.requires_grad:
         side.backward(loss)
     side.average()
@@ -63,7 +63,7 @@ def learn(side: Side, label: str, loss: Tensor | None = None) -> None:
 
 
 def write_lost(side: Side, x: Tensor) -> None:
-    """A forward writes into a weight, and does not put the value back."""
+    """A forward writes into a weight and does not put the old value back."""
     if not sharded(side):
         return
 
@@ -77,7 +77,7 @@ def write_lost(side: Side, x: Tensor) -> None:
         finally:
             handle.remove()
 
-    kept = [buffer.clone() for buffer in side.model.buffers()]  # running means move with the write
+    kept = [buffer.clone() for buffer in side.model.buffers()]  # the write also moves running means
     if isinstance(side, Plain):
         side.forward(x)
     refused(side, "changed in place during forward", step)
@@ -86,10 +86,10 @@ def write_lost(side: Side, x: Tensor) -> None:
 
 
 def changed_before_backward(side: Side, x: Tensor) -> None:
-    """Units that are gathered again would have other weights: refused, or the old ones."""
+    """Weights change before backward: an error, or gradients of the old weights."""
     label = "changed between forward and backward"
     if not side.case.config.in_place or not everywhere(side) or not sharded(side):
-        return  # one rank's weights are the shard's memory, as an unsharded model's
+        return  # one rank's weights are its shard: the change shows, as unsharded
     params = [p for p in side.trained().parameters() if p.is_floating_point()]
     loss = loss_of(side.forward(x))
     if not loss.requires_grad:
@@ -127,7 +127,7 @@ def change(params: list[Tensor], factor: float) -> None:
 
 
 def added(side: Side, x: Tensor) -> None:
-    """A module that no unit manages: refused, or marked as the program's own."""
+    """A module that no unit manages: refused, unless it is marked as the program's own."""
     import fsdpc
 
     if isinstance(side, Plain):
@@ -143,7 +143,7 @@ def added(side: Side, x: Tensor) -> None:
 
 
 def fork(side: Side, x: Tensor) -> None:
-    """A child writes to its copy of the model between a forward and its backward."""
+    """A forked child writes to its copy of the model between a forward and its backward."""
     loss = loss_of(side.forward(x))
     pid = 0 if isinstance(side, Plain) else os.fork()
     if pid == 0 and not isinstance(side, Plain):
@@ -163,13 +163,13 @@ def fork(side: Side, x: Tensor) -> None:
 
 
 def flags(side: Side, x: Tensor) -> None:
-    """What is frozen, as parameters show it where they are whole."""
+    """Records which parameters are frozen, where parameters are whole."""
     if side.case.config.use_orig:
         side.record("requires_grad", side.flags())
 
 
 def func(side: Side, x: Tensor, choice: float) -> None:
-    """torch.func's transforms, where the unsharded model takes them."""
+    """Calls torch.func's transforms, where the unsharded model supports them."""
 
     def run(model: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         if choice < 0.5:
@@ -196,7 +196,7 @@ def func(side: Side, x: Tensor, choice: float) -> None:
 
 
 def load_part(side: Side, x: Tensor, choice: float) -> None:
-    """A full state dict of which some keys are missing."""
+    """Loads a full state dict in which some keys are missing."""
     state = side.save(False)
     rng = random.Random(choice)
     for key in sorted(state, key=toys.clean):
@@ -208,7 +208,7 @@ def load_part(side: Side, x: Tensor, choice: float) -> None:
 
 
 def unshard(side: Side, x: Tensor, choice: float) -> None:
-    """Some units are gathered by hand, before a step or an evaluation."""
+    """Gathers some units by hand, before a step or an evaluation."""
     units = [m for m in side.model.modules() if isinstance(m, FSDPModule)]
     rng = random.Random(choice)
     if side.case.config.in_place and not isinstance(side, Plain):
@@ -231,7 +231,7 @@ def unshard(side: Side, x: Tensor, choice: float) -> None:
 
 
 def part_of(side: Side, choice: float) -> list[Tensor]:
-    """Some of the parameters that train now, the same ones of either model."""
+    """Some of the parameters that train now; on both models the same ones."""
     named = {toys.clean(n): p for n, p in side.trained().named_parameters()}
     return [p for p in sides.chosen(named, choice) if p.requires_grad]
 
@@ -243,7 +243,7 @@ def set_flags(side: Side, params: list[Tensor], trained: bool) -> None:
 
 
 def freeze_summoned(side: Side, x: Tensor, choice: float) -> None:
-    """Frozen, and trained again, while full parameters are shown."""
+    """Parameters are frozen, and trained again, while full parameters are shown."""
     if not side.case.config.use_orig:
         return
     shown = isinstance(side, sides.Sharded)
@@ -256,7 +256,7 @@ def freeze_summoned(side: Side, x: Tensor, choice: float) -> None:
 
 
 def switched(side: Side, x: Tensor, choice: float) -> None:
-    """Another part trains for a pass between a forward and its backward, as with adapters."""
+    """A part is frozen for a pass between a forward and its backward, as with adapters."""
     if not side.case.config.use_orig:
         return
     loss, params = loss_of(side.forward(x)), part_of(side, choice)
@@ -268,7 +268,7 @@ def switched(side: Side, x: Tensor, choice: float) -> None:
 
 
 def uncalled(side: Side, x: Tensor) -> None:
-    """The outermost forward computes with weights of modules beside their own forwards."""
+    """The outermost forward uses weights of modules outside of the modules' forwards."""
     STATE.uncalled = True
     try:
         out = side.forward(x)

@@ -24,8 +24,8 @@ class State:
 
     rank: int = 0
     step: int = 0
-    fail: str = ""  # where Fuse raises: "", "forward" or "backward"
-    uncalled: bool = False  # the root reads weights of modules beside their forwards
+    fail: str = ""  # where Fuse raises: "" (nowhere), "forward" or "backward"
+    uncalled: bool = False  # the root reads weights of modules outside of their forwards
 
 
 STATE = State()
@@ -94,7 +94,7 @@ class BatchNorm(Node):
 
 
 class Scale(Node):
-    """0-dim parameters."""
+    """Parameters without dimensions."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -106,7 +106,7 @@ class Scale(Node):
 
 
 class Odd(Node):
-    """Odd shapes, an empty parameter, one that is not contiguous."""
+    """Parameters of odd shapes, perhaps an empty one, and one that is not contiguous."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -120,7 +120,7 @@ class Odd(Node):
 
 
 class Lora(Node):
-    """A frozen weight beside a trainable product, all parameters of one module."""
+    """A frozen weight beside a product of two that train, all parameters of one module."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -135,7 +135,7 @@ class Lora(Node):
 
 
 class LoraOfModules(Node):
-    """As peft makes one; the frozen branch's backward may come late on a rank."""
+    """LoRA as peft makes it; on a rank the frozen branch's backward may come late."""
 
     def __init__(self, width, rng):
         super().__init__(width, rng)
@@ -340,7 +340,7 @@ class Twice(Around):
 
 
 class Both(Around):
-    """The same child on two inputs."""
+    """Runs its child on two inputs."""
 
     def forward(self, x):
         return self.c0(x) - 0.5 * self.c0(x.flip(0) * 0.7)
@@ -358,7 +358,7 @@ class Loop(Around):
 
 
 class RankLoop(Around):
-    """A number of calls that differs by rank and step; sometimes none."""
+    """Calls its child a number of times that differs by rank and step, at times 0."""
 
     by_data = True
 
@@ -452,7 +452,7 @@ class Inplace(Around):
         if self.how == "in_clone":
             y = x.clone()
             z = self.c0(y)
-            y.mul_(0.5)  # autograd refuses where the child saved it
+            y.mul_(0.5)  # autograd refuses this if the child saved y
             return z + y
         if self.how == "in_mul":
             return self.c0((x * 1.1).mul_(0.9))
@@ -478,7 +478,7 @@ class Record:
 
 @dataclasses.dataclass
 class Output(OrderedDict):
-    """Fields that are items, too, and no other way to change them: as transformers' ModelOutput."""
+    """Fields that are items, too, and cannot be updated: as in transformers' ModelOutput."""
 
     first: Tensor
     second: Tensor | None = None
@@ -499,7 +499,7 @@ register_pytree_node(Output, lambda o: (list(o.values()), list(o)), output_of)
 
 
 class Several(nn.Module):
-    """Returns its child's output and a second one in a container."""
+    """Returns its child's output and an output of its own, in a container."""
 
     def __init__(self, child, width, form):
         super().__init__()
@@ -524,7 +524,7 @@ class Several(nn.Module):
 
 
 class Outputs(Around):
-    """Takes both outputs of a child, or one, or the second only as a value."""
+    """Uses both outputs of a child, or one of them, or the second one only as a value."""
 
     def __init__(self, width, rng, *children):
         form = rng.choice(["tuple", "list", "dict", "named", "record", "deque", "output"])
@@ -556,7 +556,7 @@ class Outputs(Around):
 
 
 class Cross(Around):
-    """The second child takes the first one's output beside the input."""
+    """The second child takes the first child's output beside the input."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -601,7 +601,7 @@ class Sleep(torch.autograd.Function):
 
 
 class Slow(Around):
-    """One rank is late here, in forward or in backward."""
+    """One rank is late here, in forward, in backward or in both."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -619,7 +619,7 @@ class Slow(Around):
 
 
 class Hooked(Around):
-    """Hooks of the user: on the activation, on the module."""
+    """Hooks of the user: on the activation or on the module."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -672,7 +672,7 @@ class Fuse(Around):
 
 
 class Positions(nn.Module):
-    """Returns its weight or views of it."""
+    """Returns views of its weight."""
 
     def __init__(self, width, how, trains):
         super().__init__()
@@ -688,7 +688,7 @@ class Positions(nn.Module):
 
 
 class ReturnsView(Around):
-    """Positional embeddings that are used several units later."""
+    """Positional embeddings, taken first and used several units later."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -743,7 +743,7 @@ class GeneratorOut(Around):
 
 
 class TiedByHand(Around):
-    """The weight of an embedding is the last layer's, read by the parent."""
+    """The last layer uses the weight of an embedding, which the parent reads."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng, *children)
@@ -783,7 +783,7 @@ class Compressed(Around):
 
 
 class Checked(Around):
-    """The sharded side computes the block again in backward; the other one does not."""
+    """The sharded side computes the block again in backward; the unsharded side does not."""
 
     def __init__(self, width, rng, *children):
         super().__init__(width, rng)

@@ -34,7 +34,7 @@ DOORS = ("FSDP", "flat", "fully_shard")
 
 
 class Attention(nn.Module):
-    """With one matrix for queries, keys and values, or three."""
+    """Attention with one matrix for queries, keys and values, or with three."""
 
     def __init__(self, fused: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Gated(nn.Module):
 
 
 class Experts(nn.Module):
-    """Five of them in one parameter: no number of ranks but 1 divides that."""
+    """Five experts in one parameter: no number of ranks but 1 and 5 divides that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def ours(model: nn.Module, name: str) -> tuple[Any, optim.Average]:
 
 
 class Torchs:
-    """torch's optimizers of a copy, whose matrices are parameters over the copy's memory."""
+    """torch's optimizers for a copy; their parameters are matrices in the copy's memory."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         kind, options = OPTIMIZERS[name]
@@ -212,7 +212,7 @@ def torch_has(name: str) -> bool:
 
 
 def mean_gradients(model: nn.Module, step: int, world: int) -> float:
-    """The mean over the ranks' batches, added as the engine does; rank 0's loss."""
+    """Sets the mean over the ranks' batches, added as the engine does; returns rank 0's loss."""
     total: list[Tensor] = []
     losses = []
     for rank in range(world):
@@ -231,7 +231,7 @@ Result = tuple[list[float], dict[str, Tensor], dict[str, Tensor]]
 
 
 def one_process(model: str, name: str, world: int, steps: int) -> tuple[Result, Result | None]:
-    """Ours, and torch's where it has the rule."""
+    """One process with our optimizer, and with torch's where torch has the rule (else None)."""
     copy = build(model)
     optimizer, average = ours(copy, name)
     losses = []
@@ -300,7 +300,7 @@ def on_ranks(model: str, name: str, door: str, rank: int, steps: int) -> Result:
 
 
 def differing(one: Result, other: Result) -> int:
-    """Losses and elements that are not equal to the bit."""
+    """How many losses and elements are not equal to the bit."""
     count = sum(a != b for a, b in zip(one[0], other[0], strict=True))
     for mine, theirs in zip(one[1:], other[1:], strict=True):
         assert mine.keys() == theirs.keys(), (mine.keys(), theirs.keys())
@@ -332,7 +332,7 @@ def run_rank(rank: int, world: int, store: str, given: Any, box: Any) -> None:
 
 
 def run(given: Any) -> Counts:
-    """Of each model, optimizer, world and interface: what differs from ours, and from torch's."""
+    """For each model, optimizer, world and interface: how much differs from ours and torch's."""
     found: Counts = {}
     for world in given.worlds:
         with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:

@@ -78,7 +78,7 @@ NEED_INPUT_GRAD = {"penalty", "penalty_each", "grad_input", "inputs_only"}
 
 
 def backward(side: Side, style: str, inputs: list[Tensor], label: str, sync: bool) -> None:
-    """Forward and backward of a micro-batch in one of many ways."""
+    """Runs forward and backward of a micro-batch in one of many ways."""
     first, second = inputs
 
     def forward(x: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ def fail(side: Side, number: int, choice: float, again: float) -> None:
 
 
 def freeze(side: Side, number: int, choice: float, again: float) -> None:
-    """Freezes some, trains, and lets them train again."""
+    """Freezes some parameters, trains, and mostly lets them train again."""
     if not side.case.config.use_orig:
         return
     side.freeze(choice, True)
@@ -224,7 +224,7 @@ def ema(side: Side, number: int, choice: float, again: float) -> None:
 
 
 def rebuild_graph_late(side: Side, number: int, choice: float, again: float) -> None:
-    """A graph of this step is kept, and its backward comes after that of a later graph."""
+    """Keeps a graph of this step, and runs its backward after that of a later graph."""
     kept = side.forward(batch(side, number, 0))
     with torch.no_grad():
         side.record(f"op {number} between", {"out": side.forward(batch(side, number, 1))})
@@ -237,7 +237,7 @@ def rebuild_graph_late(side: Side, number: int, choice: float, again: float) -> 
 
 
 def unfreeze(side: Side, number: int, choice: float, again: float) -> None:
-    """What was frozen when it was wrapped trains from here on."""
+    """Parameters that were frozen when the model was wrapped train from here on."""
     if side.case.config.use_orig:
         side.unfreeze(choice)
 

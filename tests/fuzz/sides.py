@@ -31,7 +31,7 @@ Records = list[tuple[str, dict[str, Tensor]]]
 
 
 class Side:
-    """What a program does with a model, whatever it is."""
+    """A program's view of a model: what the program can do with either kind."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
         self.case, self.model = case, model
@@ -51,7 +51,7 @@ class Side:
         }[kind]()
 
     def trained(self) -> nn.Module:
-        """What has the parameters that the optimizer steps."""
+        """The module that has the parameters which the optimizer steps."""
         return self.model
 
     def forward(self, x: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class Side:
     def average(self) -> None: ...
 
     def ask(self, forward: Callable[[], Tensor], into: bool) -> None:
-        """The gradients of all parameters by name, into ``.grad`` or as values."""
+        """Takes all parameters' gradients, by backward's ``inputs`` or by ``autograd.grad``."""
         params = [p for p in self.model.parameters() if p.requires_grad]
         loss = forward()
         if into:
@@ -80,7 +80,7 @@ class Side:
                 p.grad = grad if p.grad is None else p.grad + grad
 
     def head_weight(self) -> Tensor | None:
-        """The weight of a module that is not called for it, where it can be read."""
+        """The weight of the head, read without calling the head; None where it cannot be read."""
         config = self.case.config
         return self.model.head.weight if config.in_place and config.keeps_root else None
 
@@ -118,14 +118,14 @@ class Abandoned(Exception):
 
 
 def agree(going_on: bool) -> bool:
-    """Whether all ranks' unsharded programs go on; a rank whose program raised asks this once."""
+    """Whether all ranks go on; a rank whose program raised calls this once, with False."""
     stopped = torch.tensor(float(not going_on))
     dist.all_reduce(stopped)
     return not stopped
 
 
 class Plain(Side):
-    """The unsharded copy. With mixed precision a copy in the low type computes."""
+    """The unsharded copy. With mixed precision another copy, in the low type, computes."""
 
     def __init__(self, case: Case, model: nn.Module) -> None:
         super().__init__(case, model)
@@ -214,7 +214,7 @@ class Plain(Side):
 
 
 class OfFsdpc(Side):
-    """What `shard` makes of the model, and a second model beside it."""
+    """A model as `shard` returns it, and a second model beside it."""
 
     def __init__(
         self, case: Case, model: nn.Module, shard: Callable[[], nn.Module], groups: Any = None
@@ -225,7 +225,7 @@ class OfFsdpc(Side):
         super().__init__(case, shard())
         for name, p in self.model.named_parameters():
             if toys.clean(name) in self.frozen:
-                p.was_frozen = True  # also where it took the place of one on the meta device
+                p.was_frozen = True  # also where p took the place of a meta parameter
         self.make_optimizer(case.optimizer)
 
     def load_part(self, state: dict[str, Any]) -> None:
@@ -306,7 +306,7 @@ class Sharded(OfFsdpc):
 
 
 class InPlace(OfFsdpc):
-    """Sharded by ``fully_shard``: DTensor parameters, torch's functions on them."""
+    """Sharded by ``fully_shard``: parameters are DTensors, on which torch's functions work."""
 
     def __init__(self, case: Case, model: nn.Module, groups: Any = None) -> None:
         super().__init__(case, model, lambda: filled(model, case.config))
@@ -314,7 +314,7 @@ class InPlace(OfFsdpc):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """By turns: no unit is summed, every other one is, the rest is."""
+        """In turn: no unit is summed, every second one is, the others are."""
         units = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
         self.unsynced += 1
         for i, unit in enumerate(units):
@@ -363,7 +363,7 @@ class InPlace(OfFsdpc):
 
 
 def shard_in_place(model: nn.Module, config: Config) -> nn.Module:
-    """``fully_shard`` of each wrapped module from the inside, then of the root."""
+    """Calls ``fully_shard`` on each wrapped module from the inside, then on the root."""
     import fsdpc
 
     meshes = another_mesh(config, make_mesh(config))
@@ -412,7 +412,7 @@ def make_mesh(config: Config) -> Any:
 
 
 def another_mesh(config: Config, mesh: Any) -> Iterator[Any]:
-    """Meshes that equal ``mesh``."""
+    """Yields meshes that equal ``mesh``, made as the configuration says."""
     while True:
         if config.meshes == "each":
             yield make_mesh(config)
@@ -425,7 +425,7 @@ def another_mesh(config: Config, mesh: Any) -> Iterator[Any]:
 
 
 def filled(model: nn.Module, config: Config) -> nn.Module:
-    """The sharded model; one from the meta device has got its values afterwards."""
+    """The sharded model with its values, also if it was sharded on the meta device."""
     if not config.meta:
         made = shard_in_place(model, config)
     else:
@@ -465,7 +465,7 @@ def emptied(model: nn.Module) -> nn.Module:
 
 
 def as_parts(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Whole values as DTensors like the model's own."""
+    """Turns whole values into DTensors like those of the model's state."""
     own = model.state_dict()
     return {
         k: distribute_tensor(v, own[k].device_mesh, own[k].placements)
@@ -486,7 +486,7 @@ def load_part(model: nn.Module, state: dict[str, Any]) -> None:
 
 
 def check_blocks(model: nn.Module) -> None:
-    """Blocks that are marked are computed again in backward, the outermost of nested ones."""
+    """Checkpoints the marked blocks (of nested ones the outermost): backward runs them again."""
     inside = {
         id(block)
         for outer in model.modules()
@@ -502,7 +502,7 @@ def check_blocks(model: nn.Module) -> None:
 
 
 def second_model(config: Config, groups: Any = None) -> nn.Module | None:
-    """Another sharded model, which has had a backward, and lives as long as the first."""
+    """Another sharded model, which has had a backward and lives as long as the first; or None."""
     if not config.second:
         return None
     other = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2))
@@ -523,7 +523,7 @@ def copied(model: Any) -> Any:
 
 
 def chosen(named: dict[str, nn.Parameter], choice: float) -> list[nn.Parameter]:
-    """Parameters that were trained at the start: a part, or those of one module."""
+    """Parameters that were trained at the start: some of them, or those of one module."""
     names = [n for n, p in named.items() if p.is_floating_point() and not hasattr(p, "was_frozen")]
     rng = random.Random(choice)
     if rng.random() < 0.5:
@@ -564,7 +564,7 @@ def shard(model: nn.Module, config: Config, groups: Any = None) -> nn.Module:
             fsdpc.mark_data_dependent(module)
         if isinstance(module, kinds.Teacher):
             module.box[0] = shard(module.box[0], config, groups)
-    hides = any(isinstance(module, kinds.Teacher) for module in model.modules())  # sharded ones
+    hides = any(isinstance(module, kinds.Teacher) for module in model.modules())  # they are sharded
     if config.meta and not isinstance(model, nn.Sequential) and not hides:
         if dist.get_rank() > 0:
             model = emptied(model)

@@ -55,7 +55,7 @@ PRELUDE = """
 
 
 def passes(text: str) -> None:
-    """Runs a program in a forked process: it must end without a signal, an exception, a hang."""
+    """Runs a program in a forked process: no signal, exception or hang may end it."""
     program = compile(textwrap.dedent(PRELUDE) + textwrap.dedent(text), "program", "exec")
     with tempfile.TemporaryFile() as output:
         pid = os.fork()
@@ -398,4 +398,4 @@ def test_every_call_of_the_extension_is_made():
         if callable(value) and not isinstance(value, type) and not name.startswith("__")
     }
     missing = {name for name in named if not re.search(rf"\b{name}\b", text)}
-    assert missing == {"set_deadline"}  # of the tests alone
+    assert missing == {"set_deadline"}  # only tests call it

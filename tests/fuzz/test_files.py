@@ -42,7 +42,7 @@ def highest_step(read: Callable[[Path], Any]) -> Callable[[Path], Any]:
     return found
 
 
-# Where it is planted, how, what is found, and the first life that finds it.
+# Where a fault is planted, how, what a life says that finds it, and the first life that does.
 FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, int]] = {
     "the highest step wins": (steps, "read_steps", highest_step, "went on from step", 33),
     "verify finds nothing": (
@@ -56,7 +56,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Any], Any], str, int]] = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_planted_faults_are_found(what: str, monkeypatch: pytest.MonkeyPatch):
-    """By a life that is right without the fault."""
+    """Each fault is found by a life that is right without it."""
     module, name, wrapped, text, first = FAULTS[what]
     with monkeypatch.context() as patch:
         patch.setattr(module, name, wrapped(getattr(module, name)))

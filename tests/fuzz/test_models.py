@@ -15,9 +15,9 @@ from trees import KINDS, Builder, Cut, describe
 SEED = 1
 SECONDS = 10.0
 EVERYTHING = Cut()
-REFUSED = 0.05  # share of the cases that may end in an error of fsdpc's
+REFUSED = 0.05  # the share of cases that fsdpc may refuse
 NO_COMMUNICATION = ("c10d", "hybrid")
-FSDP1 = "fully_shard"  # switched off: the faults are planted in FSDP1's side
+FSDP1 = "fully_shard"  # left out, as the faults are planted in the FSDP1 side
 
 
 def test_a_case_is_its_seed():
@@ -51,7 +51,7 @@ def test_what_is_left_out_leaves_the_rest():
     ],
 )
 def test_planted_faults_are_found(fault, outcome):
-    """Within a few cases that are right without the fault."""
+    """Each fault is found within a few cases that are right without it."""
     plain = frozenset(
         {k.name for k in KINDS}
         | set(cases.OPS)
@@ -69,7 +69,7 @@ def test_planted_faults_are_found(fault, outcome):
 
 
 def results_of(numbers, cut, **options):
-    """Results up to the first that is bad, each of 2 ranks."""
+    """Runs cases on 2 ranks up to the first that is bad; returns all results."""
     config = cases.config_of(f"{SEED}:0", cut.without, 2)
     results = []
     for result in runs.run_numbers(SEED, numbers, cut, config, **options):
@@ -79,13 +79,13 @@ def results_of(numbers, cut, **options):
     return results
 
 
-@functools.cache  # without a fault, the same for each of them
+@functools.cache  # without a fault: the same for all planted faults
 def outcomes_of(numbers, cut):
     return runs.fuzz(SEED, list(numbers), cut, 2).outcomes
 
 
 def test_random_models_and_steps():
-    """As many cases as go into a fixed time, in the order of a fixed seed."""
+    """Runs as many cases as go into a fixed time, in the order of a fixed seed."""
     bad = []
 
     def each(result, summary):

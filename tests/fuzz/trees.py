@@ -15,7 +15,7 @@ import kinds
 from kinds import Node
 from torch import nn
 
-WRAPPED = 0.55  # share of the nodes that become units
+WRAPPED = 0.55  # the share of nodes that become units
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ class Builder:
         self.used: set[str] = set()
 
     def build(self, depth: int, budget: int) -> Node:
-        """`budget` bounds the number of nodes, `depth` their nesting."""
+        """Draws a node and its subtrees: at most `budget` nodes, nested at most `depth` deep."""
         number, self.count = self.count, self.count + 1
         choices = [k for k in KINDS if k.children == 0 or (depth > 0 and k.children < budget)]
         kind = self.rng.choices(choices, [k.weight for k in choices])[0]
@@ -145,7 +145,7 @@ class Builder:
 
 
 def describe(node: nn.Module, indent: str = "", seen: set[int] | None = None) -> str:
-    """The tree in lines: number, kind, * for a unit."""
+    """Lists the tree in lines: each node's number and kind, and * if it is a unit."""
     seen = set() if seen is None else seen
     lines = []
     if isinstance(node, Node):

@@ -66,7 +66,7 @@ def main() -> None:
     print(f"{'folder':10} {'blocks':>14} {'points':>12} {'errors':>12}")
     for folder in FOLDERS:
         files = sorted(file for file in functions if file.startswith(folder + "/"))
-        # Files whose other kinds (a wire, a GPU) no run uses.
+        # Files for other kinds of groups (such as GPUs), which no run uses.
         unused = [file for file in files if not any(functions[file].values())]
         used = set(files) - set(unused)
         places = {place: each for place, each in hits.items() if place[0] in used}

@@ -401,13 +401,13 @@ FAULTS = [
         "    FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));\n"
         "    for (int r = 0; r < x->world; r++) {\n"
         "        struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);\n"
-        "        if (atomic_load(&post->round) == round) { /* slots of no bytes have no "
-        "address */\n"
+        "        if (atomic_load(&post->round) == round) { /* sources[r] is NULL for slots of "
+        "no bytes too */\n"
         "            acknowledge(x, r, (int)post->slot);\n        }\n    }\n",
         "    for (int r = 0; r < x->world; r++) {\n"
         "        struct fsdpc_post_ctl *post = post_of(x, fsdpc_unit_use(unit)->id, r);\n"
-        "        if (atomic_load(&post->round) == round) { /* slots of no bytes have no "
-        "address */\n"
+        "        if (atomic_load(&post->round) == round) { /* sources[r] is NULL for slots of "
+        "no bytes too */\n"
         "            acknowledge(x, r, (int)post->slot);\n        }\n    }\n"
         "    FSDPC_TRY(fsdpc_grad_sum(unit, sources, x->world));\n",
     ),
@@ -951,8 +951,8 @@ FAULTS = [
     Fault(
         "a rank that waits for a reduce slot keeps its prefetch",
         REDUCE,
-        "        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);\n        /* Nobody",
-        "        /* Nobody",
+        "        FSDPC_GOTO(fsdpc_shared_drop_prefetched(x), done);\n        /* WAY_NONE",
+        "        /* WAY_NONE",
         mended=True,
     ),
     Fault(

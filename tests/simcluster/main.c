@@ -1,7 +1,7 @@
-/* Seeds to cases, runs, judgement. `simcluster --help` says how it is called; README.md what it checks.
+/* Turns seeds into cases, runs and judges them. Usage: `simcluster --help`. What is checked: see README.md.
  *
- * Each rank has a copy of the core of its own, a library loaded once per rank, so that what a process has in global
- * variables a rank has, too. Before each run every copy's variables are as they were after loading.
+ * Each rank has its own copy of the core (the library is loaded once per rank), so that it has its own global
+ * variables, as a process has. Before each run the variables of every copy are as they were after loading.
  */
 #include <dlfcn.h>
 #include <elf.h>
@@ -29,7 +29,7 @@ typedef struct copy {
     void *handle;
     sim_program *program;
     void (*boot)(void);
-    /* What the copy may write, and how it was after loading. */
+    /* The memory that the copy may write, and what was in it after loading. */
     struct {
         char *at, *before;
         size_t bytes;
@@ -59,7 +59,7 @@ fail(const char *what)
     exit(2);
 }
 
-/* In whole pages between the relocated part, which is read-only, and the end. */
+/* Finds the memory that the copy may write: its writable segments without the pages that relocation locks. */
 static int
 find_parts(struct dl_phdr_info *info, size_t bytes, void *argument)
 {
@@ -156,7 +156,7 @@ draw_fault(sim_case *c, uint64_t *state)
         [SIM_DIES] = 12,     [SIM_STOPS] = 12, [SIM_PAUSES] = 12,
         [SIM_RAISES] = 3,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 3,
         [SIM_NO_MEMORY] = 7, [SIM_STRAYS] = 3, [SIM_REFUSED] = 5};
-    /* Of 32; none in the rest. */
+    /* In how many of 32 cases each fault is; there is none in the rest. */
     static const int often[SIM_FAULTS] = {[SIM_DIES] = 3,      [SIM_STOPS] = 5,  [SIM_PAUSES] = 2,
                                           [SIM_RAISES] = 2,    [SIM_LEAVES] = 3, [SIM_CHANGES] = 4,
                                           [SIM_NO_MEMORY] = 2, [SIM_STRAYS] = 4, [SIM_REFUSED] = 2};
@@ -168,16 +168,16 @@ draw_fault(sim_case *c, uint64_t *state)
     c->fault = options.fault >= 0 ? (enum sim_fault)options.fault : c->fault;
     c->victim = (int)(sim_random(state) % (uint64_t)c->world);
     c->at = 1 + sim_random(state) % (UINT64_C(1) << (2 + sim_random(state) % (most[c->fault] + 1)));
-    /* A deadline passes in many short sleeps, so it is long in some cases only. */
+    /* Until a deadline passes there are many short sleeps: where one may pass, it is short in most cases. */
     const bool passes = c->fault == SIM_STOPS || c->fault == SIM_PAUSES || c->fault == SIM_STRAYS;
     c->timeout_s = c->fault == SIM_REFUSED       ? 20
                    : !passes                     ? 600
                    : sim_random(state) % 64 == 0 ? 20
                                                  : 2;
-    c->timeout_s *= c->world > 16 ? c->world / 4.0 : 1; /* they all share one processor */
+    c->timeout_s *= c->world > 16 ? c->world / 4.0 : 1; /* all ranks share one processor */
     c->place = sim_random(state) % 4 ? 1 + (int)(sim_random(state) % SIM_PLACES) : 0;
     c->at = c->fault == SIM_NO_FAULT ? 0 : c->at;
-    /* Else a rank may know nothing of what has changed. */
+    /* Each rank must hold a part of what changes: else it may not notice the change. */
     c->wide = c->wide || c->fault == SIM_CHANGES || c->fault == SIM_STRAYS;
     const uint64_t more = sim_random(state);
     c->evaluates = c->evaluates || options.joins || c->fault == SIM_CHANGES ||
@@ -187,7 +187,7 @@ draw_fault(sim_case *c, uint64_t *state)
     c->uneven = (c->uneven || options.joins) && c->fault != SIM_CHANGES;
 }
 
-/* Two or three groups of as many ranks, or as many more as the limit of the command line wants. */
+/* Two or three shard groups of two or three ranks each; with --ranks about as many ranks as asked for. */
 static void
 draw_replicas(sim_case *c)
 {
@@ -202,7 +202,7 @@ draw_replicas(sim_case *c)
     }
 }
 
-/* Hosts of one rank and more, mostly of neighbours; in other cases each rank counts as one. */
+/* Draws each rank's host. Hosts have one rank or more, mostly neighbours; without c->hosts each has one. */
 static void
 draw_hosts(sim_case *c)
 {
@@ -214,7 +214,7 @@ draw_hosts(sim_case *c)
     }
 }
 
-/* All ranks gather and reduce in one order there. */
+/* Puts a wire between the ranks: there all ranks gather and reduce in one order. */
 static void
 draw_wire(sim_case *c)
 {
@@ -225,7 +225,7 @@ draw_wire(sim_case *c)
     c->trusts =
         c->fault != SIM_STRAYS && c->fault != SIM_CHANGES && sim_mix(c->seed * 29 + 11) % 8 == 0;
     c->gather_slots =
-        sim_mix(c->seed * 41 + 3) % 3 == 0 ? 3 : c->gather_slots; /* a wire's default */
+        sim_mix(c->seed * 41 + 3) % 3 == 0 ? 3 : c->gather_slots; /* the default on a wire */
     /* A pass in which a rank gathers nothing is not counted: exchange_wire.c. */
     c->rootless = c->rootless && c->fault != SIM_STRAYS;
     if (c->fault == SIM_REFUSED) {
@@ -234,7 +234,7 @@ draw_wire(sim_case *c)
     }
 }
 
-/* A rank that strays forgets to unfreeze. */
+/* Units are frozen until some step. A rank that strays forgets to unfreeze. */
 static void
 draw_thaws(sim_case *c)
 {
@@ -242,7 +242,7 @@ draw_thaws(sim_case *c)
     c->steps += c->steps == 1;
     c->rootless = c->rootless && c->fault != SIM_STRAYS;
     c->uneven = c->uneven && c->fault != SIM_STRAYS;
-    /* Where all units are frozen, no mark of a wire shows that ranks run other numbers of batches. */
+    /* Where all units are frozen, no mark of a wire shows that ranks run different numbers of batches. */
     c->meets = c->meets && c->fault != SIM_STRAYS && !(c->wire && c->fault == SIM_CHANGES);
 }
 
@@ -298,11 +298,11 @@ draw_case(uint64_t seed)
     }
     c.parts = sim_random(&state) % 4 == 0;
     const bool strays = c.fault == SIM_STRAYS;
-    const unsigned often = strays || c.fault == SIM_CHANGES ? 2 : 1; /* of 4 */
+    const unsigned often = strays || c.fault == SIM_CHANGES ? 2 : 1; /* in so many of 4 cases */
     c.idle = c.evaluates && !c.in_step && sim_random(&state) % 4 < often;
     c.meets = c.meets && !(c.idle && strays && sim_random(&state) % 2);
     c.swaps = c.evaluates && sim_random(&state) % 4 < often;
-    /* Of eight cases that unfreeze or have two models, two on a wire and one with replicas, where the options do not say. */
+    /* Of 8 cases with thaws or twins, 2 are on a wire and 1 has replicas, where no option decides that. */
     const uint64_t way = options.thaws || options.twins ? sim_mix(seed * 37 + 5) % 8 : 8;
     if (options.wire || (way < 2 && !options.replicas)) {
         draw_wire(&c);
@@ -393,7 +393,7 @@ sim_violated(void)
 
 /* --- judgement ------------------------------------------------------------------------------- */
 
-/* "rank 3", or in a list: "ranks 1, 3 and 5". */
+/* True if the text names the rank: "rank 3", or in a list: "ranks 1, 3 and 5". */
 static bool
 names(const char *text, int rank)
 {
@@ -416,7 +416,7 @@ names(const char *text, int rank)
     return false;
 }
 
-/* A rank that stops on its way into a barrier cannot be told from the others; of a host, any rank may. */
+/* A text may blame "the other ranks" where a rank stops on its way into a barrier, or a whole host stops. */
 static bool
 may_be_any(const sim_run *run, const char *text)
 {
@@ -430,7 +430,7 @@ says_that_one_died(const char *text)
     return strstr(text, ") died while") || strstr(text, ") died during");
 }
 
-/* Of a rank that gave up: that is a reason, and its departure none. */
+/* True if the text says that a rank left which in fact gave up: giving up is the cause, leaving is not. */
 static bool
 says_that_one_left(const sim_case *c, const sim_run *run, const char *text)
 {
@@ -443,7 +443,7 @@ says_that_one_left(const sim_case *c, const sim_run *run, const char *text)
     return says;
 }
 
-/* The rank itself needs one that has left, and has not come through all that this one had come through. */
+/* True if the rank says that it misses the victim, which has left, but has done less than the victim. */
 static bool
 misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
 {
@@ -457,14 +457,14 @@ misses_what_was_done(const sim_case *c, const sim_run *run, int rank)
 /* The longest wait for a slot before private memory, and shorter ones for that of other units: exchange_shared_wait.c. */
 static const double PATIENCE_S = 2.7;
 
-/* With its naps, and that of a pause, a rank may have been away for longer than the deadline. */
+/* True if ranks napped so long that, with a pause of half the deadline, one may have missed the deadline. */
 static bool
 may_be_late(const sim_case *c, const sim_run *run)
 {
     return (double)run->napped_ns > 0.4e9 * c->timeout_s;
 }
 
-/* A barrier of the program's own knows nothing of units: there its deadline ends the wait. */
+/* The program's own barrier (c->meets) knows nothing of units: there the deadline ends the wait. */
 static bool
 says_that_ranks_differ(const sim_case *c, const char *text)
 {
@@ -481,21 +481,21 @@ static void
 judge_error(const sim_case *c, const sim_run *run, int rank, const sim_outcome *out)
 {
     const bool joined = out->joined && run->out[c->victim].joined;
-    /* Once the ranks have met, a death is seen at once. A stop is seen by the deadline of a wait that may begin after
-     * others, for private memory, have ended. */
+    /* Once the ranks have met, a death is seen at once. A stop is seen when the deadline of a wait passes;
+     * the wait may begin after waits for private memory have ended. */
     const bool apart = c->fault == SIM_STRAYS || (c->fault == SIM_CHANGES && c->wire);
     const bool waits = c->fault == SIM_STOPS || (apart && (!c->wire || c->meets));
     const double before_s = 0.5 * c->timeout_s > PATIENCE_S ? 0.5 * c->timeout_s : PATIENCE_S;
     const double most_s = joined && !waits ? 0 : c->timeout_s + before_s;
-    /* A rank that leaves disturbs nobody who does not need it: only sleeps count. One that is about to sleep does not
-     * see that another one leaves before a slice of the sleep has passed. */
+    /* A rank that leaves disturbs only ranks that need it: only time in which all sleep counts. A rank that
+     * is about to sleep sees only after a slice of the sleep that another one has left. */
     const bool leaves = c->fault == SIM_LEAVES;
-    /* Who fails before the ranks of its host have met, or those of one of its groups, is missed by the deadline, as a
-     * stop is; a text may name it by its place in the group. */
+    /* A rank that fails before its host, or one of its groups, has met is missed only at the deadline, like
+     * one that stops; a text may name it by its place in the group. */
     const bool alone = (c->hosts || c->replicas) && !run->out[c->victim].joined;
     const bool told = (c->fault == SIM_NO_MEMORY || c->fault == SIM_REFUSED) && !alone;
-    /* From one group to another an error travels with the ranks that end. Who waits for a rank of its host looks every
-     * 0.1 s whether ranks run different units: after a fault the ranks may work for some time before that wait. */
+    /* From one group to another an error travels with ranks that end. A rank that waits for one of its host
+     * looks every 0.1 s whether ranks run different units; before that wait it may work for some time. */
     const bool looks = apart && c->hosts;
     const bool slow = leaves || c->replicas || looks;
     const int64_t late_ns = leaves || looks ? out->idle_ns : out->end_ns - run->fault_ns;
@@ -554,10 +554,10 @@ lost_joined(const sim_case *c, const sim_run *run)
     return all;
 }
 
-/* Who stops in a wait, or is in another one, looks like who waits: where deadlines pass at the same time, a rank may
- * name another one that waits as well, but not all ranks do: except where ranks that have run fewer batches wait in a
- * barrier, or one waits to post late gradients, which looks like the cause. Then a text must say that who is named
- * waits as well. */
+/* A rank that stops in a wait, or is in another wait, looks like one that just waits: where deadlines pass at
+ * the same time, a rank may name another one that waits as well. But some rank must name the victim, except
+ * where ranks that ran fewer batches wait in a barrier, or one waits to post late gradients, which looks like
+ * the cause. There a text must at least say that the rank which it names waits. */
 static void
 judge_stop(const sim_case *c, const sim_run *run)
 {
@@ -675,7 +675,7 @@ run_seed(uint64_t seed)
 
 /* --- smaller cases --------------------------------------------------------------------------- */
 
-/* Equal up to the first number. */
+/* True if two violations are equal up to the first number. */
 static bool
 same_kind(const char *a, const char *b)
 {
@@ -683,7 +683,7 @@ same_kind(const char *a, const char *b)
     return same == strcspn(b, "0123456789") && strncmp(a, b, same) == 0;
 }
 
-/* A limit changes a whole run, so a smaller case is another seed of the same fault. */
+/* A limit changes a whole run, so a smaller case is another seed with the same kind of violation. */
 static bool
 find_within(const char *kind, uint64_t *seed)
 {
@@ -696,7 +696,7 @@ find_within(const char *kind, uint64_t *seed)
     return false;
 }
 
-/* Without a fault if some seed shows the same. Then ranks, units and steps: as few as some seed needs. */
+/* Looks for a smaller case of the violation: without a fault, then with the fewest ranks, units and steps. */
 static void
 shrink(uint64_t seed)
 {
@@ -732,7 +732,7 @@ shrink(uint64_t seed)
     }
 }
 
-/* A crash is a violation that ends the program: it says which seed it was. */
+/* A crash counts as a violation and ends the program, which first says the seed. */
 static void
 on_crash(int number)
 {
@@ -809,7 +809,7 @@ read_flag(const char *word)
     return false;
 }
 
-/* A seed, and perhaps flags. */
+/* Runs a line of the list: a seed, and perhaps flags. False: it violates. */
 static bool
 run_line(char *line)
 {
@@ -828,7 +828,7 @@ run_line(char *line)
     return right;
 }
 
-/* Lines that begin with # say something else. */
+/* Runs the seeds of the file `mended` and counts those that violate. Lines that begin with # are comments. */
 static uint64_t
 run_mended(void)
 {
@@ -892,7 +892,7 @@ main(int count, char **words)
         return usage();
     }
     sim_tracing = options.trace;
-    /* Else the records of trees, half a megabyte each, are cleared by hand in each run. */
+    /* Large blocks come zeroed from the kernel: else each run clears the records of trees, half a MB each. */
     (void)mallopt(M_MMAP_THRESHOLD, 128 << 10);
     catch_crashes();
     setvbuf(stdout, NULL, _IOLBF, 0);

@@ -16,14 +16,14 @@
 
 #include "base/pause.h"
 
-/* Other ranks run at the points, not meanwhile: a sixth of the simulation's time was this hint. */
+/* Other ranks run at the points, not during a pause: the pauses took a sixth of the simulation's time. */
 #define fsdpc_pause() ((void)0)
 
 void sim_point(const char *place);
-/* A point after a write. */
+/* A point after a write to `at`. */
 void sim_wrote(const char *place, const void *at);
 void sim_store_late(void *to, const void *value, size_t bytes);
-/* False: the fiber that runs has no late store there. */
+/* Reads what the running fiber has stored late at `from`; false: it has no late store there. */
 bool sim_load_late(const void *from, void *out, size_t bytes);
 void sim_flush(void);
 extern int sim_late_stores;

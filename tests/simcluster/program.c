@@ -1,8 +1,8 @@
-/* What each rank does: it makes a group, units and a tree, and trains. And the model that its values must equal.
+/* What each rank does (it makes a group, units and a tree, and trains), and the model its values must equal.
  *
  * The program is linked into each copy of the core. It follows from the case alone, so that the ranks agree on what
- * must be the same, and each of them knows what the others do. Values are whole numbers, of which those of another
- * unit, position or version differ. Gradients are fractions, so that a sum in another order differs in its last bits.
+ * must be the same, and each of them knows what the others do. Weights are whole numbers that differ between
+ * units, positions and versions. Gradients are fractions: a sum in another order differs in its last bits.
  */
 #include <pthread.h>
 #include <stdio.h>
@@ -16,37 +16,37 @@
 #include "unit/grad.h"
 #include "unit/unit_impl.h"
 
-/* Rounds of a step: its backwards, then late gradients, then the batches of its evaluations. */
+/* Numbers of a step's rounds: backwards from 0 on, late gradients 8, batches of evaluations 16 on, 8 each. */
 enum { LATE_ROUND = 8, EVALUATION = 16, BATCHES = 8 };
 enum { PARAMS = 2, PIECE = 64, NUMEL_MOST = PIECE * SIM_RANKS, ROOT = 0 };
 
 /* The ranks of a communicator, by their numbers in the world. */
 typedef struct group {
     const struct model *m;
-    int rank, world; /* this rank's place among them */
+    int rank, world; /* this rank's place in the group, and the group's size */
     int members[SIM_RANKS];
 } group;
 
 typedef struct model {
     const sim_case *c;
-    int net;            /* 1: the second model of the group, which the first one has as its: */
-    struct model *twin; /* or NULL */
+    int net;            /* 1 in the second of two models, else 0 */
+    struct model *twin; /* in the first: the second model, or NULL */
     int rank, version, step, event;
-    group shard, replicas; /* the second has one member where the first has all ranks */
+    group shard, replicas; /* without replicas: all ranks; this rank alone */
     bool frozen[SIM_UNITS];
     int held[SIM_UNITS];          /* the version of each unit's weights */
-    bool swapped;                 /* its weights, to be put back */
-    int done;                     /* passes, backwards and meetings */
+    bool swapped;                 /* the next change of weights puts the old ones back */
+    int done;                     /* passes, backwards and meetings so far */
     bool gone;                    /* this rank has left before the end */
-    int rounds[SIM_UNITS];        /* bits: those whose gradients are still to be reduced */
-    fsdpc_comm *comm, *replicate; /* NULL without replicas */
+    int rounds[SIM_UNITS];        /* a bit for each round whose gradients are still to be taken */
+    fsdpc_comm *comm, *replicate; /* replicate: NULL without replicas */
     fsdpc_unit *units[SIM_UNITS];
     fsdpc_tree *tree;
 } model;
 
 static fsdpc_device *device;
 
-/* Here, because libgcc has a function of this name, for split stacks, which the linker would take. */
+/* Defined here because the linker would take libgcc's function of this name, which is for split stacks. */
 int sim_pthread_create(pthread_t *out, void *(*function)(void *), void *argument);
 int __wrap_pthread_create(pthread_t *, const pthread_attr_t *, void *(*)(void *), void *);
 int
@@ -57,7 +57,7 @@ __wrap_pthread_create(pthread_t *out, const pthread_attr_t *attr, void *(*functi
     return sim_pthread_create(out, function, argument);
 }
 
-/* The core is changed by ranks that others wait for: who does so after a sleep that timed out went on by chance. */
+/* A rank that notifies others has ended its wait: sim_wait_ended() finds a wait that ended by chance. */
 void __real_fsdpc_shm_notify(fsdpc_shm *);
 void __wrap_fsdpc_shm_notify(fsdpc_shm *);
 void
@@ -67,7 +67,7 @@ __wrap_fsdpc_shm_notify(fsdpc_shm *shm)
     __real_fsdpc_shm_notify(shm);
 }
 
-/* A rank that uses its fallback does not go on by chance. */
+/* A rank that uses its fallback need not have been woken: it does not go on by chance. */
 bool __real_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool __wrap_fsdpc_shared_must_act(fsdpc_exchange *, struct fsdpc_shared_wait *, enum fsdpc_shm_way);
 bool
@@ -81,7 +81,7 @@ __wrap_fsdpc_shared_must_act(fsdpc_exchange *x, struct fsdpc_shared_wait *wait,
     return act;
 }
 
-/* Others may run between two pieces that are summed. */
+/* Other ranks may run between two pieces that are summed. */
 int __real_fsdpc_grad_sum_pieces(const fsdpc_unit *, int, const char *const *, int, char *);
 int __wrap_fsdpc_grad_sum_pieces(const fsdpc_unit *, int, const char *const *, int, char *);
 int
@@ -101,13 +101,13 @@ static int64_t
 numel_of(const sim_case *c, int unit, int param)
 {
     const int64_t draw = (int64_t)sim_drawn(c, 1, unit, param, 0);
-    if (c->wide && param == 0) { /* each rank has a part of it */
+    if (c->wide && param == 0) { /* so large that each rank has a part */
         return PIECE * (c->world - 1) + 1 + (draw & 15);
     }
     return 1 + (draw & INT64_MAX) % (param == 0 ? 64 : 9);
 }
 
-/* Units of the two models have other values. */
+/* The number that a unit's values follow from; it differs between the two models. */
 static int
 key_of(const model *m, int unit)
 {
@@ -127,7 +127,7 @@ grad_of(int rank, int unit, int param, int64_t i, int step, int round)
     return (float)((double)(mixed % 10007) / 1000.0 - 5.0);
 }
 
-/* A batch of an evaluation in which no rank runs a unit, or this one runs none. */
+/* True for an evaluation's batch in which no rank runs a unit, or in which this rank runs none. */
 static bool
 is_idle(const sim_case *c, int rank, int step, int round)
 {
@@ -136,7 +136,7 @@ is_idle(const sim_case *c, int rank, int step, int round)
             sim_drawn(c, 201 + rank, 0, step, round) % 8 == 0);
 }
 
-/* On a wire all ranks must run the same units: one rank leaves one out once. */
+/* True where the rank that strays leaves a unit out, once; on a wire all ranks must run the same units. */
 static bool
 leaves_out(const sim_case *c, int rank, int unit, int step, int round)
 {
@@ -147,7 +147,7 @@ leaves_out(const sim_case *c, int rank, int unit, int step, int round)
            step == (int)(draw / 16 % (uint64_t)c->steps);
 }
 
-/* Whether a rank runs a unit in a round of a step, and whether a parameter of it gets a gradient then. */
+/* True if the rank runs the unit in this round of the step; gets(): and the parameter gets a gradient. */
 static bool
 runs(const sim_case *c, int rank, int unit, int step, int round)
 {
@@ -156,7 +156,7 @@ runs(const sim_case *c, int rank, int unit, int step, int round)
                          : !c->skips || sim_drawn(c, 2 + rank, unit, step, round) % 4 != 0);
 }
 
-/* The step before which a unit is unfrozen: none but the first, or the end. */
+/* The step before which the unit is unfrozen. 0: it is never frozen; c->steps: it stays frozen to the end. */
 static int
 thaw_step(const sim_case *c, int unit)
 {
@@ -171,7 +171,7 @@ gets(const sim_case *c, int rank, int unit, int param, int step, int round)
            sim_drawn(c, 100 + rank, unit * PARAMS + param, step, round) % 4 != 0;
 }
 
-/* What a rank sends of an element: its rounds one after the other. */
+/* What a rank sends for an element: the sum of its rounds' gradients, in the order of the rounds. */
 static float
 sent(const model *m, int rank, int unit, int param, int64_t i)
 {
@@ -184,7 +184,7 @@ sent(const model *m, int rank, int unit, int param, int64_t i)
     return sum;
 }
 
-/* All ranks run the same units in the same order, and nothing keeps one. */
+/* True if all ranks run the same units in the same order, and none naps, computes for a while or fails. */
 static bool
 in_step(const sim_case *c)
 {
@@ -192,8 +192,8 @@ in_step(const sim_case *c)
            !c->computes && c->fault == SIM_NO_FAULT;
 }
 
-/* The unit gets more gradients after its reduction: the first child, and half of the others. But a rank may get none
- * of one of them: then ranks send several units in different orders. */
+/* True if the unit gets more gradients after its reduction: the first child, and half of the others except in
+ * step. A rank may get no gradient of a late unit: then ranks send several late units in different orders. */
 static bool
 is_late(const sim_case *c, int unit)
 {
@@ -201,7 +201,7 @@ is_late(const sim_case *c, int unit)
            (unit == 1 || (unit != ROOT && !in_step(c) && sim_drawn(c, 7, unit, 0, 0) % 2));
 }
 
-/* The rank runs the unit in the last round, and more gradients of the parameter come after its reduction. */
+/* True if the rank runs the unit in the last round and the parameter gets more gradients after its sum. */
 static bool
 gets_late(const sim_case *c, int rank, int unit, int param, int step)
 {
@@ -209,7 +209,7 @@ gets_late(const sim_case *c, int rank, int unit, int param, int step)
            gets(c, rank, unit, param, step, LATE_ROUND);
 }
 
-/* Ranks that hold the same shards are `shards` apart. */
+/* Ranks of a shard group have adjacent numbers; ranks that hold the same shards are `shards` apart. */
 static void
 draw_groups(model *m)
 {
@@ -224,7 +224,7 @@ draw_groups(model *m)
     }
 }
 
-/* Of a shard group, in the order of its hosts and, within each, of ranks. */
+/* The sum of `of` over a shard group: over the ranks of each host, in order, and then over the hosts. */
 static float
 sum_of_ranks(const model *m, int replica, float (*of)(const model *, int, const void *),
              const void *what)
@@ -261,7 +261,7 @@ late_of(const model *m, int rank, const void *what)
                : 0;
 }
 
-/* Those that came late are summed apart. Without replicas both are divided; else the sum of all is. */
+/* Late gradients are summed apart. Without replicas each of the two sums is divided, else the sum of all. */
 static float
 expected_sum(const model *m, int unit, int param, int64_t i)
 {
@@ -291,7 +291,7 @@ any_gets(const model *m, int unit, int param)
     return false;
 }
 
-/* Else nobody sends the unit, and its gradient is what the marks say: none. */
+/* True if a rank gets gradients of the unit. Else no rank sends it, and its marks say: no gradient. */
 static bool
 any_sends(const model *m, int unit)
 {
@@ -305,7 +305,7 @@ any_sends(const model *m, int unit)
 
 /* --- invariants ------------------------------------------------------------------------------ */
 
-/* Invariant 1. */
+/* Invariant 1 (decision 41): each value that a module reads is that of the published pass. */
 static void
 check_values(const model *m, int u)
 {
@@ -336,8 +336,8 @@ expected_at(const model *m, int u, int64_t at)
     return 0;
 }
 
-/* On the rank that leaves a unit out, others wait for the turn of that unit: their late gradients come with the first
- * ones, and the sum is rounded in another order. */
+/* True if late gradients may join the first ones: on the rank that leaves a unit out, other units wait for
+ * the turn of that unit, so their gradients are sent together, and the sum is rounded in another order. */
 static bool
 may_join_late(const model *m)
 {
@@ -356,7 +356,7 @@ is_sum(const model *m, float got, float expected)
            (may_join_late(m) && apart < 1e-5 && apart > -1e-5);
 }
 
-/* Invariant 2. */
+/* Invariant 2: each sum and each mark of a used parameter is that of this step's gradients. */
 static void
 check_sums(const model *m)
 {
@@ -386,7 +386,7 @@ check_sums(const model *m)
 
 /* --- the program ----------------------------------------------------------------------------- */
 
-/* Invariant 8, and then some time passes. */
+/* Invariant 8: while a rank computes, the others do not read that it waits. Then some time passes. */
 static void
 compute(const model *m)
 {
@@ -397,7 +397,7 @@ compute(const model *m)
     sim_compute();
 }
 
-/* The rank has elements of each unit that it trains. */
+/* True if this rank's shards have elements of each unit that it trains. */
 static bool
 holds_all(const model *m)
 {
@@ -412,7 +412,7 @@ holds_all(const model *m)
     return all;
 }
 
-/* As an optimizer step: this rank's shards change, and gradients begin anew. */
+/* Does what an optimizer step does: this rank's shards change, and gradients begin anew. */
 static void
 set_version(model *m, int version)
 {
@@ -433,7 +433,7 @@ set_version(model *m, int version)
         unit->grads.add = false;
         memset(unit->grads.used, 0, PARAMS);
     }
-    /* As autograd counts writes, also of a rank without elements. Else samples must show the change. */
+    /* As autograd's count of writes would, also on a rank without elements. Else samples show the change. */
     if (m->tree && (version % 2 == 0 || !holds_all(m))) {
         fsdpc_tree_touch(m->tree);
     }
@@ -559,7 +559,7 @@ wire_drop(void *context, void *memory)
     fsdpc_mem_free(set);
 }
 
-/* To or from each rank but this one; root -1: both. */
+/* Sends the buffer from `root` to each other rank; root -1: from each rank to each other one. */
 static int
 wire_exchange(void *context, void *buffer, size_t bytes, int root, uint32_t tag, const char *what)
 {
@@ -591,7 +591,7 @@ wire_barrier(void *context, const char *what)
     return wire_exchange(context, NULL, 0, -1, 2, what);
 }
 
-/* A communicator that flies makes the others of flights. */
+/* Never called: a communicator with flights makes its other collectives of flights. */
 static int
 wire_piece(void *context, void *buffer, size_t bytes, const char *what)
 {
@@ -657,7 +657,7 @@ join(model *m)
                            : join_wire(&m->replicas, &m->replicate);
 }
 
-/* Twice: texts of the first one must not show in the second. */
+/* Agrees twice: texts of the first agreement must not show in the second. */
 static int
 agree(fsdpc_comm *comm)
 {
@@ -680,7 +680,7 @@ make_tree(model *m)
     return fsdpc_tree_new(m->units, depths, c->units, &options, &m->tree);
 }
 
-/* Units that are made after other agreements are those of another model. */
+/* Called before each model makes its units: by the number of agreements the core tells two models apart. */
 static int
 agree_all(const model *m)
 {
@@ -727,14 +727,14 @@ child(const model *m, int position)
     return 1 + (position + shift) % (m->c->units - 1);
 }
 
-/* The child after this one runs inside of it. */
+/* True if the child at place i + 1 runs inside of the one at place i. */
 static bool
 has_inner(const model *m, int i)
 {
     return m->c->nested && i % 2 == 0 && i < m->c->units - 2;
 }
 
-/* Invariant 7. Who runs the same passes as the others waits for them at the end of a forward. */
+/* Invariant 7: a rank that runs the same passes as the others waits for them at the end of a forward. */
 static void
 check_end(const model *m)
 {
@@ -746,7 +746,7 @@ check_end(const model *m)
     }
 }
 
-/* Private memory and overflow slots are for ranks that run units in different orders, or wait for long. */
+/* Private memory and overflow slots are for ranks that differ in their order of units, or wait for long. */
 static void
 check_memory(const model *m, int u)
 {
@@ -761,7 +761,7 @@ static int
 enter_child(model *m, int u, int (*enter)(fsdpc_tree *, int))
 {
     FSDPC_TRY(enter(m->tree, u));
-    /* After some time a rank takes private memory by itself. */
+    /* Private memory: the rank took it after some time by itself, so nobody had to wake the rank. */
     sim_wait_ended(!fsdpc_unit_is_spare(m->units[u]));
     check_memory(m, u);
     check_values(m, u);
@@ -795,7 +795,7 @@ forward(model *m, bool grad, int round)
     const bool rooted = runs(m->c, m->rank, ROOT, m->step, round);
     FSDPC_TRY(fsdpc_tree_begin_forward(m->tree, grad));
     FSDPC_TRY(rooted ? fsdpc_tree_forward_enter(m->tree, ROOT) : FSDPC_OK);
-    /* In all batches of an evaluation or in none: else a rank may have run none since its last backward. */
+    /* In all batches of an evaluation or in none: else a rank may have run the twin in none of them. */
     if (m->twin && sim_drawn(m->c, 403, 0, m->step, round / BATCHES) % 4 == 0) {
         FSDPC_TRY(forward(m->twin, false, round % EVALUATION + EVALUATION)); /* a teacher */
     }
@@ -838,7 +838,7 @@ add_grads(const model *m, int u, int round, grads *to)
     }
 }
 
-/* As autograd does: what comes before the reduction is added to what is there. */
+/* The gradients as autograd leaves them: the sum of all rounds since they were taken last. */
 static void
 take_grads(model *m, int u, grads *out)
 {
@@ -952,7 +952,7 @@ check_item(const group *g, const char *what, float got, float expected)
     }
 }
 
-/* A norm's way: one sum over all ranks. */
+/* What a norm does: one sum over all ranks of the group. */
 static int
 add_up(const group *g, fsdpc_comm *comm)
 {
@@ -999,7 +999,7 @@ deal(const group *g, fsdpc_comm *comm)
 static int (*const ways[])(const group *, fsdpc_comm *) = {add_up, spread, collect, deal};
 enum { MEETINGS = 2, WAYS = 4 };
 
-/* Which of the ways a meeting after a step is, or -1. */
+/* The number in `ways` of the collective that a meeting after a step makes; -1: it makes none. */
 static int
 way_of(const sim_case *c, int step, int meeting)
 {
@@ -1031,8 +1031,8 @@ meet(model *m)
 
 static const char AFTER_AN_EVALUATION[] = "after an evaluation";
 
-/* Into a barrier, of the program's own or of another reason, or, where the program has no such collective, into one of as
- * many bytes as others. */
+/* Calls a barrier, for the program's own reason or for another one; or, if the program never collects, an
+ * all-gather of as many bytes as the program's collectives. */
 static int
 stray(const model *m)
 {
@@ -1054,7 +1054,7 @@ stray(const model *m)
 
 /* --- training -------------------------------------------------------------------------------- */
 
-/* A rank raises or leaves before one of these: an evaluation, a step, a sum, the end. */
+/* The evaluations before a step. Faults strike before an evaluation, a step, its meetings or the end. */
 static int
 evaluations(const sim_case *c, int step)
 {
@@ -1092,8 +1092,8 @@ event(model *m)
     return FSDPC_OK;
 }
 
-/* The fault SIM_CHANGES: at this place all ranks but the victim run one more batch without gradients, although
- * weights change after it. */
+/* The fault SIM_CHANGES: in evaluation `k` all ranks but the victim run one more batch without gradients,
+ * although weights change after it. */
 static bool
 changes_early(const model *m, int k)
 {
@@ -1110,8 +1110,8 @@ batches(const model *m, int k)
     return 1 + more + (changes_early(m, k) && m->rank != m->c->victim ? 1 : 0);
 }
 
-/* Weights change afterwards only where all ranks run as many batches, or wait for each other: else ranks with fewer would
- * change what others still read. */
+/* Weights change afterwards only where all ranks run equally many batches or wait for each other: else ranks
+ * with fewer batches would change what others still read. */
 static bool
 changes_after(const model *m, int k)
 {
@@ -1119,7 +1119,7 @@ changes_after(const model *m, int k)
            ((!m->c->uneven || m->c->joins) && sim_drawn(m->c, 5, m->step, k, 1) % 4 != 0);
 }
 
-/* Batches without gradients. */
+/* Runs the step's evaluations: batches without gradients, after which weights may change. */
 static int
 evaluate(model *m)
 {
@@ -1160,7 +1160,7 @@ next_thawed(const model *m)
     return -1;
 }
 
-/* As fsdpc/_engine/root.py does when the flags of parameters have changed before a pass. */
+/* Unfreezes units as fsdpc/_engine/root.py does when the flags of parameters have changed before a pass. */
 static int
 thaw(model *m)
 {

@@ -1,4 +1,4 @@
-/* Fibers, and who of them runs. See sim.h.
+/* Fibers, and which of them runs. See sim.h.
  *
  * Each rank is a fiber, and so is each thread that a rank starts. A fiber runs until a point at which the scheduler
  * lets another one run, or until it sleeps. Time is virtual: it passes a little at each point, and when all fibers
@@ -28,14 +28,14 @@ enum {
     COMPUTE_NS = 60000000,
     BUSY_POINTS = 4000000,
     BUSY_IN = 1024,    /* points between two looks for a rank that is busy without an end */
-    CALL_NS = 5000000, /* within which a call comes that was on its way */
+    CALL_NS = 5000000, /* a call that is on its way comes within this time */
     NAP_IN = 48,       /* one of so many switches is a nap, where there are naps */
     KNOWN = 4096,      /* places whose hash is kept */
     HELD_IN = 2,       /* one of so many times a rank is held up at a place where it may be */
-    NAPS_THERE = 4,    /* or takes a nap, where there are naps, */
-    MOST_NAPS = 32,    /* at most so often in a run */
-    LATE = 16,         /* stores of a fiber that the others do not see yet */
-    SEEN_IN = 32,      /* one of so many points one of them is seen */
+    NAPS_THERE = 4,    /* one of so many times it naps there instead, where there are naps */
+    MOST_NAPS = 32,    /* the most such naps in a run */
+    LATE = 16,         /* the most stores of a fiber that the others do not see yet */
+    SEEN_IN = 32,      /* at one of so many points the others see the first of these */
 };
 
 enum state { FREE, READY, ASLEEP };
@@ -47,11 +47,11 @@ typedef struct late_store {
 } late_store;
 
 typedef struct fiber {
-    /* What the choice of the next one reads lies together. */
+    /* These fields lie together because the choice of the next fiber reads them. */
     enum state state;
     int rank;
     int64_t wake_ns;
-    uint64_t held_until; /* points of the run; before, it runs only if no other one can */
+    uint64_t held_until; /* in points; before, it runs only if no other fiber can */
     uint64_t priority;
     void *sp;
     uint64_t busy; /* points since it slept */
@@ -59,21 +59,21 @@ typedef struct fiber {
     int late_count;
     int word_count;
     const void *words[WORDS];
-    const uint32_t *unchanged; /* the word of the last sleep, if that timed out; it was: */
+    const uint32_t *unchanged; /* the last sleep's word, if that timed out; `then`: its value */
     uint32_t then;
     bool polls, woken, main;
-    int number; /* of the fibers that this place has had */
+    int number; /* how many fibers this place has had, this one included */
     char *stack;
     void *(*function)(void *);
     void *argument;
-    late_store late[LATE]; /* in their order */
+    late_store late[LATE]; /* in the order of the stores */
 } fiber;
 
 static struct {
     fiber fibers[FIBERS];
     int used; /* fibers from here on were never used in this run */
     fiber *now;
-    void *sp; /* of the scheduler itself */
+    void *sp; /* the scheduler's own stack */
     sim_run *run;
     int64_t now_ns;
     uint64_t random, until, changes_at[CHANGES];
@@ -90,7 +90,7 @@ static struct {
 } s;
 
 bool sim_tracing;
-int sim_late_stores; /* of all fibers */
+int sim_late_stores; /* how many there are now, of all fibers */
 
 /* --- switching ------------------------------------------------------------------------------- */
 
@@ -351,7 +351,7 @@ strike(void)
     }
 }
 
-/* Hashes the text, as each copy of the core has its own strings; as these never move, hashes are kept. */
+/* Hashes the text, not the address: each copy of the core has its own strings. Hashes are kept by address. */
 static uint64_t
 hash_of(const char *place)
 {
@@ -359,7 +359,7 @@ hash_of(const char *place)
         const char *place;
         uint64_t hash;
     } known[KNOWN];
-    const size_t at = (uintptr_t)place * UINT64_C(0x9e3779b97f4a7c15) >> 52; /* of KNOWN */
+    const size_t at = (uintptr_t)place * UINT64_C(0x9e3779b97f4a7c15) >> 52; /* below KNOWN */
     if (known[at].place != place) {
         const char *name = strrchr(place, '/');
         uint64_t hash = 0;
@@ -423,7 +423,7 @@ sim_wait_ended(bool called)
     s.now->unchanged = NULL;
 }
 
-/* Far above the points of a rank that goes on from one sleep to the next, or spins while another one naps. */
+/* More points than a rank makes between two sleeps, also when it spins while another rank naps. */
 static uint64_t
 most_busy(const sim_case *c)
 {
@@ -477,7 +477,7 @@ sim_wrote(const char *place, const void *at)
 void
 sim_yield(void)
 {
-    /* Ranks that spin for one that is stopped spend its time: a thousand yields for a deadline. */
+    /* While ranks spin for one that is stopped, time passes faster: a thousand yields take a deadline. */
     const bool stopped = s.stopped_until[s.run->c->victim] > s.now_ns;
     s.now_ns += stopped ? (int64_t)(s.run->c->timeout_s * 1e6) : 0;
     sim_point("sched_yield");
@@ -522,8 +522,8 @@ all_joined(const sim_run *run)
     return joined;
 }
 
-/* A futex's sleep ends before its time where no rank is late: else a wake-up was lost. With two groups a rank sleeps in
- * one for ranks that try to connect in the other, every now and then. */
+/* Where no rank is late, a futex's sleep ends before its time: else a wake-up was lost. With replicas judged
+ * only once all have joined: a rank may sleep in one group while others still connect in another. */
 bool
 sim_sleep_on(void *const *words, int count, int64_t until_ns)
 {
@@ -536,7 +536,7 @@ sim_sleep_on(void *const *words, int count, int64_t until_ns)
     const bool on_word = until_ns != SIM_NEVER;
     self->then = on_word ? __atomic_load_n((uint32_t *)words[0], __ATOMIC_SEQ_CST) : 0;
     const bool woken = sleep_until(until_ns);
-    /* While many ranks are busy a slice may pass. */
+    /* While many ranks are busy, a slice of a sleep may pass without a fault. */
     const bool idle = (int64_t)s.run->points * POINT_NS - from_busy_ns < (s.now_ns - from_ns) / 2;
     const bool judged = met && !woken && idle && c->fault == SIM_NO_FAULT && !c->naps;
     self->unchanged = judged && on_word ? words[0] : NULL;
@@ -648,7 +648,7 @@ can_run(fiber *each)
     return each->state == READY;
 }
 
-/* Of those that can run and are held up or not. */
+/* The next fiber among those that can run and are held up (`held`) or are not; NULL: there is none. */
 static fiber *
 choose_among(bool held)
 {
@@ -678,7 +678,7 @@ choose(void)
     return found;
 }
 
-/* All members sleep for long after a fault that none of them may sleep through. */
+/* True if all ranks sleep for too long after a fault that each of them must notice. */
 static bool
 is_unseen(void)
 {
@@ -689,7 +689,7 @@ is_unseen(void)
     return joined && all_joined(run) && run->idle_ns > UNSEEN_NS + run->napped_ns;
 }
 
-/* To the first moment at which a fiber can run; false: there is none. */
+/* Moves the time to the first moment at which a fiber can run; false: there is none. */
 static bool
 jump(void)
 {
@@ -715,7 +715,7 @@ jump(void)
     return true;
 }
 
-/* Ranks that are stopped for good do not hold up the end of a run. */
+/* True if all ranks are over; those that are stopped for good do not count. */
 static bool
 all_over(void)
 {
@@ -772,7 +772,7 @@ begin_run(sim_run *run)
     }
 }
 
-/* Far above what runs take that end: 16 ranks that wait for one that pauses make 28 million. */
+/* Far more points than runs take that end: 16 ranks that wait for one that pauses make 28 million. */
 static uint64_t
 most_points(const sim_case *c)
 {

@@ -33,61 +33,61 @@ enum sim_fault {
     SIM_RAISES,
     SIM_LEAVES, /* ends in good order before the others */
     SIM_NO_MEMORY,
-    SIM_CHANGES, /* its weights after fewer batches than the others run: each value is right, or ranks raise */
-    SIM_STRAYS,  /* into a collective that the others do not call there */
-    SIM_REFUSED, /* memory, a thread, a descriptor: by the system, once */
+    SIM_CHANGES, /* changes weights after fewer batches than the others: right values, or errors */
+    SIM_STRAYS,  /* calls a collective, skips a unit or an unfreezing unlike the others */
+    SIM_REFUSED, /* the system refuses memory, a thread or a descriptor, once */
     SIM_FAULTS
 };
 
-/* Follows from the seed and the limits of the command line alone. */
+/* A case; it follows from the seed and the options of the command line alone. */
 typedef struct sim_case {
     uint64_t seed;
     int world, units, steps;
-    bool wire;    /* between hosts, of which each has one rank, */
-    bool hosts;   /* or some that share memory */
+    bool wire;    /* ranks are on hosts with a wire between them; a host has one rank, */
+    bool hosts;   /* or, on some hosts, several that share memory */
     bool trusts;  /* messages do not say which unit they are of */
-    int replicas; /* of shard groups, each of ranks that share memory; 0: all ranks are one */
+    int replicas; /* number of shard groups, in each of which ranks share memory; 0: no replicas */
     bool near;    /* replicas share memory, too, else a wire is between them */
     int host_of[SIM_RANKS];
     /* The program. */
     int rounds; /* backwards of a step, all but the last under no_sync */
     bool own_order, skips, evaluates, uneven, poison, wide;
-    bool nested;   /* each second unit runs inside of the one before */
+    bool nested;   /* every second child runs inside of the one before */
     bool rootless; /* no rank runs the root's unit */
     bool late;     /* units get more gradients after they have been reduced */
     bool idle;     /* in some batches of evaluations ranks run nothing */
-    bool meets;    /* in a barrier after each evaluation */
+    bool meets;    /* ranks meet in a barrier after each evaluation */
     bool
         joins; /* that barrier makes the numbers of their passes equal, so weights may change after it */
     bool swaps;    /* every second change puts the weights back */
     bool parts;    /* each rank ends by itself after the last backward */
     bool thaws;    /* units are frozen until some step */
     bool twins;    /* two models of one group take turns, and one runs inside of the other */
-    bool computes; /* for some time, in modules and after passes */
-    bool in_step;  /* all ranks run the same units in the same order, and nothing keeps one */
+    bool computes; /* ranks compute for some time, in modules and after passes */
+    bool in_step;  /* all ranks run the same units in the same order; none naps or computes */
     int backward_prefetch, gather_slots, reduce_slots;
     bool forward_prefetch;
     /* The machine. */
     int cores;
     bool without_waitv, without_pidfd;
     double timeout_s;
-    /* The schedule: the points between two switches on average, or priorities; sleeps at random. */
+    /* The schedule: by priorities, or at random with `mean` points between two switches on average; naps. */
     bool priorities;
-    int changes; /* of priorities */
+    int changes; /* how many times priorities change */
     int mean;
     bool naps, spurious;
     bool lingers; /* ranks that are about to sleep are late */
     bool weak;    /* stores that are not sequentially consistent are seen late */
-    /* Ranks are held up at places of which some bits of the hash are this. */
+    /* With `holds`, ranks are held up at places where some bits of the place's hash equal `hold`. */
     bool holds;
     int hold_bits;
     uint64_t hold;
-    /* What goes wrong, with whom, at which of its points (or allocations, or steps). */
+    /* What goes wrong, with which rank, at which of its points (or allocations, or steps). */
     enum sim_fault fault;
     int victim;
-    bool vanishes; /* with all ranks of its host */
+    bool vanishes; /* all ranks of the victim's host stop with it */
     uint64_t at;
-    int place; /* not 0: at one of the places whose hash is this, however rarely a rank comes there */
+    int place; /* not 0: the fault strikes at a place with this hash, however rarely reached */
 } sim_case;
 
 typedef struct sim_outcome {
@@ -95,7 +95,7 @@ typedef struct sim_outcome {
     int status;
     char text[SIM_TEXT_BYTES];
     int64_t end_ns;
-    int64_t idle_ns; /* as in sim_run, at the end of this rank */
+    int64_t idle_ns; /* sim_run's idle_ns at the end of this rank */
     int64_t live;    /* blocks that the core still counts */
     int done;        /* passes, backwards and meetings that this rank has come through */
 } sim_outcome;
@@ -137,17 +137,17 @@ sim_is_lost(const sim_case *c, int rank)
 
 /* A point at which another fiber may run. `place` says where, for the trace. */
 void sim_point(const char *place);
-/* Of the fiber that runs. */
+/* The rank of the fiber that runs. */
 int sim_rank(void);
 int64_t sim_now_ns(void);
 int64_t sim_used_ns(int rank);
 uint64_t sim_draw(void);
-/* Puts the fiber that runs to sleep until it is woken (true) or until then. */
+/* Puts the fiber that runs to sleep until it is woken (true) or until `until_ns` (false). */
 bool sim_sleep(int64_t until_ns, const char *place);
-/* The same, on one of these words. */
+/* The same; sim_wake() of any of these words wakes the fiber. */
 bool sim_sleep_on(void *const *words, int count, int64_t until_ns);
 int sim_wake(const void *word, int count);
-/* Every fiber in sim_poll looks again. */
+/* Wakes each fiber in sim_sleep_in_poll(), so that it looks again. */
 void sim_wake_polls(void);
 bool sim_sleep_in_poll(int64_t until_ns);
 int sim_start_thread(void *(*function)(void *), void *argument);
@@ -157,12 +157,12 @@ bool sim_is_over(int rank); /* dead or finished */
 void sim_kill(int rank);
 /* Some time passes in the program, where the case says so. */
 void sim_compute(void);
-/* A wait has ended, as others `called`. It is a violation if its last sleep timed out and nobody calls later either:
- * the wait ended by chance, its wake-up was lost. */
+/* A wait has ended; `called`: by what another rank did. Then it is a violation if its last sleep timed out
+ * and no other rank writes the word soon after: the wait ended by chance, its wake-up was lost. */
 void sim_wait_ended(bool called);
-/* Stores that the fiber that runs has made late, in their order: now. */
+/* Shows the others the late stores of the fiber that runs, in their order. */
 void sim_flush(void);
-/* One run; false: the run did not end. `main_of` runs on a fiber for each rank. */
+/* A run, for sim_schedule(); false: the run did not end. `main_of` runs on a fiber for each rank. */
 typedef struct sim_run {
     const sim_case *c;
     void (*main_of)(int rank, const sim_case *c, sim_outcome *out);
@@ -172,9 +172,9 @@ typedef struct sim_run {
     int64_t end_ns, fault_ns, napped_ns;
     int64_t idle_ns;       /* time since the fault in which all ranks slept */
     bool struck;           /* the fault has happened, */
-    const char *struck_at; /* here */
+    const char *struck_at; /* at this place */
     int threads_left[SIM_RANKS];
-    char stuck[256]; /* where a rank was when the run did not end */
+    char stuck[256]; /* where ranks were when the run did not end */
 } sim_run;
 bool sim_schedule(sim_run *run);
 
@@ -186,12 +186,12 @@ const char *sim_world_leftovers(int rank, bool expected);
 void sim_world_end(void);
 void sim_descriptors_begin(void);
 int sim_descriptors_of(int rank);
-/* True, with errno, for the one call that the case has refused. `needed`: its rank cannot go on. */
+/* True, with `errnum` in errno, for the one call that the case refuses. `needed`: the rank needs the call. */
 bool sim_refuse(int errnum, bool needed);
-/* The errno of that call, or 0. */
+/* The errno of the refused call; 0: none was refused. */
 int sim_refused(void);
 bool sim_refused_need(void);
-/* The rank closes what it has: nothing is needed any more. */
+/* The running rank begins to close: from here on it needs no call. */
 void sim_note_close(void);
 void sim_descriptors_close(int rank);
 const sim_case *sim_case_now(void);
@@ -215,14 +215,14 @@ enum sim_way {
 }; /* closed: the other rank has ended or died */
 void sim_wire_begin(const sim_case *c);
 void sim_wire_end(void);
-/* Messages leave and come whose time it is; the next one's time. */
+/* Lets messages leave and come whose time has come. sim_wire_due_ns: when the next one is due. */
 void sim_wire_advance(void);
 extern int64_t sim_wire_due_ns;
-/* Of the rank that runs. */
+/* Posts a send to `peer`, or a receive from it, for the rank that runs. */
 sim_transfer *sim_wire_post(int peer, bool send, uint32_t tag, void *memory, size_t bytes);
-/* *until_ns: when to look again at the latest. */
+/* How a transfer stands. *until_ns: when to look again at the latest. */
 enum sim_way sim_wire_look(sim_transfer *transfer, int64_t *until_ns);
-/* The transfer is over; or it never will be, and finds no match; or its memory stays, and another rank may match it. */
+/* forget: the transfer is over; skip: nobody waits for it; drop: it is given up, but may still be matched. */
 void sim_wire_forget(sim_transfer *transfer);
 void sim_wire_skip(sim_transfer *transfer);
 void sim_wire_drop(sim_transfer *transfer);

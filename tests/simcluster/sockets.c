@@ -29,7 +29,7 @@ enum kind { NONE, MEMORY, PROCESS, EVENT, LISTENER, SOCKET };
 
 typedef struct message {
     size_t bytes;
-    int passed[PASSED]; /* objects */
+    int passed[PASSED]; /* the objects whose descriptors it carries */
     int count;
     struct message *next;
     char data[];
@@ -44,7 +44,7 @@ typedef struct object {
     char name[sizeof(struct sockaddr_un)];
     int name_bytes;
     int pending[PENDING], waiting;
-    int peer; /* -1: its end is closed */
+    int peer; /* -1: the other end is closed */
     message *first, **last;
     int queued;
 } object;

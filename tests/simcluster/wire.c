@@ -14,7 +14,7 @@
 enum { LEAVES_NS = 20000, SLOWEST_BITS = 9 };
 
 struct sim_transfer {
-    struct sim_transfer *next; /* of the two ranks and the direction */
+    struct sim_transfer *next; /* in the list of the two ranks and the direction */
     struct sim_transfer *other;
     struct sim_transfer *next_send;
     bool send, over, dropped, cut; /* cut: nothing comes any more */
@@ -30,7 +30,7 @@ static struct {
     sim_transfer *first[2][SIM_RANKS][SIM_RANKS]; /* [send][from][to] */
     char *reasons[SIM_RANKS];
     bool closed[SIM_RANKS], dropped[SIM_RANKS];
-    sim_transfer *sends; /* those that have not come */
+    sim_transfer *sends; /* those of all ranks, until they are freed */
     int64_t trip_ns;     /* longest trip of a message */
 } w;
 
@@ -81,7 +81,7 @@ sim_wire_end(void)
     }
 }
 
-/* The first one of the other direction that has no match yet. */
+/* The first transfer of the other direction and the same tag that has no match yet. */
 static sim_transfer *
 match(const sim_transfer *self)
 {
@@ -156,7 +156,7 @@ come(sim_transfer *send)
     taker->other = send->other = NULL;
 }
 
-/* Messages leave and come whose time it is. */
+/* Lets messages leave and come whose time has come. */
 void
 sim_wire_advance(void)
 {
@@ -250,7 +250,7 @@ sim_wire_reason(int rank)
     return w.reasons[rank];
 }
 
-/* Messages of one tag come in the order of posting: with one, those behind it are lost. */
+/* Loses a message and those of its tag behind it: messages of one tag come in the order of posting. */
 static void
 lose(sim_transfer *send)
 {
@@ -278,7 +278,7 @@ sim_wire_close(int rank)
 {
     w.closed[rank] = true;
     for (int other = 0; other < SIM_RANKS; other++) {
-        while (w.first[0][other][rank]) { /* nobody takes these */
+        while (w.first[0][other][rank]) { /* the rank's receives: nobody waits for them */
             free_transfer(w.first[0][other][rank]);
         }
         for (sim_transfer *lost; (lost = first_lost(rank, other)) != NULL;) {

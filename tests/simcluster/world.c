@@ -39,7 +39,7 @@ enum {
 };
 #define SEEN_BYTES ((size_t)1 << 30)
 
-/* In front of each block, so that those of a dead rank can be found. */
+/* A header in front of each block, so that the blocks of a dead rank can be found. */
 typedef struct block {
     struct block *next, **link;
     size_t bytes;
@@ -55,7 +55,7 @@ typedef struct mapping {
 } mapping;
 
 static struct {
-    block *blocks[SIM_RANKS + 1]; /* the last ones: made outside of a run */
+    block *blocks[SIM_RANKS + 1]; /* the last list: blocks made outside of a run */
     mapping mappings[SIM_RANKS + 1][MAPPINGS];
     int mapped[SIM_RANKS + 1];
     struct sim_file files[FILES];
@@ -250,7 +250,7 @@ __wrap_mmap(void *address, size_t bytes, int access, int flags, int fd, off_t of
 {
     struct sim_file *file = fd >= 0 ? sim_file_of(fd) : NULL;
     sim_point("mmap");
-    if (sim_refuse(ENOMEM, access != PROT_NONE)) { /* for an alignment that is a wish only */
+    if (sim_refuse(ENOMEM, access != PROT_NONE)) { /* PROT_NONE: for an alignment only */
         return MAP_FAILED;
     }
     if (file && (size_t)offset + bytes > SEEN_BYTES) {
@@ -267,7 +267,7 @@ __wrap_mmap(void *address, size_t bytes, int access, int flags, int fd, off_t of
     return mapped;
 }
 
-/* [address, address + bytes) leaves a mapping, at one of its ends. */
+/* Takes [address, address + bytes) off one end of a mapping. */
 int
 __wrap_munmap(void *address, size_t bytes)
 {

@@ -6,8 +6,8 @@
 #include "driver/simgpu.h"
 #include "test.h"
 
-/* What a rank happens to have seen as done, because another one was quick, orders it as a wait would: a
- * fault that hides in one run is looked for in more, and in many, as other programs may run beside. */
+/* What a rank happens to have seen as done, because another rank was quick, orders its work as a wait would:
+ * so a fault that hides in one run is looked for in many, as other programs may disturb some. */
 enum { FAULT_RUNS = 20 };
 
 #define CHECK_CU(call, expected)                                        \
@@ -28,7 +28,7 @@ enum { FAULT_RUNS = 20 };
         }                                         \
     } while (0)
 
-/* The simulator's default. */
+/* The simulator's default granule. */
 enum { GRANULE = 2 << 20 };
 
 /* dst[i] = scale * src[i] + add, for floats; src may be dst, or NULL for `add` alone. */
@@ -171,7 +171,7 @@ expect_no_reports(void)
     }
 }
 
-/* Since `before` nothing was made and the host waited for nothing. */
+/* Checks that since `before` nothing was made and the host waited for nothing. */
 __attribute__((unused)) static void
 expect_nothing_made(const simgpu_counters *before)
 {

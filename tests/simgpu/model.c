@@ -18,7 +18,7 @@ typedef struct model {
     int slot_of[MODEL_UNITS];
     float *shards, *grads, *acts, *local; /* plain device memory */
     float *pinned, *pinned_weights;
-    bool kept[MODEL_UNITS]; /* gathered and not released since */
+    bool kept[MODEL_UNITS]; /* the unit is gathered and not released since */
 } model;
 
 static bool
@@ -38,7 +38,7 @@ keep(model *m, CUresult result, const char *call)
 }
 
 #define CALL(call) keep(m, call, #call)
-/* A call that a fault can skip: the driver itself leaves it out. */
+/* A call that a fault at `site` skips: the simulated driver leaves it out. */
 #define CALL_AT(site, entry, call)                             \
     do {                                                       \
         if (at(m, site)) {                                     \
@@ -121,8 +121,8 @@ begin(model *m)
     m->compute = gpu_stream("compute stream");
     m->gather = gpu_stream("gather");
     m->reduce = gpu_stream("reduce");
-    m->step = -1;                               /* no fault is planted here */
-    for (int i = 0; i < MODEL_SLOTS + 1; i++) { /* the last one is spare */
+    m->step = -1;                               /* the set-up has no planted faults */
+    for (int i = 0; i < MODEL_SLOTS + 1; i++) { /* the last slot is spare */
         m->slots[i] = gpu_memory();
         m->released[i] = gpu_event();
     }
@@ -161,7 +161,7 @@ begin(model *m)
 
 /* --- one step ---------------------------------------------------------------------------------------- */
 
-/* Makes the unit's values readable: own part cast into place, then the collective. */
+/* Makes the unit's values readable: casts the own part into place, then runs the collective. */
 static void
 gather(model *m, int unit)
 {
@@ -170,7 +170,7 @@ gather(model *m, int unit)
     if (m->kept[unit]) {
         return;
     }
-    if (at(m, SITE_WRONG_SLOT)) { /* as if the plan had named the other one */
+    if (at(m, SITE_WRONG_SLOT)) { /* as if the plan had named the other slot */
         CALL(cuCtxSynchronize());
         CALL(cuMemUnmap(m->ranges[unit], MODEL_GRANULE));
         CALL(cuMemMap(m->ranges[unit], MODEL_GRANULE, 0, m->slots[1 - slot], 0));
@@ -182,7 +182,7 @@ gather(model *m, int unit)
         CALL(cuStreamWaitEvent(m->compute, m->gathered[unit], 0));
     }
     axpb(m, m->gather, full(m, unit), m->shards + unit * MODEL_FLOATS, 1, 0);
-    axpb(m, m->gather, full(m, unit), full(m, unit), 1, 0.5f); /* the other ranks' parts */
+    axpb(m, m->gather, full(m, unit), full(m, unit), 1, 0.5f); /* for the other ranks' parts */
     if (at(m, SITE_FREED_IN_STEP)) {
         CALL(cuMemUnmap(m->ranges[unit], MODEL_GRANULE));
     }
@@ -201,7 +201,7 @@ release(model *m, int unit)
     m->kept[unit] = false;
 }
 
-/* A range that must live beside another one of its slot gets the spare memory. */
+/* Gives spare memory to a range that must live beside another range of its slot. */
 static void
 remap(model *m, int unit)
 {
@@ -224,7 +224,7 @@ forward(model *m)
             CALL(cuEventRecord(m->released[m->slot_of[unit]], m->compute));
         }
         accumulate(m, m->compute, out, full(m, unit), 1);
-        if (unit + 1 < MODEL_UNITS) { /* backward begins with the last one */
+        if (unit + 1 < MODEL_UNITS) { /* backward begins with the last unit: it stays */
             bool early = at(m, SITE_RELEASED_TOO_EARLY);
             m->kept[unit] = false;
             if (!early) {
@@ -244,7 +244,7 @@ reduce(model *m, int unit)
     axpb(m, m->compute, sum, m->local, 0.5f, 0);
     CALL_AT(SITE_RECORD_PACKED, cuEventRecord, (m->packed[slot], m->compute));
     CALL_AT(SITE_REDUCE_WAITS_FOR_PACK, cuStreamWaitEvent, (m->reduce, m->packed[slot], 0));
-    axpb(m, m->reduce, sum, sum, 1, 0.125f); /* the other ranks' parts */
+    axpb(m, m->reduce, sum, sum, 1, 0.125f); /* for the other ranks' parts */
     accumulate(m, m->reduce, m->grads + unit * MODEL_FLOATS, sum, 1);
     CALL_AT(SITE_RECORD_REDUCED, cuEventRecord, (m->reduced[slot], m->reduce));
 }
@@ -286,7 +286,7 @@ send_loss(model *m)
     CALL(cuEventRecord(m->lost[m->step], m->compute));
 }
 
-/* Of the step before, so that the host runs ahead. Queries, as the real code waits. */
+/* Reads the loss of the step before, so that the host runs ahead. Waits by queries, as the real code does. */
 static float
 read_loss(model *m, int step)
 {

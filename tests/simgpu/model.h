@@ -38,10 +38,10 @@ enum model_site {
     SITE_END_RELEASE,
     SITE_END_EVENT,
     /* other orders of calls */
-    SITE_WRONG_SLOT,         /* the unit takes its neighbour's slot */
+    SITE_WRONG_SLOT,         /* the unit takes the other slot */
     SITE_WRONG_REDUCE_SLOT,  /* the unit packs into the other reduce slot */
     SITE_RELEASED_TOO_EARLY, /* released is recorded before the last reader */
-    SITE_WAITED_TOO_EARLY,   /* the wait comes before the record that it means */
+    SITE_WAITED_TOO_EARLY,   /* the wait comes before the record that it is for */
     SITE_FREED_IN_STEP,      /* a slot's memory is freed while it is gathered into */
     SITE_COUNT
 };
@@ -52,8 +52,8 @@ typedef struct model_fault {
     bool backward;
 } model_fault;
 
-/* On a fresh simulator: runs MODEL_STEPS steps with at most one fault. Returns false if a call of the driver failed; the
- * final weights are in `weights` then as far as they can be. */
+/* Runs MODEL_STEPS steps with at most one fault, on a fresh simulator. False: a call of the driver failed;
+ * the final weights are in `weights` then as far as they can be. */
 bool model_run(const model_fault *fault, float *weights, float *loss, char *error,
                size_t error_bytes);
 

@@ -26,21 +26,21 @@ typedef struct model {
     int64_t wrong;
     bool quiet;    /* differences are counted, not failed: a fault is planted */
     bool all_used; /* every parameter gets a gradient */
-    bool strided;  /* every second element of memory is one of the gradient */
+    bool strided;  /* only every second element of the memory is the gradient's */
     bool trust_order, no_prefetch, poison, offload;
     int unwanted;      /* a unit whose values no backward uses; 0: none */
-    int micro_batches; /* without communication before each synchronised one */
+    int micro_batches; /* passes without communication before each synchronised one */
     bool twice;        /* a second gradient for unit 1 in each backward */
     int replicas, replica;
     fsdpc_comm *replicate;
     const int *kinds;
     ranks_run *run;
-    int rank_of_run; /* `rank` is that among the shards */
+    int rank_of_run; /* the rank in the run; `rank` is that among the shards */
 } model;
 
 /* --- a model on one rank ------------------------------------------------------------------------- */
 
-/* The first ids are for the groups of shards, the next for those of replicas. */
+/* The first ids are for groups of shards, the next for those of replicas. `alone`: a group of one rank. */
 __attribute__((unused)) static fsdpc_comm *
 open_comm(const model *m, int rank, int world, int first_id, bool alone)
 {
@@ -68,7 +68,7 @@ open_unit(const model *m, int u)
     return unit;
 }
 
-/* Units that are opened now have segments that travel coded, both ways. */
+/* With `on`, units that are opened from now on have segments that travel coded, both ways. */
 __attribute__((unused)) static void
 set_codecs(bool on)
 {
@@ -100,7 +100,7 @@ label(model *m, int u)
     simgpu_label(unit->range.address, unit->range.bytes, text);
 }
 
-/* Fills in the tree; what is said of the model stays. */
+/* Opens the units and makes the tree; other fields of the model stay. */
 __attribute__((unused)) static void
 open_tree(model *m)
 {
@@ -108,7 +108,7 @@ open_tree(model *m)
                                         .forward_prefetch = !m->no_prefetch,
                                         .trust_order = m->trust_order,
                                         .poison = m->poison};
-    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
+    simgpu_get_options()->foreign = true; /* gradients are in malloc's memory here */
     for (int u = 0; u < UNITS; u++) {
         m->units[u] = open_unit(m, u);
     }
@@ -127,7 +127,7 @@ open_model(model *m, int rank, const ranks_run *run)
     open_tree(m);
 }
 
-/* run->world ranks as `replicas` groups of shards. */
+/* Opens the communicators of run->world ranks as `replicas` groups of shards. */
 __attribute__((unused)) static void
 open_replicas(model *m, int rank, const ranks_run *run, int replicas)
 {
@@ -165,7 +165,7 @@ note_wrong(model *m, int64_t wrong, const char *what, int u, int step)
     }
 }
 
-/* The optimizer, an operator of torch on the compute stream. */
+/* The optimizer's step, as torch's operator on the compute stream. */
 __attribute__((unused)) static void
 set_masters(model *m, int step)
 {
@@ -186,7 +186,7 @@ use(model *m, int u, int step)
     note_wrong(m, engine_count_wrong(unit, u, step), "values", u, step);
 }
 
-/* The same numbers with room between them. */
+/* Spreads gradients: the same numbers with room between them. */
 __attribute__((unused)) static void
 spread_grads(const fsdpc_unit *unit, engine_grads *grads)
 {
@@ -285,7 +285,7 @@ backward(model *m, int step)
     return fsdpc_tree_end_backward(m->tree, true);
 }
 
-/* NCCL adds in the order of a ring: with three ranks the last bits are another order's. Codes lose some. */
+/* The number of gradients that are off by more than another order (NCCL's ring of 3) or codes explain. */
 __attribute__((unused)) static int64_t
 count_far_grads(const fsdpc_unit *unit, const int *rounds, int u, int step)
 {
@@ -315,7 +315,7 @@ __attribute__((unused)) static void
 read_grads(model *m, int step)
 {
     static const int rounds[RANKS_MAX] = {1, 1, 1, 1, 1, 1, 1, 1};
-    /* Nothing but the clocks knows the values that engine_fill_grads makes. */
+    /* Values that engine_fill_grads makes are not compared: only the clocks check them. */
     for (int u = 0; u < UNITS; u++) {
         fsdpc_unit *unit = m->units[u];
         simgpu_host_read(unit->grad, unit->layout->grad_bytes, "optimizer");
@@ -397,7 +397,7 @@ with_models_as(const char *what, int world, int option, model_opener open, model
 
 #define with_models(world, option, open, with) with_models_as(#with, world, option, open, with)
 
-/* Of the second step, under the policy that is late with all that nothing demands. */
+/* Leaves out each wait of the second step in turn, under the policy that runs only what is demanded. */
 __attribute__((unused)) static wait_counts
 leave_waits_out(int world, model_opener open, model_case with, const char *what)
 {

@@ -1,14 +1,14 @@
-/* Another allocator's memory on the GPU: zeroed, in nobody's use when it goes back, and given to the
- * driver when slots find none.
+/* Another allocator's memory on the GPU: it is zeroed, nobody uses it when it goes back, and it is given to
+ * the driver when slots find none.
  */
 #include "unit/arena.h"
 #include "comm/comm.h"
 #include "engine.h"
 #include "gpu.h"
 
-/* As a cache: what is given back is used for something else at once. */
+/* Plays a cache: what is given back is used for something else at once. */
 typedef struct cache {
-    size_t bytes; /* of one block: all alike */
+    size_t bytes; /* of one block; all blocks are alike */
     CUdeviceptr unused[64];
     int unused_count, out, trims;
 } cache;
@@ -26,7 +26,7 @@ cache_alloc(void *context, size_t bytes, fsdpc_stream *stream, void **out)
     } else {
         REQUIRE_CU(cuMemAlloc(&block, from->bytes));
     }
-    /* What was there before, on the stream that will use it. */
+    /* Fills the block with what was there before, on the stream that will use it. */
     REQUIRE_CU(cuMemsetD8Async(block, 0x5A, from->bytes, (CUstream)stream));
     from->out++;
     *out = (void *)(uintptr_t)block;
@@ -75,7 +75,7 @@ blocks_are_zero_on_every_stream(void)
         REQUIRE_OK(fsdpc_device_alloc(gpu, 4000, &block));
         fsdpc_device_use(gpu, stream);
         REQUIRE_OK(fsdpc_device_copy_out(gpu, host, block, 4000));
-        REQUIRE_OK(fsdpc_device_poison(gpu, block, FSDPC_F32, 1000)); /* still queued when freed */
+        REQUIRE_OK(fsdpc_device_poison(gpu, block, FSDPC_F32, 1000)); /* still queued at the free */
         fsdpc_device_use(gpu, NULL);
         CHECK_INT(fsdpc_device_foreign_bytes(gpu), 4000);
         fsdpc_device_free(gpu, block, 4000);
@@ -92,7 +92,7 @@ blocks_are_zero_on_every_stream(void)
     expect_no_reports();
 }
 
-/* All of a unit but its range comes from the allocator, and nothing in a step. */
+/* All of a unit but its range comes from the allocator. */
 static void
 units_use_it(void)
 {
@@ -122,7 +122,7 @@ units_use_it(void)
     expect_no_reports();
 }
 
-/* What the cache keeps is missing to the driver: a slot gets it all the same. */
+/* Memory that the cache keeps is missing to the driver: a slot gets it all the same. */
 static void
 slots_find_what_the_cache_keeps(void)
 {

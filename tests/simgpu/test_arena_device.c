@@ -1,5 +1,5 @@
-/* The arena in a GPU's memory: addresses for life over shared slots, with virtual memory management
- * and without, and what is taken away only when nobody uses it any more.
+/* The arena in a GPU's memory: addresses for life over shared slots, with and without virtual memory
+ * management; memory is taken away only when nobody uses it any more.
  */
 #include "arena_cases.h"
 #include "gpu.h"
@@ -27,7 +27,7 @@ slots_and_spare_memory_are_the_devices(void)
     CHECK_INT(simgpu_count().device_bytes, bytes + GRANULE);
     REQUIRE_OK(fsdpc_arena_restore(arena, &two));
     CHECK_INT(simgpu_count().device_bytes, bytes);
-    /* A slot outlives its arena behind the ranges that show it, and ends with the last of them. */
+    /* A slot outlives its arena as long as a range shows it, and ends with the last of these ranges. */
     fsdpc_arena_free(arena);
     CHECK_INT(simgpu_count().device_bytes, bytes);
     fsdpc_range_fini(&one);
@@ -35,7 +35,7 @@ slots_and_spare_memory_are_the_devices(void)
     fsdpc_range_fini(&two);
 }
 
-/* Work of an own stream is still held back when its slot is taken from behind the range. */
+/* True if all is right where another slot is bound to a range whose first one still has held-back work. */
 static bool
 taken_in_time(int skipped_record)
 {

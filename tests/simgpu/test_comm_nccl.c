@@ -18,8 +18,8 @@ typedef struct setup {
     fsdpc_comm *comm;
     CUstream stream;
     float *x;     /* 64 floats */
-    int64_t live; /* heap blocks before */
-    int leaks;    /* what the device keeps */
+    int64_t live; /* live heap blocks before the communicator */
+    int leaks;    /* what the device itself keeps */
     fsdpc_device *device;
     int rank, world;
 } setup;
@@ -72,7 +72,7 @@ run_ranks_as(const char *what, int world, int option, rank_function function)
 
 #define run_ranks_of(world, option, function) run_ranks_as(#function, world, option, function)
 
-/* Frees, and looks for what is left behind. */
+/* Frees all of it and checks that nothing is left behind. */
 static void
 close_comm(setup *s)
 {
@@ -86,7 +86,7 @@ close_comm(setup *s)
     CHECK_INT(fsdpc_mem_live(), s->live);
 }
 
-/* Several at once take one call of NCCL, and are watched as one. */
+/* Several parts at once take one call of NCCL, and are watched as one collective. */
 static void
 parts(setup *s, int rank, int world, float sum)
 {
@@ -107,7 +107,7 @@ parts(setup *s, int rank, int world, float sum)
     CHECK(s->x[24 + rank] == sum && s->x[28 + rank] == sum);
 }
 
-/* Each rank gets each other one's, in pieces that are longer than what travels at once. */
+/* Each rank gets a message from each other rank, in pieces that are longer than what travels at once. */
 static void
 messages(setup *s, int rank, int world)
 {
@@ -172,7 +172,7 @@ collectives(int rank, ranks_run *run)
     close_comm(&s);
 }
 
-/* More collectives than the ring holds; events are reused. */
+/* More collectives than the ring of watched ones holds: events are used again. */
 static void
 many(int rank, ranks_run *run)
 {
@@ -190,7 +190,7 @@ many(int rank, ranks_run *run)
     close_comm(&s);
 }
 
-/* The host's channel carries agreement and barriers; here over a page that all ranks share. */
+/* The host's channel carries agreements and barriers; this one answers for rank 1. */
 static int released, exchanged;
 
 static int
@@ -228,7 +228,7 @@ channel(int rank, ranks_run *run)
     CHECK_INT(released, 7);
 }
 
-/* Sums of 256, 1, 1 and 1 for each rank, in bfloat16: 260 by way of F32, 256 where ones are lost. */
+/* The sum 256 + 1 + 1 + 1 on the last rank, in bfloat16: 260 by way of F32, 256 where ones are lost. */
 static float
 sum_for_last_rank(setup *s, uint16_t *at)
 {
@@ -240,11 +240,11 @@ sum_for_last_rank(setup *s, uint16_t *at)
     return fsdpc_bf16_to_f32(at[s->rank]);
 }
 
-/* What is refused on the way stays the communicator's error, where all ranks have come to a window. */
+/* Each of these calls is refused; with windows, which all ranks have come to, the error stays. */
 static void
 bad_registrations(setup *s, void *slot, bool windows, bool registers)
 {
-    /* What cuMemAlloc gives, and what is no whole grain. */
+    /* Memory from cuMemAlloc, and a range that is no whole grain. */
     const char *const text = "registering a buffer: NCCL returned \"invalid argument\"";
     CHECK_ERROR(fsdpc_comm_register(s->comm, s->x, 256), registers ? FSDPC_E_COMM : FSDPC_OK,
                 registers ? text : "");
@@ -255,8 +255,8 @@ bad_registrations(setup *s, void *slot, bool windows, bool registers)
     }
 }
 
-/* Bits: windows can be had; the communicator is told to register; NCCL is of 2.28, 2.30, 2.27. What 2.28 and
- * before give where no memory is shared is called a window, and is none. */
+/* Bits of the option: windows can be had; the communicator is told to register; then NCCL's version: 2.28,
+ * 2.30 or 2.27. Up to 2.28 a window is given where no memory is shared, too, but is none. */
 static void
 registration(int rank, ranks_run *run)
 {
@@ -272,7 +272,7 @@ registration(int rank, ranks_run *run)
     fsdpc_comm_nccl_options options = {.name = "gather", .timeout_s = 30, .registers = registers};
     REQUIRE_OK(fsdpc_comm_nccl(s.device, rank, run->world, id, &options, &s.comm));
     CHECK_INT(fsdpc_comm_is_symmetric(s.comm), shared && registers && version >= 22800);
-    CHECK_INT(simnccl_count().registered, 0); /* that of the trial is given back */
+    CHECK_INT(simnccl_count().registered, 0); /* the trial's window is given back */
 
     CUdeviceptr range = gpu_range("slot");
     CUmemGenericAllocationHandle memory = gpu_memory();
@@ -299,7 +299,7 @@ registration(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* A channel of the host for four bytes of two ranks, over the page that they share. */
+/* A channel of the host between two ranks for four bytes, over memory that the ranks share. */
 static int channel_rank;
 
 static int
@@ -319,7 +319,7 @@ spread(void *context, void *buffer, size_t piece_bytes, const char *what)
     return FSDPC_OK;
 }
 
-/* More slots than anybody would list in a table, as models have whose units stay gathered. */
+/* More slots than a table of fixed size would list, as in models whose units stay gathered. */
 static void
 many_registrations(int rank, ranks_run *run)
 {
@@ -345,7 +345,7 @@ many_registrations(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* NCCL is of no use after its window failed on rank 1: all ranks are told, and can start without. */
+/* On rank 1 a window fails, after which NCCL is of no use: all ranks are told and can start without it. */
 static void
 a_trial_spoils_nccl(int rank, ranks_run *run)
 {
@@ -364,7 +364,7 @@ a_trial_spoils_nccl(int rank, ranks_run *run)
 }
 
 /* NCCL ends no communicator, and aborts none, while a graph with its collectives lives. Option 2: the graph
- * is gone before. */
+ * is gone before the communicator ends. */
 static void
 a_graph_is_left(int rank, ranks_run *run)
 {
@@ -385,7 +385,7 @@ a_graph_is_left(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().misuses, 0);
 }
 
-/* A child has neither the watching thread nor NCCL's: it must not wait for them, nor for their locks. */
+/* A forked child has no watching thread and none of NCCL's: it must wait neither for them nor for a lock. */
 static void
 a_child_frees_its_parents(int rank, ranks_run *run)
 {
@@ -395,7 +395,7 @@ a_child_frees_its_parents(int rank, ranks_run *run)
     REQUIRE_OK(open_comm(&s, 30, NULL));
     const pid_t child = fork();
     if (child == 0) {
-        alarm(5); /* in it no thread would ever end a wait */
+        alarm(5); /* no thread of the child would ever end a wait */
         fsdpc_comm_unregister(s.comm, s.x);
         fsdpc_comm_close(s.comm);
         fsdpc_comm_free(s.comm);
@@ -427,7 +427,7 @@ await_failure(const setup *s)
     }
 }
 
-/* After the abort the stream goes on, so the process can end. */
+/* After an abort each call says why; the stream goes on, so the process can end. */
 static void
 check_over(setup *s, int status, const char *part)
 {
@@ -475,7 +475,7 @@ nccl_reports_an_error(int rank, ranks_run *run)
     REQUIRE_OK(open_comm(&s, rank == 0 ? 30 : 1, NULL));
     CHECK_INT(fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 0"), FSDPC_OK);
     CHECK_INT(fsdpc_nccl_await((nccl_comm *)s.comm), FSDPC_OK);
-    /* Told by the call itself, or by the watching thread: whoever looks first. */
+    /* The error is told by one of these calls or by the watching thread, whichever looks first. */
     (void)fsdpc_comm_all_gather(s.comm, s.x, 16, "gather of unit 1");
     (void)fsdpc_nccl_await((nccl_comm *)s.comm);
     if (rank == 0) {
@@ -554,7 +554,7 @@ ctrl_c(void)
     return 1;
 }
 
-/* The start, a call that NCCL does not finish, and a wait for what is on its way. */
+/* Ctrl-C ends the start of a communicator and a wait for a collective on its way. */
 static void
 the_user_interrupts(int rank, ranks_run *run)
 {
@@ -576,7 +576,7 @@ the_user_interrupts(int rank, ranks_run *run)
     fsdpc_shm_interrupt_check = NULL;
 }
 
-/* Its call is interrupted once; what comes later is told why it cannot be. */
+/* Ctrl-C ends a call that NCCL does not finish; later calls are told that this one was interrupted. */
 static void
 a_call_is_interrupted(int rank, ranks_run *run)
 {
@@ -593,7 +593,7 @@ a_call_is_interrupted(int rank, ranks_run *run)
     fsdpc_comm_free(s.comm);
 }
 
-/* Neither an abort nor the end waits for a library that does not let go. */
+/* Neither an abort nor freeing the communicator waits for a library that does not let go. */
 static void
 aborts_that_block(int rank, ranks_run *run)
 {
@@ -610,7 +610,7 @@ aborts_that_block(int rank, ranks_run *run)
     CHECK_INT(simnccl_count().aborts_ended, 0);
     simnccl_get_options()->aborts_end = true;
     while (simnccl_count().aborts_ended == 0 || fsdpc_mem_live() > s.live) {
-        rank_sleep_ms(10); /* the thread frees what it was left with */
+        rank_sleep_ms(10); /* the watching thread frees what was left to it */
     }
     s.comm = NULL;
     close_comm(&s);
@@ -663,7 +663,7 @@ arguments(void)
     CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_INVAL, "rank 0 is not one of a group of 0");
     s.world = 1;
     REQUIRE_CU(cuCtxSetCurrent(NULL));
-    REQUIRE_OK(fsdpc_device_cpu(&s.device)); /* a GPU's device would set its context */
+    REQUIRE_OK(fsdpc_device_cpu(&s.device)); /* a CUDA device would set its context */
     CHECK_ERROR(open_comm(&s, 1, NULL), FSDPC_E_STATE, "no CUDA context");
     REQUIRE_OK(fsdpc_comm_self(s.device, &s.comm));
     CHECK_ERROR(fsdpc_comm_all_to_all(s.comm, s.x, s.x, 4, "messages"), FSDPC_E_UNAVAILABLE,

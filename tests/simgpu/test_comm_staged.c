@@ -1,5 +1,5 @@
-/* A GPU's memory by way of host memory: what travels, in which order, what fails, what is given back.
- * The host's communicator is one rank of two whose other rank is a rule: it brings 100 + its place.
+/* Collectives of a GPU's memory by way of host memory: what travels, in which order, what fails, what is
+ * given back. The host's communicator is rank 0 of two; rank 1 follows a rule: it brings 100 + its place.
  */
 #include "comm/comm.h"
 #include "gpu.h"
@@ -35,7 +35,7 @@ reduce_scatter(void *context, void *buffer, int64_t piece_numel, fsdpc_dtype dty
     (void)dtype, (void)what;
     for (int64_t i = 0; i < piece_numel; i++) {
         ((float *)buffer)[i] += 100;
-        ((float *)buffer)[piece_numel + i] = -1; /* unspecified: must not travel back */
+        ((float *)buffer)[piece_numel + i] = -1; /* unspecified: it must not travel back */
     }
     return answer(context);
 }
@@ -100,7 +100,7 @@ end(other *o, fsdpc_comm *inner, fsdpc_comm *comm)
     expect_no_reports();
 }
 
-/* The number that all of so many values have; -12345 where they differ. */
+/* The number that all of the values have; -12345 where they differ. */
 static float
 value_of(const float *values, int count)
 {
@@ -118,7 +118,7 @@ value_of(const float *values, int count)
     return found;
 }
 
-/* On a stream of its own, behind a kernel that makes the values and before one that uses them. */
+/* Collectives on a stream run behind a kernel that makes the values and before one that uses them. */
 static void
 collectives_are_in_the_streams_order(void)
 {
@@ -182,7 +182,7 @@ failures_stay(void)
     REQUIRE_CU(cuMemFree((CUdeviceptr)(uintptr_t)values));
 }
 
-/* Nothing that would end the capture is tried. */
+/* In a capture nothing is tried that would end the capture. */
 static void
 captures_are_refused(void)
 {

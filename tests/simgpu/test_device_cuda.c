@@ -1,5 +1,5 @@
-/* The CUDA device on the simulated GPU: made and refused, memory, streams, and every operation with
- * the CPU device's results, in several legal orders of the held-back work. */
+/* The CUDA device on the simulated GPU: making and refusing it, memory, streams, and every operation, whose
+ * results must be the CPU device's, in several legal orders of the held-back work. */
 #include "gpu.h"
 
 #include <math.h>
@@ -201,12 +201,12 @@ virtual_memory_must_show_a_piece_twice(void)
 {
     fsdpc_device *other;
     const int leaks = simgpu_leaks(NULL, 0);
-    for (int k = 2; k <= 4; k += 2) { /* with handles, and without */
+    for (int k = 2; k <= 4; k += 2) { /* the second mapping, with handles and without */
         REQUIRE(simgpu_fail("cuMemMap", k, CUDA_ERROR_NOT_SUPPORTED));
     }
     REQUIRE_OK(fsdpc_device_cuda(3, &other));
     CHECK(!fsdpc_device_get_caps(other)->virtual_memory && fsdpc_device_get_caps(other)->note);
-    const int kept = simgpu_leaks(NULL, 0) - leaks; /* its kernels and memory for norms */
+    const int kept = simgpu_leaks(NULL, 0) - leaks; /* the device's kernels and memory for norms */
     CHECK(kept > 0 && kept <= 4);
     memory_is_zeroed_and_given_back(other, false);
 }
@@ -247,7 +247,7 @@ a_host_wait_has_a_deadline(void)
     fsdpc_device_stream_free(gpu, stream);
 }
 
-/* Each of them ends with a host sync of the current stream. */
+/* Like the functions below, it ends with a host sync of the current stream. */
 static int
 take_norm(void *block)
 {
@@ -270,7 +270,7 @@ settle_offloaded(void *unit)
     return fsdpc_unit_settle(unit);
 }
 
-/* Host syncs without a timeout of the caller's have the process's: FSDPC_TIMEOUT. */
+/* Host syncs whose caller gives no timeout have that of the process: FSDPC_TIMEOUT. */
 static void
 host_syncs_have_the_deadline_of_the_process(void)
 {
@@ -321,7 +321,7 @@ free_elsewhere(void *block)
     return NULL;
 }
 
-/* Garbage may be collected at any time, by any thread: it must not end a capture. What the captured
+/* Garbage may be collected at any time, by any thread: freeing it must not end a capture. What the captured
  * stream may still use stays. */
 static void
 a_capture_outlives_what_is_freed_meanwhile(void)
@@ -362,7 +362,7 @@ a_capture_outlives_what_is_freed_meanwhile(void)
     fsdpc_device_stream_free(gpu, stream);
 }
 
-/* Two streams hand a buffer over: side casts into it, the other one reads it. */
+/* Hands a buffer over: `side` casts into it, `other` reads it. True: no race was found. */
 static bool
 handed_over(bool with_wait)
 {
@@ -409,7 +409,7 @@ events_order_streams(void)
     CHECK_INT(simgpu_count().events_created, created);
 }
 
-/* It has this process's table of entries, but no driver. */
+/* A forked child has this process's table of entries, but no driver. */
 static void
 a_forked_child_is_told_how_to_start(void)
 {
@@ -460,7 +460,7 @@ a_thread_without_a_context_may_use_it(void)
 
 /* --- operations ------------------------------------------------------------------------------------ */
 
-/* The same buffer in both memories. */
+/* A buffer on the CPU and its equal on the GPU. */
 struct both {
     size_t bytes;
     void *cpu, *gpu;
@@ -496,7 +496,7 @@ free_both(struct both *both)
     fsdpc_device_host_free(gpu, both->cpu, both->bytes);
 }
 
-/* fsdpc_device_*(device, ...) on both, `a` and `b` being the buffers of that device. */
+/* fsdpc_device_*(device, ...) on each of the two devices; `a` and `b` are the buffers of that device. */
 #define ON_BOTH(call, ...)                     \
     do {                                       \
         fsdpc_device *device = cpu;            \
@@ -721,7 +721,7 @@ main(void)
         fsdpc_device_stream_free(gpu, stream);
         CHECK_INT(simgpu_count().races, before.races);
         CHECK_INT(simgpu_count().faults, before.faults);
-        /* What the device keeps, it keeps from the first round on. */
+        /* What the device keeps, it keeps from the first round on: later rounds leave no more. */
         leaks = i ? leaks : simgpu_leaks(NULL, 0);
         CHECK_INT(simgpu_leaks(NULL, 0), leaks);
     }

@@ -1,4 +1,4 @@
-/* The simulated driver itself: what it allows, refuses, holds back, lets go, counts and reports. */
+/* The simulated driver itself: what it allows, refuses, holds back, lets run, counts and reports. */
 #include <signal.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -39,7 +39,7 @@ _Static_assert(FSDPC_CU_NOT_READY == (int)CUDA_ERROR_NOT_READY, "one value");
 _Static_assert(FSDPC_CU_OUT_OF_MEMORY == (int)CUDA_ERROR_OUT_OF_MEMORY, "one value");
 _Static_assert(FSDPC_CU_NOT_SUPPORTED == (int)CUDA_ERROR_NOT_SUPPORTED, "one value");
 
-/* All that the core looks up is here, and the core starts on it. */
+/* The simulated driver has all entry points that the core looks up, and the core starts on it. */
 static void
 the_core_finds_its_driver(void)
 {
@@ -124,7 +124,7 @@ side_streams_are_held_back(void)
     CHECK_CU(gpu_axpb(side, x, NULL, 8, 0, 1), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(side, x, x, 8, 2, 1), CUDA_SUCCESS);
     CHECK(x[0] != x[0]);
-    CHECK_CU(cuStreamQuery(side), CUDA_ERROR_NOT_READY); /* each query is one step */
+    CHECK_CU(cuStreamQuery(side), CUDA_ERROR_NOT_READY); /* each query lets one piece of work run */
     CHECK(x[0] == 1);
     CHECK_CU(cuStreamQuery(side), CUDA_ERROR_NOT_READY);
     CHECK(x[0] == 3);
@@ -154,7 +154,7 @@ the_null_stream_runs_at_once_and_forces_what_it_waits_for(void)
     CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(a, x, x, 8, 1, 1), CUDA_SUCCESS); /* behind the event */
     CHECK_CU(cuStreamWaitEvent(NULL, event, 0), CUDA_SUCCESS);
-    CHECK(x[0] == 1 && y[0] != y[0]); /* just what is needed */
+    CHECK(x[0] == 1 && y[0] != y[0]); /* only what the wait needs has run */
     CHECK(simgpu_drain());
     CHECK(x[0] == 2 && y[0] == 2);
 }
@@ -170,7 +170,7 @@ a_wait_means_the_record_before_it(void)
     CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS);
     CHECK_CU(cuStreamWaitEvent(b, event, 0), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(a, x, x, 1, 1, 1), CUDA_SUCCESS);
-    CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS); /* too late for b */
+    CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS); /* comes too late for the wait of b */
     CHECK_CU(gpu_axpb(b, y, x, 1, 1, 0), CUDA_SUCCESS);
     CHECK_CU(cuStreamSynchronize(b), CUDA_SUCCESS);
     CHECK(y[0] == 1);
@@ -193,7 +193,7 @@ policies_choose_the_order(void)
         CHECK_CU(gpu_axpb(a, x, NULL, 1, 0, 1), CUDA_SUCCESS);
         CHECK_CU(gpu_axpb(b, x, NULL, 1, 0, 2), CUDA_SUCCESS);
         if (i == 2) {
-            CHECK(x[0] == 2); /* before the host: at once */
+            CHECK(x[0] == 2); /* b is ordered before the host: it runs at once */
         }
         CHECK(simgpu_drain());
         CHECK(i == 0 || i == 3 ? x[0] == 2 : i == 4 || x[0] == 1);
@@ -253,7 +253,7 @@ what_the_processor_has_seen_is_over(void)
     CHECK_CU(cuEventRecord(event, a), CUDA_SUCCESS);
     while (cuEventQuery(event) == CUDA_ERROR_NOT_READY) {}
     simgpu_cpu_read(pinned, 16, "loss.item()");
-    CHECK_CU(gpu_axpb(b, x, x, 4, 1, 1), CUDA_SUCCESS); /* put there after the query */
+    CHECK_CU(gpu_axpb(b, x, x, 4, 1, 1), CUDA_SUCCESS); /* put on its stream after the query */
     CHECK(simgpu_drain());
     CHECK_INT(simgpu_count().races, 0);
     CHECK_CU(cuMemcpyDtoHAsync(pinned, (CUdeviceptr)(uintptr_t)x, 16, b), CUDA_SUCCESS);
@@ -289,7 +289,7 @@ aliases_are_one_memory(void)
     CHECK_INT(simgpu_count().device_bytes, 0);
 }
 
-/* Overlapping accesses in two streams against a table of bytes: the same pairs are found. */
+/* The races between overlapping accesses in two streams are those that a table of single bytes finds. */
 static void
 the_history_of_bytes_is_kept_exactly(void)
 {
@@ -363,11 +363,11 @@ what_is_not_mapped_cannot_be_used(void)
     CHECK_CU(cuMemMap(range, GRANULE, 0, slot, 0), CUDA_ERROR_ALREADY_MAPPED);
     CHECK_CU(cuMemAddressFree(range, GRANULE), CUDA_ERROR_INVALID_VALUE);
     CHECK_CU(gpu_axpb(side, x, NULL, 4, 0, 1), CUDA_SUCCESS);
-    CHECK_CU(cuMemUnmap(range, GRANULE), CUDA_SUCCESS); /* with the kernel on its way */
+    CHECK_CU(cuMemUnmap(range, GRANULE), CUDA_SUCCESS); /* while the kernel is on its way */
     CHECK_INT(signal_of_read(x), SIGSEGV);
     CHECK_CU(cuStreamSynchronize(side), CUDA_ERROR_ILLEGAL_ADDRESS);
     CHECK(gpu_reported("unit 1: written by side (axpb), but nothing is mapped there"));
-    CHECK_CU(cuStreamQuery(NULL), CUDA_ERROR_ILLEGAL_ADDRESS); /* and so for ever */
+    CHECK_CU(cuStreamQuery(NULL), CUDA_ERROR_ILLEGAL_ADDRESS); /* and so does every later call */
 }
 
 static void
@@ -430,7 +430,7 @@ foreign_memory_needs_leave(void)
     CHECK(x[3] == 8);
     CHECK_CU(cuMemFree((CUdeviceptr)(uintptr_t)x), CUDA_SUCCESS);
     CHECK_CU(gpu_axpb(NULL, x, mine, 4, 2, 0),
-             CUDA_ERROR_ILLEGAL_ADDRESS); /* freed is not foreign */
+             CUDA_ERROR_ILLEGAL_ADDRESS); /* freed memory is not foreign memory */
 }
 
 static void
@@ -442,7 +442,7 @@ copies_and_fills(void)
     float *x = gpu_floats(4, "x"), *y = gpu_floats(4, "y");
     CUdeviceptr xp = (CUdeviceptr)(uintptr_t)x, yp = (CUdeviceptr)(uintptr_t)y;
     CHECK_CU(cuMemcpyHtoDAsync(xp, host, 16, side), CUDA_SUCCESS);
-    host[0] = 9; /* the driver has its copy */
+    host[0] = 9; /* the driver has taken a copy */
     CHECK_CU(cuMemcpyDtoDAsync(yp, xp, 16, side), CUDA_SUCCESS);
     CHECK_CU(cuMemsetD32Async(yp + 4, 0x40a00000, 1, side), CUDA_SUCCESS);
     CHECK_CU(cuMemsetD8Async(yp + 8, 0, 4, side), CUDA_SUCCESS);
@@ -451,7 +451,7 @@ copies_and_fills(void)
     CHECK_CU(cuMemcpyDtoHAsync(back, yp, 16, side), CUDA_SUCCESS);
     CHECK(back[0] == 1 && back[1] == 5 && back[2] == 0 && back[3] == 4);
     simgpu_counters seen = simgpu_count();
-    CHECK_INT(seen.host_syncs, 1); /* not pinned: the call waits */
+    CHECK_INT(seen.host_syncs, 1); /* `back` is not pinned: the call waits */
     CHECK_INT(seen.pageable, 2);
     CHECK_INT(seen.copies, 3);
     CHECK_INT(seen.memsets, 2);
@@ -466,7 +466,7 @@ copies_and_fills(void)
     CHECK_CU(cuMemFreeHost(pinned), CUDA_ERROR_INVALID_VALUE);
 }
 
-/* A graph would copy again when that memory may be gone. */
+/* The program's memory must be pinned: the graph may run when other memory is gone. */
 static void
 captured_copies_need_pinned_memory(void)
 {
@@ -559,7 +559,7 @@ launches_are_checked(void)
     CHECK_CU(cuLibraryUnload(library), CUDA_ERROR_INVALID_HANDLE);
 }
 
-/* axpb with a declaration that forgets something. */
+/* Declares what axpb touches, except for something that it forgets. */
 static bool
 forgetful_declare(simgpu_task *task, const void *params, const simgpu_launch *launch)
 {
@@ -595,7 +595,7 @@ kernels_touch_what_they_declare(void)
     CHECK(WIFSIGNALED(status) && WTERMSIG(status) == SIGSEGV);
 }
 
-/* As on a GPU: whatever the child asks for, it is told that nothing was started. */
+/* As on a GPU, all that the child asks for is answered with "not initialized". */
 static void
 a_forked_child_has_no_driver(void)
 {

@@ -15,7 +15,7 @@ steps_are_right(model *m)
     expect_no_mismatches(m);
 }
 
-/* Two live units of one slot: the second gets spare memory, for as long as it is used. */
+/* Two units of one slot live at once: the second gets spare memory for as long as it is used. */
 static void
 two_users_of_a_slot(model *m)
 {
@@ -45,12 +45,12 @@ ctrl_c(void)
     return 1;
 }
 
-/* Rank 1 does not come to the end of backward, for which rank 0 waits because it left parameters out: as
- * long as the communicator's deadline allows, or until its user has enough. */
+/* Rank 1 does not come to the end of backward. Rank 0 waits for it there, because it left parameters out,
+ * until the communicator's deadline or an interrupt by its user. */
 static void
 a_wait_for_used_bits_is_interrupted(model *m)
 {
-    CHECK_INT(train(m, 1), FSDPC_OK); /* the order of units is known then */
+    CHECK_INT(train(m, 1), FSDPC_OK); /* from now on the order of units is known */
     set_masters(m, 1);
     CHECK_INT(forward(m, 1), FSDPC_OK);
     CHECK_INT(backward_without_end(m, 1), FSDPC_OK);
@@ -67,7 +67,7 @@ a_wait_for_used_bits_is_interrupted(model *m)
     }
 }
 
-/* The model ran on a stream of its user's; whoever ends it, later, has another. */
+/* The model runs on a stream of its user; when it is closed, later, another stream is the current one. */
 static void
 slots_outlive_readers_of_other_streams(int rank, ranks_run *run)
 {
@@ -93,7 +93,7 @@ slots_outlive_readers_of_other_streams(int rank, ranks_run *run)
 
 /* --- what a step costs ------------------------------------------------------------------------------ */
 
-/* Segments that are gathered and, in *reduced, those that are reduced; without elements there is nothing. */
+/* The number of segments with elements that are gathered and, in *reduced, of those that are reduced. */
 static int
 count_segments(const model *m, int *reduced)
 {
@@ -108,7 +108,7 @@ count_segments(const model *m, int *reduced)
     return gathered;
 }
 
-/* One unit has two dtypes and bytes beside: more segments to gather, but as many launches. */
+/* A unit may have two dtypes and bytes: more segments to gather, but as many launches. */
 static void
 a_step_costs_no_more_than_this(model *m)
 {
@@ -147,7 +147,7 @@ work_done(void)
     return now.launches + now.copies + now.memsets + now.collectives;
 }
 
-/* On a GPU the graph would run; here nothing is run, and what was captured is counted. */
+/* Here the graph does not run, as it would on a GPU; what was captured is counted. */
 static void
 a_step_is_captured(model *m)
 {
@@ -158,27 +158,27 @@ a_step_is_captured(model *m)
     CHECK(simgpu_drain());
     int64_t work = work_done() - before;
     CHECK_INT(m->wrong, 0);
-    m->quiet = true; /* nothing is gathered while it is captured */
+    m->quiet = true; /* nothing is gathered in a capture: values differ */
     for (int round = 0; round < 2; round++) {
         CUstream stream = begin_capture(m);
         CHECK_INT(pass(m, 0), FSDPC_OK);
         CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
-        /* But for the order of units, which the host would look at. */
+        /* All work but the comparison of the order of units, which the host would look at. */
         CHECK_INT(simgpu_captured(), work - (m->world > 1));
     }
     m->all_used = m->quiet = false;
     m->wrong = 0;
-    CHECK_INT(train(m, 2), FSDPC_OK); /* and what follows is as if there had been none */
+    CHECK_INT(train(m, 2), FSDPC_OK); /* steps afterwards are as if nothing had been captured */
     CHECK_INT(m->wrong, 0);
     CHECK_INT(simgpu_reports(), 0);
     expect_no_reports();
 }
 
-/* What needs the host is refused by name, and the capture can be left. */
+/* What needs the host is refused with its name, and the capture can still be ended. */
 static void
 the_host_is_refused_in_a_capture(model *m)
 {
-    m->quiet = true; /* nothing is gathered while it is captured */
+    m->quiet = true; /* nothing is gathered in a capture: values differ */
     CHECK_INT(train(m, 1), FSDPC_OK);
     CHECK_INT(m->wrong, 0);
     set_masters(m, 1);
@@ -190,7 +190,7 @@ the_host_is_refused_in_a_capture(model *m)
     stream = begin_capture(m);
     CHECK_INT(fsdpc_tree_begin_forward(m->tree, true), FSDPC_OK);
     CHECK_INT(fsdpc_tree_forward_enter(m->tree, 1), FSDPC_OK);
-    if (m->world > 1) { /* alone it shows its own values, without a slot */
+    if (m->world > 1) { /* one rank alone shows its own values, without a slot */
         CHECK_INT(fsdpc_tree_forward_enter(m->tree, 3), FSDPC_E_STATE);
         CHECK(strstr(fsdpc_error_text(), "spare") != NULL);
     }
@@ -206,7 +206,7 @@ the_host_is_refused_in_a_capture(model *m)
     expect_no_reports();
 }
 
-/* The last two waits lead the own streams back: without one of them the capture cannot end. */
+/* The last two waits lead the communication streams back: without one of them the capture cannot end. */
 static void
 streams_must_lead_back(model *m)
 {
@@ -235,7 +235,7 @@ open_coded(model *m, int rank, const ranks_run *run)
     CHECK(m->units[0]->layout->coded_bytes > 0);
 }
 
-/* Of a unit: a launch to code and one to sum instead of one to sum, and one message to each rank. */
+/* A reduction takes a launch to code and one to sum, instead of one to sum, and a message to each rank. */
 static void
 a_step_with_codes_costs_this(model *m)
 {
@@ -247,13 +247,13 @@ a_step_with_codes_costs_this(model *m)
     CHECK_INT(pass(m, 1), FSDPC_OK);
     expect_nothing_made(&before);
     CHECK(simgpu_drain());
-    CHECK_INT(simnccl_count().all_to_alls - sent, 4); /* one unit's elements are too few */
+    CHECK_INT(simnccl_count().all_to_alls - sent, 4); /* one unit has too few elements for codes */
     CHECK(simgpu_count().launches - before.launches <= 7 * UNITS);
 }
 
 /* --- planted faults --------------------------------------------------------------------------------- */
 
-/* Two ranks; one of them leaves out a wait of its second step. */
+/* Of two ranks one leaves out a wait of its second step. */
 static void
 with_a_fault(model *m)
 {

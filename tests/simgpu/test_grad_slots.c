@@ -41,7 +41,7 @@ open_subject(int wanted)
     return s;
 }
 
-/* A gradient is written on the current stream. */
+/* Writes a gradient on the current stream. */
 static void
 write_grad(const subject *s, int unit)
 {
@@ -84,14 +84,14 @@ a_unit_takes_the_slot_it_had_or_a_free_one(void)
         REQUIRE_OK(fsdpc_unit_discard_grads(s.units[i]));
     }
     REQUIRE_OK(fsdpc_unit_take_slot(s.units[0], &moved));
-    REQUIRE_OK(fsdpc_unit_take_slot(s.units[0], &moved)); /* held already */
+    REQUIRE_OK(fsdpc_unit_take_slot(s.units[0], &moved)); /* the unit holds it already */
     CHECK(!moved && s.units[0]->grad == first);
     REQUIRE_OK(fsdpc_unit_take_slot(s.units[1], &moved));
     CHECK(moved && s.units[1]->grad != first);
     CHECK_INT(fsdpc_grad_slots_bytes(s.slots), bytes + s.units[1]->footprint.grads_bytes);
     REQUIRE_OK(fsdpc_unit_discard_grads(s.units[0]));
     REQUIRE_OK(fsdpc_unit_discard_grads(s.units[1]));
-    REQUIRE_OK(fsdpc_unit_take_slot(s.units[1], &moved)); /* stays where it was */
+    REQUIRE_OK(fsdpc_unit_take_slot(s.units[1], &moved)); /* the gradient stays where it was */
     CHECK(!moved && s.units[1]->grad != first);
     REQUIRE_OK(fsdpc_unit_take_slot(s.units[3], &moved));
     CHECK(!moved && s.units[3]->grad == first); /* the other slot is too small for it */
@@ -100,7 +100,7 @@ a_unit_takes_the_slot_it_had_or_a_free_one(void)
     expect_no_reports();
 }
 
-/* Two units, two streams. Without the wait (k 1) the clocks find the second writer. */
+/* Two units take one slot on two streams. Without the wait (k 1) the clocks find the second writer. */
 static int
 two_streams(int k, int64_t *waits)
 {
@@ -122,7 +122,7 @@ two_streams(int k, int64_t *waits)
     const int64_t before = simgpu_calls("cuStreamWaitEvent");
     REQUIRE_OK(fsdpc_unit_discard_grads(s.units[1]));
     REQUIRE_OK(fsdpc_unit_take_slot(s.units[0], &moved));
-    CHECK_INT(simgpu_calls("cuStreamWaitEvent"), before); /* the same stream */
+    CHECK_INT(simgpu_calls("cuStreamWaitEvent"), before); /* no wait: the stream is the same */
     fsdpc_device_use(s.device, NULL);
     close_subject(&s);
     fsdpc_device_stream_free(s.device, other);

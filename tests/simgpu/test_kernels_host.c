@@ -1,6 +1,6 @@
 /* Every CUDA kernel, compiled for the host, against the plain C kernels: bit for bit.
  *
- * Where two NaNs met, or one was computed with, only that a NaN came out. Sums of squares are added
+ * Where two NaNs met, or a NaN was computed with, only that a NaN came out. Sums of squares are added
  * in another order and compared with a bound.
  */
 #include "cuda_params.h"
@@ -96,7 +96,7 @@ launch_norm(const void *src, fsdpc_dtype type, int64_t n, double order)
     return summed(partials, fsdpc_cuda_norm_blocks(n));
 }
 
-/* Twice: the same bits. */
+/* Launches a norm twice: both launches must give the same bits. */
 static fsdpc_norm
 launch_norm2(const void *src, fsdpc_dtype type, int64_t n)
 {
@@ -136,7 +136,7 @@ buffers_are_scaled_in_place_by_a_factor_in_memory(void)
         struct bed bed = new_bed(5003, floats[t], floats[t], 0);
         double factor = 0.37;
         fill_sums(&bed, floats[t], 5003);
-        /* Two spans of odd lengths, of two blocks and of one. */
+        /* Two spans of odd lengths: one takes two blocks, one takes one. */
         fsdpc_cuda_scale_params p = {
             .factor = &factor,
             .count = 2,
@@ -168,12 +168,12 @@ other_norms_are_the_plain_ones(void)
             free(src);
         }
     }
-    /* More elements than blocks can be. */
+    /* More elements than the largest number of blocks takes at once. */
     compare_norm(&cuda, FSDPC_F32,
                  (int64_t)FSDPC_CUDA_NORM_BLOCKS * FSDPC_CUDA_NORM_BLOCK_ITEMS / 2 + 77, 0, true);
 }
 
-/* A launch of several arrays leaves what launches of one leave. */
+/* A launch for several arrays gives the bits that a launch for each array gives. */
 static void
 norms_of_a_list_are_those_of_its_spans(double order)
 {
@@ -203,7 +203,7 @@ norms_of_a_list_are_those_of_its_spans(double order)
     }
 }
 
-/* As many as a large model's units leave together; whole numbers, so that any order has one sum. */
+/* As many parts as a large model's units leave together; whole numbers, so that any order has one sum. */
 static void
 many_parts_are_summed_each_once(void)
 {

@@ -8,7 +8,7 @@
 #include "nccl/simnccl.h"
 
 static const fsdpc_nccl *nccl;
-static fsdpc_nccl_id unique_ids[2]; /* made before the ranks start */
+static fsdpc_nccl_id unique_ids[2]; /* ids for two communicators, made before the ranks start */
 
 #define CHECK_NCCL(call, expected)                                      \
     do {                                                                \
@@ -19,7 +19,7 @@ static fsdpc_nccl_id unique_ids[2]; /* made before the ranks start */
         }                                                               \
     } while (0)
 
-/* Threads share one device; processes have their own. */
+/* Threads share one device, processes have a device each. */
 static void
 rank_begin(int rank, const ranks_run *run)
 {
@@ -75,14 +75,14 @@ run_ranks_as(const char *what, int world, bool threads, int option, rank_functio
 
 static const fsdpc_dtype types[] = {FSDPC_F32, FSDPC_F64, FSDPC_F16, FSDPC_BF16};
 
-/* What rank r puts at place i. */
+/* The value that rank r puts at place i. */
 static double
 input(int r, int64_t i)
 {
     return (double)((i * 7 + r * 13) % 101 - 50) / 8 + r;
 }
 
-/* In the ring's order, rounded to the type after each step. */
+/* The expected result: ranks in the ring's order, rounded to the type after each step. */
 static double
 ring(fsdpc_dtype type, int world, int destination, int64_t i, fsdpc_nccl_op op)
 {
@@ -210,7 +210,7 @@ every_collective(int rank, ranks_run *run)
             check_all_reduce(&c, FSDPC_NCCL_MAX);
             check_all_reduce(&c, FSDPC_NCCL_MIN);
             check_broadcast(&c);
-            if (!run->threads) { /* it would wait for the other threads' streams */
+            if (!run->threads) { /* among threads it would wait for the others' streams */
                 REQUIRE_CU(cuMemFree(block));
             }
         }
@@ -221,7 +221,7 @@ every_collective(int rank, ranks_run *run)
 
 /* --- order --------------------------------------------------------------------------------------------- */
 
-/* Two communicators on two streams, nothing demanded on rank 0 until the end: the device goes on. */
+/* Two communicators on two streams. Rank 0 demands nothing until the end: its device goes on by itself. */
 static void
 two_communicators(int rank, ranks_run *run)
 {
@@ -323,7 +323,7 @@ mismatch(int rank, ranks_run *run)
     } else {
         CHECK(gpu_reported("rank 0") && gpu_reported("rank 1") && gpu_reported("all-gather of 1"));
     }
-    CHECK_CU(cuStreamQuery(stream), CUDA_ERROR_NOT_READY); /* it hangs, as a real one would */
+    CHECK_CU(cuStreamQuery(stream), CUDA_ERROR_NOT_READY); /* like NCCL, the collective hangs */
     CHECK_NCCL(nccl->abort(comm), FSDPC_NCCL_SUCCESS);
     await_stream(stream);
     CHECK_NCCL(nccl->abort(comm), FSDPC_NCCL_INVALID_ARGUMENT);
@@ -362,7 +362,7 @@ not_blocking(int rank, ranks_run *run)
                FSDPC_NCCL_SUCCESS); /* nothing to do */
     CHECK_NCCL(
         nccl->all_reduce(x, (char *)x + 2, 1, FSDPC_NCCL_FLOAT32, FSDPC_NCCL_SUM, comm, cu(stream)),
-        FSDPC_NCCL_INVALID_USAGE); /* overlaps */
+        FSDPC_NCCL_INVALID_USAGE); /* the two buffers overlap */
     CHECK_NCCL(nccl->destroy(comm), FSDPC_NCCL_SUCCESS);
 }
 
@@ -382,7 +382,7 @@ results_need_a_wait(int rank, ranks_run *run)
     simgpu_host_read(x, sizeof(float) * (size_t)run->world, "matmul");
     CHECK_INT(simgpu_count().races, 0);
     CHECK_NCCL(nccl->all_gather(x + rank, x, 1, FSDPC_NCCL_FLOAT32, comm, cu(stream)),
-               FSDPC_NCCL_SUCCESS); /* compute may still read */
+               FSDPC_NCCL_SUCCESS); /* the compute stream may still read */
     await_stream(stream);
     CHECK(gpu_reported("unit 1") && gpu_reported("read by compute (matmul), written by gather "
                                                  "(all-gather), nothing orders them"));

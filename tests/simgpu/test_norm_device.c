@@ -1,5 +1,5 @@
-/* The norm of all gradients and clipping by it, through the real tree, device and communicator: against
- * sums taken here in double precision over all ranks' gradients, which follow from a formula.
+/* The norm of all gradients and clipping by it, through the real tree, device and communicator, against sums
+ * that the test takes in double precision over all ranks' gradients, which follow from a formula.
  */
 #include <math.h>
 
@@ -7,7 +7,7 @@
 
 enum { UNITS = 6, LAST = 5 };
 
-/* The last unit is of a group of its own: one rank. The one before it is frozen. */
+/* The last unit has a group of its own, of one rank. The unit before it is frozen. */
 static const int kinds[UNITS] = {0, 1, 2, 5, 4, 0};
 static const int depths[UNITS] = {0, 1, 1, 1, 1, 1};
 
@@ -40,7 +40,7 @@ open_model(model *m, int rank, const ranks_run *run)
     void *block;
     *m = (model){.rank = rank, .world = run->world};
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
-    /* The watching thread must not look: what it has seen as done, the processor has. */
+    /* The watching thread must not look: what it sees as done would count as seen by the processor. */
     m->comm = open_twins(m->device, rank, run->world, 0,
                          (fsdpc_comm_nccl_options){.timeout_s = 60, .poll_ms = 30000});
     REQUIRE_OK(fsdpc_comm_self(m->device, &m->alone));
@@ -72,7 +72,7 @@ close_model(model *m)
 
 /* --- gradients that every rank knows --------------------------------------------------------------------- */
 
-/* Element k of a parameter: a fraction that every dtype holds; the small group's is every rank's own. */
+/* Element k of a parameter: a fraction that every dtype holds. Each rank has all of the last unit. */
 static double
 value(int u, int param, int64_t k, int seed)
 {
@@ -108,7 +108,7 @@ add_value(double *total, double p, double each)
     }
 }
 
-/* Whole parameters: every rank's part. */
+/* Over whole parameters, so over every rank's part. */
 static double
 expected_norm(const model *m, double p, int seed)
 {
@@ -126,7 +126,7 @@ expected_norm(const model *m, double p, int seed)
     return isinf(p) ? total : pow(total, 1 / p);
 }
 
-/* Elements that are not the formula's times `factor`, as the plain kernels would leave them. */
+/* The number of elements that are not the formula's times `factor`, as the plain kernels would leave them. */
 static int64_t
 count_wrong(const model *m, double factor, int seed)
 {
@@ -216,7 +216,7 @@ norms_are_those_of_all_ranks(int rank, ranks_run *run)
     close_model(&m);
 }
 
-/* On one rank only, in its last part; all ranks must know, whatever the order. */
+/* One rank has a bad value in its last part; all ranks must know it, in norms of every order. */
 static void
 what_is_not_finite_reaches_all(int rank, ranks_run *run)
 {
@@ -249,7 +249,7 @@ what_is_not_finite_reaches_all(int rank, ranks_run *run)
     close_model(&m);
 }
 
-/* Gradients that no unit has come as parts. Without `scale` nothing changes. */
+/* Gradients of no unit come as parts of the norm. Without `scale` no gradient changes. */
 static void
 other_gradients_count(int rank, ranks_run *run)
 {
@@ -305,7 +305,7 @@ has_grads(const fsdpc_unit *unit)
     return any;
 }
 
-/* Parameters of full lines are one stretch on the rank that has all of them. */
+/* On a rank that has all of them, parameters of full lines are one stretch. */
 static void
 a_unit_is_one_launch(int rank, ranks_run *run)
 {
@@ -359,11 +359,11 @@ the_second_call_allocates_nothing(int rank, ranks_run *run)
         CHECK_INT(after.host_syncs - before.host_syncs, 0);
         CHECK_INT(after.events_created - before.events_created, 0);
         CHECK_INT(after.host_allocations - before.host_allocations, 0);
-        if (call == 1) { /* the first one makes its memory, which is zeroed */
+        if (call == 1) { /* the first call makes its memory, which is zeroed */
             CHECK_INT(after.allocations - before.allocations, 0);
             CHECK_INT(simgpu_calls("cuEventQuery"), queries);
         }
-        /* Of two groups the larger takes two sums. */
+        /* With two groups the larger one takes two sums. */
         CHECK_INT(after.launches - before.launches, 2 * measured + (m.world > 1 ? 3 : 2) + 1);
         CHECK_INT(simnccl_count().all_gathers - gathers, m.world > 1);
     }

@@ -12,13 +12,13 @@ static const int several[UNITS] = {0, 1, 2, 5, 4};
 
 typedef struct pair {
     model sides[SIDES];
-    int first; /* OFFLOADED: this side trains alone */
+    int first; /* the first side that trains; OFFLOADED: it trains alone */
     ranks_run *run;
 } pair;
 
 typedef void (*pair_case)(pair *p);
 
-/* The same call of both sides. */
+/* Makes the same call on each side. */
 #define BOTH(call)                               \
     do {                                         \
         for (int w = p->first; w < SIDES; w++) { \
@@ -34,7 +34,7 @@ static struct {
     pair_case with;
 } pair_setup;
 
-/* The watching thread must not look: what it has seen as done, the processor has. */
+/* The watching thread must not look: what it sees as done would count as seen by the processor. */
 static void
 open_side(model *m, int which, int rank, int world)
 {
@@ -114,7 +114,7 @@ move_piece(const fsdpc_unit *unit, int s)
     }
 }
 
-/* The optimizer; with `clear` it sets the gradients to None. */
+/* The optimizer's step; `clear`: then the gradients are set to None. */
 static void
 move(pair *p, bool clear)
 {
@@ -203,7 +203,7 @@ keep_local(model *m, int u, int step)
     return fsdpc_tree_keep_local(m->tree, u, m->grads[u].tensors);
 }
 
-/* From the last trainable unit down to `last`; the gradients of all are sent, or kept. */
+/* A backward from the last trainable unit down to `last`; gradients are sent (`sync`) or kept. */
 static int
 pass_units(pair *p, int step, int last, bool sync)
 {
@@ -221,7 +221,7 @@ static int
 pass_backward(pair *p, int step, bool sync)
 {
     FSDPC_TRY(pass_units(p, step, ROOT, sync));
-    /* Behind the last gradient that is sent. */
+    /* The frozen unit comes behind the last gradient that is sent. */
     BOTH(fsdpc_tree_backward_enter(m->tree, FROZEN));
     use_both(p, FROZEN);
     BOTH(fsdpc_tree_drop_hold(m->tree, FROZEN));
@@ -260,7 +260,7 @@ trains_alike(pair *p)
         for (int how = PLAIN; how <= NO_SYNC; how++) {
             CHECK_INT(train_both(p, step, how), FSDPC_OK);
         }
-        /* Evaluation: the next loading follows at once. */
+        /* After an evaluation the next values are loaded at once. */
         CHECK_INT(pass_forward(p, false), FSDPC_OK);
         load_masters(p, step + 1);
     }
@@ -270,7 +270,7 @@ trains_alike(pair *p)
 
 /* --- what a step costs ---------------------------------------------------------------------------------- */
 
-/* With one rank nobody else looks at events. */
+/* With one rank only the processor looks at events. */
 static void
 the_host_waits_once(pair *p)
 {
@@ -287,7 +287,7 @@ the_host_waits_once(pair *p)
     CHECK(simgpu_calls("cuEventQuery") > queries);
     queries = simgpu_calls("cuEventQuery");
     move(p, true);
-    for (int u = 0; u < UNITS; u++) { /* the wait at the end was for all of it */
+    for (int u = 0; u < UNITS; u++) { /* the wait at the end of backward was for all units */
         CHECK_INT(fsdpc_unit_settle(m->units[u]), FSDPC_OK);
     }
     CHECK_INT(simgpu_calls("cuEventQuery"), queries);
@@ -295,7 +295,7 @@ the_host_waits_once(pair *p)
     expect_no_reports();
 }
 
-/* What is kept on the GPU of own values, and what in host memory. */
+/* Own values and gradients lie in host memory. */
 static void
 memory_is_the_hosts(pair *p)
 {
@@ -311,7 +311,7 @@ memory_is_the_hosts(pair *p)
 
 /* --- own values outside of a step ------------------------------------------------------------------------- */
 
-/* Each call that the processor serves waits by itself for a gather or a sum that is on its way. */
+/* Each call on own values that the processor serves waits by itself for a gather or a sum on its way. */
 static void
 calls_on_own_values_wait(pair *p)
 {
@@ -324,7 +324,7 @@ calls_on_own_values_wait(pair *p)
         load_masters(p, call);
         CHECK_INT(train_both(p, 0, PLAIN), FSDPC_OK);
         load_masters(p, call + 1);
-        /* A backward that broke off: its gathers and sums go on. */
+        /* A backward that breaks off: its gathers and sums go on. */
         CHECK_INT(pass_forward(p, true), FSDPC_OK);
         CHECK_INT(pass_units(p, 1, 2, true), FSDPC_OK);
         CHECK(unit->in_flight[FSDPC_MASTER] && unit->in_flight[FSDPC_GRAD]);
@@ -346,7 +346,7 @@ calls_on_own_values_wait(pair *p)
 
 /* --- planted faults --------------------------------------------------------------------------------------- */
 
-/* In the second step and the evaluation that follows it. */
+/* The fault is in the second step or in the evaluation after it. */
 static void
 with_a_fault(pair *p)
 {
@@ -369,7 +369,7 @@ missing_waits_are_found(int world)
     wait_counts w = leave_each_wait_out(world, LAZY, run_pair, "offloaded");
     CHECK(w.calls > 8);
     printf("%d ranks, offloaded: %d waits of streams left out, %d found", world, w.calls, w.found);
-    if (world == 1) { /* several ranks' queries are as many as it takes */
+    if (world == 1) { /* with several ranks the number of queries varies */
         w = leave_each_out(world, LAZY, run_pair, "cuEventQuery", NULL);
         CHECK(w.found > 0);
         printf("; %d queries of the host left out, %d found", w.calls, w.found);

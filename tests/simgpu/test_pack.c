@@ -10,7 +10,7 @@
 
 enum { FEW = 24, MANY = 400, IN_PARAMETERS = 384, DIMS = 5, GUARD = 0x5A };
 #ifdef __SANITIZE_ADDRESS__
-enum { ROUNDS = 16, SIDE = 18 }; /* each pair of what make_pack() takes from the round */
+enum { ROUNDS = 16, SIDE = 18 }; /* so many that each pair of make_pack()'s choices occurs */
 #else
 enum { ROUNDS = 40, SIDE = 40 };
 #endif
@@ -49,8 +49,8 @@ typedef struct pack {
     bool adds, in_place, strided;
 } pack;
 
-/* A permuted, stepped view of its own memory, a stride of 0 now and then; else flat, of several tiles now and
- * then. Half of all begin where no vector can be loaded. Returns the number of elements. */
+/* Makes a permuted, stepped view of its own memory, with a stride of 0 now and then; else a flat source, at
+ * times of several tiles. Half of all begin where no vector can be loaded. Returns the number of elements. */
 static int64_t
 make_source(pack *p, int i, fsdpc_dtype type)
 {
@@ -86,7 +86,7 @@ gap(fsdpc_dtype type)
     return below(8) ? (size_t)below(3) * item : 20000 / item * item;
 }
 
-/* One type for all destinations, or, when nothing is added, a type of their own for some. */
+/* All destinations have one type; if nothing is added, some have types of their own. */
 static void
 make_pack(pack *p, int round, int count)
 {
@@ -137,7 +137,7 @@ want_one(const pack *p, int i, char *dst, const char *base, double scale)
     free(sum);
 }
 
-/* All targets, and with what was wanted in their place all that lies between them. */
+/* True if all targets are as wanted and all that lies between them is unchanged from `want`. */
 static bool
 packed_as_wanted(const pack *p, const char *buffer, char *want, double scale)
 {
@@ -160,7 +160,7 @@ run_pack(const pack *p, fsdpc_device *device, const fsdpc_pack_plan *plan, char 
                    : fsdpc_device_pack_onto(device, plan, buffer, NULL, p->sources, scale);
 }
 
-/* Twice by the same plan: the second time nothing is made. */
+/* Packs twice by the same plan: the second time nothing is made. */
 static void
 compare(const pack *p, fsdpc_device *device, double scale)
 {

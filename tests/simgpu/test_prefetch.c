@@ -1,17 +1,17 @@
-/* Units that are prefetched and then not used: in a backward that does not come to them, in a forward
- * that ends, or breaks off, before them. Their gathers read shards, so the optimizer, which is next on
- * the caller's stream, must come behind them. Here it always follows, under several policies, and each
+/* Units that are prefetched and then not used: in a backward that does not come to them, in a forward that
+ * ends, or breaks off, before them. Their gathers read shards, so the optimizer's step, which is next on the
+ * caller's stream, must come behind the gathers. It follows in each test, under several policies, and each
  * wait is left out once.
  */
 #include "steps.h"
 #include "exchange/exchange_impl.h"
 
-/* None that one rank shows from its own shard, without a gather. */
+/* Kinds of units; none is one that a rank shows from its own shard, without a gather. */
 static const int gathered[UNITS] = {0, 1, 1, 5, 1};
 
 enum { FIRST = 1, SECOND, THIRD, POISONED = 8 };
 
-/* How a forward ends that prefetched a unit and did not come to it. */
+/* How a forward ends that has prefetched a unit and does not come to it. */
 enum { NO_BACKWARD, PASSED_BY, BROKE_OFF, EVALUATED, ENDS };
 
 static void
@@ -59,7 +59,7 @@ short_forward(model *m, int step, int end)
         return fsdpc_tree_forward_failed(m->tree, ROOT);
     }
     FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, FIRST, grad));
-    if (end == PASSED_BY) { /* its own wait is implied by that for the unit after it */
+    if (end == PASSED_BY) { /* unit 3's wait implies that for unit 2 */
         FSDPC_TRY(fsdpc_tree_forward_enter(m->tree, THIRD));
         use(m, THIRD, step);
         FSDPC_TRY(fsdpc_tree_forward_leave(m->tree, THIRD, grad));
@@ -80,7 +80,7 @@ a_forward_ends_before_a_unit(model *m)
     expect_clean(m);
 }
 
-/* A backward may follow after all: it finds what was prefetched. */
+/* A later forward may still come to the unit: it finds what was prefetched. */
 static void
 a_late_user_finds_its_values(model *m)
 {
@@ -124,7 +124,7 @@ what_nobody_wanted_is_poisoned_too(model *m)
 
 /* --- captures -------------------------------------------------------------------------------------- */
 
-/* What was prefetched outside of a capture is put away inside, and the other way round. */
+/* What was prefetched outside of a capture is put away inside of one, and the other way round. */
 static void
 captures_leave_it_behind(model *m)
 {
@@ -133,7 +133,7 @@ captures_leave_it_behind(model *m)
     CHECK_INT(train(m, 1), FSDPC_OK);
     set_masters(m, 1);
     CHECK_INT(short_forward(m, 1, NO_BACKWARD), FSDPC_OK);
-    m->quiet = true; /* nothing is gathered while it is captured */
+    m->quiet = true; /* nothing is gathered in a capture: values differ */
     CUstream stream = begin_capture(m);
     CHECK_INT(pass(m, 1), FSDPC_OK);
     CHECK_CU(end_capture(m, stream), CUDA_SUCCESS);
@@ -149,7 +149,7 @@ captures_leave_it_behind(model *m)
 
 /* --- planted faults -------------------------------------------------------------------------------- */
 
-static int planted_end = -1; /* of a forward; -1: a backward passes a unit by */
+static int planted_end = -1; /* how a forward ends; -1: a backward passes a unit by */
 
 static void
 with_a_fault(model *m)

@@ -23,7 +23,7 @@ draw(int below)
     return (int)((state >> 33) % (uint64_t)below);
 }
 
-/* Half of the programs record and wait around each launch, so that some have no race. */
+/* Half of the programs (`careful`) wait and record around each launch, so that some have no race. */
 static void
 make_program(call *program, bool careful)
 {
@@ -38,7 +38,7 @@ make_program(call *program, bool careful)
                     .from = draw(FLOATS),
                     .add = (float)draw(1000) / 8};
         c->count = 1 + draw(FLOATS - c->from);
-        if (careful && i >= 2 && i % 3 == 2) { /* wait, launch, record on one event for all */
+        if (careful && i >= 2 && i % 3 == 2) { /* wait, launch, record, mostly with one event */
             program[i - 2].kind = WAIT;
             program[i - 1].kind = LAUNCH;
             c->kind = RECORD;
@@ -73,7 +73,7 @@ run_call(const call *c, CUstream stream, CUevent event, float *const *buffers)
     case SYNC:
         CHECK_CU(cuStreamSynchronize(stream), CUDA_SUCCESS);
         break;
-    default: /* until it says yes */
+    default: /* asks until the event is done */
         while (cuEventQuery(event) == CUDA_ERROR_NOT_READY) {}
         break;
     }

@@ -120,7 +120,7 @@ one_step(model *m, int step)
     return FSDPC_OK;
 }
 
-/* The models that are opened next. */
+/* What the models are like that are opened next. */
 static struct setup {
     int replicas, scenario;
     const int *kinds;
@@ -168,7 +168,7 @@ a_micro_batch_costs_one_launch_a_unit(model *m)
 
 /* --- planted faults ------------------------------------------------------------------------------- */
 
-/* In the second step. */
+/* Leaves out a wait of the second step. */
 static void
 with_a_fault(model *m)
 {

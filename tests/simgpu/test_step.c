@@ -23,8 +23,8 @@ typedef struct engine {
     char *parts;
     fsdpc_pack_plan *plan;
     fsdpc_event *gathered[UNITS], *released[SLOTS], *packed[SLOTS], *reduced[SLOTS], *stepped;
-    int64_t first_wait, last_wait; /* calls of the last step */
-    simgpu_counters before, after; /* of the last step */
+    int64_t first_wait, last_wait; /* wait calls made before and after the last step */
+    simgpu_counters before, after; /* counters before and after the last step */
 } engine;
 
 static void
@@ -213,7 +213,7 @@ step(engine *e)
 static void
 train(engine *e, int skipped, float *shards)
 {
-    CHECK_CU(cuCtxSynchronize(), CUDA_SUCCESS); /* nothing of the run before is left */
+    CHECK_CU(cuCtxSynchronize(), CUDA_SUCCESS); /* no work of the run before is left */
     simgpu_host_write(e->shards, UNITS * PIECE * sizeof(float), "set");
     simgpu_host_write(e->grads, UNITS * PIECE * sizeof(float), "set");
     for (int i = 0; i < UNITS * PIECE; i++) {
@@ -264,7 +264,7 @@ on_a_rank(int rank, ranks_run *run)
     int found = 0, redundant = 0;
     gpu_start();
     simnccl_reset();
-    REQUIRE_OK(fsdpc_device_cuda(0, &e.device)); /* lives as long as the process */
+    REQUIRE_OK(fsdpc_device_cuda(0, &e.device)); /* the device lives as long as the process */
     int64_t live = fsdpc_mem_live(), device_bytes = simgpu_count().device_bytes;
     start(&e, rank);
     for (int p = 0; p < POLICIES; p++) {
@@ -297,14 +297,14 @@ on_a_rank(int rank, ranks_run *run)
         fflush(stdout);
     }
     CHECK_INT(waits, UNITS * 2 * 3 + UNITS * 2 + SLOTS);
-    /* Implied by others: the optimizer's end after the first gather (7), the readers of both slots
-     * in the first gathers (2) and of the last forward unit but one in backward (1), the reduce slots
-     * of the first packs (2), the last sum but one before the optimizer (1). */
+    /* Waits that others imply: for the optimizer's end after the first gather (7), for the readers of the
+     * slots in the first gathers (2) and of the last forward unit but one in backward (1), for the reduce
+     * slots of the first packs (2), for the last sum but one before the optimizer (1). */
     CHECK_INT(redundant, 7 + 2 + 1 + 2 + 1);
     finish(&e);
     CHECK_INT(simgpu_count().faults, 0);
     CHECK_INT(fsdpc_mem_live(),
-              live + UNITS + 3 * SLOTS + 1); /* the events, in the device's pool */
+              live + UNITS + 3 * SLOTS + 1); /* the events are kept in the device's pool */
     CHECK_INT(simgpu_count().device_bytes, device_bytes);
     CHECK_INT(simnccl_count().communicators, 0);
     (void)run;

@@ -1,7 +1,7 @@
 /* What a training step costs on a GPU, per unit, counted on the simulated one: launches, gathers, reductions,
  * allocations, waits of the host, and bytes moved. Two ranks, units of one size, in several precisions.
  *
- * Bytes per unsharded parameter. What falls with the number of ranks (casting and summing shards) is
+ * Bytes are per unsharded parameter. What falls with the number of ranks (casting and summing shards) is
  * counted apart; what does not is what a large job pays: both gathers write every parameter, the pack
  * reads every gradient and writes it, and the reduction reads it.
  */
@@ -15,7 +15,7 @@ typedef struct precision {
     fsdpc_param_spec specs[MOST];
     int count;
     fsdpc_dtype grad;
-    double most_bytes; /* per unsharded parameter */
+    double most_bytes; /* the most bytes per unsharded parameter */
 } precision;
 
 #define SPEC(n, numel, storage, compute, reduce, trains) \
@@ -65,7 +65,7 @@ count_now(void)
     return (costs){simgpu_count(), simnccl_count()};
 }
 
-static const precision *p; /* of the models that are opened next */
+static const precision *p; /* the precision of the models that are opened next */
 
 static void
 open_precise(model *m, int rank, const ranks_run *run)
@@ -74,7 +74,7 @@ open_precise(model *m, int rank, const ranks_run *run)
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = kinds};
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
     m->comm = open_comm(m, rank, run->world, 0, false);
-    simgpu_get_options()->foreign = true; /* gradients are malloc's here */
+    simgpu_get_options()->foreign = true; /* gradients are in malloc's memory here */
     for (int u = 0; u < UNITS; u++) {
         const fsdpc_unit_options unit = {
             .name = names[u], .shard = m->comm, .divide = run->world, .reshard = u != ROOT};
@@ -83,7 +83,7 @@ open_precise(model *m, int rank, const ranks_run *run)
     REQUIRE_OK(fsdpc_tree_new(m->units, depths, UNITS, &options, &m->tree));
 }
 
-/* Every gradient is there, in the compute dtype; one for all units will do. */
+/* Sends the gradients of all units that are due: one tensor in the compute dtype serves for all of them. */
 static int
 send_ready(model *m, void *memory, bool at_end)
 {
@@ -118,7 +118,7 @@ one_step(model *m, void *memory)
     return fsdpc_tree_end_backward(m->tree, true);
 }
 
-/* By the layout: what every gather writes, what a pack reads and writes, what a reduction reads. */
+/* From the layout: what every gather writes, what a pack reads and writes, what a reduction reads. */
 static double
 whole_bytes(const model *m, double *gathered, double *packed, double *reduced)
 {
@@ -137,7 +137,7 @@ whole_bytes(const model *m, double *gathered, double *packed, double *reduced)
     return *gathered + *packed + *reduced;
 }
 
-/* What the launches move of shards, per element of a shard. */
+/* The bytes that launches move of shards, per element of a shard. */
 static double
 shard_bytes(const model *m, double gathers)
 {
@@ -165,9 +165,9 @@ check_bytes(const model *m, const costs *a, const costs *b, double gathers)
                             a->gpu.bytes_written) /
                    all;
     double expected = packed + shard_bytes(m, gathers) / m->world;
-    /* Lists of tensors, padding and used bits beside. */
+    /* The rest is lists of tensors, padding and used bits. */
     CHECK(fabs(moved - expected) < 0.03 * expected);
-    /* What NCCL got: pieces of the gathers, whole buffers of the reductions. */
+    /* What NCCL was given: pieces for the gathers, whole buffers for the reductions. */
     double sent = (double)(b->nccl.bytes_sent - a->nccl.bytes_sent) / all;
     double sending = gathered / 2 * gathers / m->world + reduced;
     CHECK(fabs(sent - sending) < 0.03 * sending);
@@ -197,7 +197,7 @@ measure(model *m)
     CHECK(launches <= 4 * UNITS);
     CHECK(gathers <= 2 * UNITS && gathers > UNITS);
     CHECK_INT(scatters, UNITS * trains);
-    /* All segments of a unit by one call of NCCL. */
+    /* All segments of a unit take one call of NCCL. */
     CHECK_INT(b.nccl.joined - a.nccl.joined, gathers * (per_gather - 1) + UNITS * (trains - 1));
     if (m->rank == 0) {
         printf("| %-25s | %.1f launches, %.1f gathers, %.1f reductions, 0 allocations, 0 waits |\n",

@@ -1,6 +1,6 @@
-/* Optimizer steps, packed activations and codes on the simulated GPU, against those of the processor bit for bit
- * (where a NaN came out, only that one did): every rule, types, ends of tensors, empty ones, addresses
- * off a boundary, indices beyond 2^32, values that are not finite, what the device alone knows.
+/* Optimizer steps, packed activations and codes on the simulated GPU, equal to those of the processor bit for
+ * bit (where a NaN came out, only that there is one): every rule, types, ends of tensors, empty tensors,
+ * addresses off a boundary, indices beyond 2^32, values that are not finite, what only the device knows.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -25,7 +25,7 @@ static const int64_t firsts[] = {0,
                                  ((int64_t)1 << 33) + 7,
                                  ((int64_t)1 << 40) + 4096};
 static fsdpc_device *gpu;
-static double size = 1; /* of the numbers */
+static double size = 1; /* the size of the numbers */
 static uint64_t state = 11;
 
 static int64_t
@@ -59,7 +59,7 @@ memory(size_t bytes)
     return (void *)(uintptr_t)block;
 }
 
-/* Behind a 16-byte boundary by 0 to 3 elements. */
+/* A block that begins 0 to 3 elements behind a 16-byte boundary. */
 static struct block
 block_of(fsdpc_dtype type, int64_t n)
 {
@@ -357,13 +357,13 @@ states_of_8_bits(void)
         shape.tensors = 1 + below(4);
         shape.types[0] = types[round % 3];
         shape.types[1] = types[round / 3 % 3];
-        size = round % 4 == 2 ? 1e-38 : 1; /* scales without a reciprocal */
+        size = round % 4 == 2 ? 1e-38 : 1; /* scales become too small for a reciprocal */
         try_shape(&shape);
     }
     size = 1;
 }
 
-/* The scale and the clipping factor come from the device, where the host's rule has others. */
+/* The scale and the clipping factor come from the device, and not from the host's rule, which has others. */
 static void
 the_device_knows_scale_and_factor(void)
 {
@@ -381,7 +381,7 @@ the_device_knows_scale_and_factor(void)
     shape.rule.grad_scale = shape.rule.clip = 5;
     step_device(&shape.rule, FSDPC_OPTIM_WHOLE, &control, all);
     compare(&shape, all, true);
-    /* Nothing moves, and no step is counted, where a gradient was not finite. */
+    /* Where a gradient was not finite, no parameter moves and no step is counted. */
     values[1] = 1;
     for (int i = 0; i < all->count; i++) {
         all->begun[i]++;
@@ -410,7 +410,7 @@ ranges_of_one_parameter_share_a_counter(void)
     const int64_t before = simgpu_count().launches;
     step_device(&shape.rule, FSDPC_OPTIM_WHOLE, &nothing, all);
     CHECK_INT(simgpu_count().launches - before,
-              3); /* numbers of 32 tensors, of 8, the step of all */
+              3); /* step counts of 32 tensors, of 8, then the step of all */
     compare(&shape, all, true);
     memcpy(all->steps, own, sizeof own);
     unmake(all);
@@ -449,8 +449,8 @@ activations(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
-/* Rows of several pieces; what pads codes stays as it was. Codes in blocks that are not finite are not compared. Every
- * second time with what earlier codes lost. */
+/* Codes of rows in several pieces; what pads codes stays as it was. Codes in blocks that are not finite are
+ * not compared. In every second round what earlier codes lost is added. */
 static void
 codes(void)
 {
@@ -515,7 +515,7 @@ codes(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
-/* As sums of what is decoded. One segment without a codec beside one with; the messages are made by the device. */
+/* Sums of codes equal those of decoded values. One segment has a codec, one none; the device encodes. */
 static void
 sums_of_codes(void)
 {
@@ -607,7 +607,7 @@ sums_of_codes(void)
     CHECK_INT(simgpu_reports(), 0);
 }
 
-/* As many as fit the parameters of a launch. */
+/* One launch takes as many codings as fit its parameters. */
 static void
 many_codings_take_few_launches(void)
 {

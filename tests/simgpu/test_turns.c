@@ -1,14 +1,14 @@
-/* Ranks that mean different units on the simulated GPU: an error on each of them, never other values that
- * nobody notices; and in a step that goes as it went before nothing is compared.
+/* Ranks that mean different units on the simulated GPU get an error on each of them, never other values that
+ * nobody notices; and in a step that goes as the one before, nothing is compared.
  */
 #include "steps.h"
 #include "exchange/exchange_stream_impl.h"
 #include "tree/tree_impl.h"
 
-static const int alike[UNITS]; /* collectives of one size: nothing but the order tells */
+static const int alike[UNITS]; /* all collectives have one size: only the order tells them apart */
 static const int plain[UNITS] = {0, 1, 2, 3, 4}, swapped[UNITS] = {0, 1, 4, 3, 2};
 
-/* `late`: a unit is reduced after the next one is gathered, in place of before. */
+/* With `late` a unit is reduced after the next one is gathered, instead of before. */
 static int
 step_late(model *m, const int *order, int step, bool late)
 {
@@ -44,13 +44,13 @@ open_alike(model *m, int rank, const ranks_run *run)
 {
     *m = (model){.rank = rank, .world = run->world, .replicas = 1, .kinds = alike};
     m->trust_order = run->option == TRUSTED;
-    m->quiet = m->all_used = m->no_prefetch = true; /* prefetch goes by the pass before */
+    m->quiet = m->all_used = m->no_prefetch = true; /* prefetch follows the pass before */
     REQUIRE_OK(fsdpc_device_cuda(0, &m->device));
     m->comm = open_comm(m, rank, run->world, 0, false);
     open_tree(m);
 }
 
-/* The first step: the last rank takes another turn. All are told before anything is mixed up. */
+/* In the first step the last rank takes another turn. All ranks are told before anything is mixed up. */
 static void
 a_new_turn_is_compared_first(model *m)
 {
@@ -78,7 +78,7 @@ spare_memory_on_one_rank(model *m)
     CHECK_INT(simnccl_count().mismatches, 0);
 }
 
-/* Two orders that all ranks have agreed on, one after the other; then each takes its own. */
+/* All ranks agree on two orders, one after the other; then each rank takes its own order. */
 static void
 known_turns_are_compared_later(model *m)
 {
@@ -101,7 +101,7 @@ known_turns(model *m)
     return m->tree->exchanges[0]->streams->turns.known;
 }
 
-/* Both sets are full again and again: what was cleared is compared again, on all ranks. */
+/* Both sets of known turns become full again and again: what was cleared is compared again, on all ranks. */
 static void
 cleared_turns_are_compared_again(model *m)
 {
@@ -118,8 +118,8 @@ cleared_turns_are_compared_again(model *m)
     CHECK_INT(simnccl_count().mismatches, 0);
 }
 
-/* Rank 0 makes a gather that is known before the reduction whose turn fills the set, the others after it. The
- * gather must be known to all of them, or one would compare alone. */
+/* Rank 0 makes a known gather before the reduction whose turn fills the set, the other ranks after it. The
+ * gather must stay known to all of them, or one rank would compare alone. */
 static void
 cleared_reductions_leave_gathers_known(model *m)
 {
@@ -134,7 +134,7 @@ cleared_reductions_leave_gathers_known(model *m)
     CHECK_INT(simnccl_count().mismatches, 0);
 }
 
-/* One rank takes a turn that it never took, the others one that they know. */
+/* One rank takes a turn that no rank has taken, the others one that they know. */
 static void
 a_turn_that_one_rank_knows_fails(model *m)
 {
@@ -143,7 +143,7 @@ a_turn_that_one_rank_knows_fails(model *m)
     CHECK(step_in_order(m, m->rank ? plain : swapped, 2) != FSDPC_OK);
 }
 
-/* Nothing is compared when it goes as before, and nothing at all where the order is trusted. */
+/* A turn that goes as before is not compared, and none is where the order is trusted. */
 static void
 what_is_known_is_not_compared(model *m)
 {

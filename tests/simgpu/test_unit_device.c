@@ -9,16 +9,16 @@
 
 enum { SCHEDULES = 7 };
 
-/* Instead of a schedule: host memory, over a shared segment or a carrier that hides it. */
+/* Options for host memory instead of a schedule: over a shared segment, or a carrier that hides it. */
 enum { HOST_SHARED = -1, HOST_WIRE = -2 };
 
 typedef struct subject {
     fsdpc_device *device;
-    bool host; /* its memory is the host's */
+    bool host; /* the unit lies in host memory */
     fsdpc_comm *comm;
     fsdpc_unit *unit;
-    fsdpc_stream *stream; /* of the caller: torch's, which is not always the default one */
-    int round[FSDPC_GRAD + 1][ENGINE_PARAMS]; /* that wrote the parameter last */
+    fsdpc_stream *stream; /* the caller's: torch's, not always the default one */
+    int round[FSDPC_GRAD + 1][ENGINE_PARAMS]; /* the round that wrote the parameter last */
 } subject;
 
 /* --- a rank ---------------------------------------------------------------------------------------- */
@@ -59,7 +59,7 @@ leave(subject *s)
 
 /* --- a caller's buffers ------------------------------------------------------------------------------ */
 
-/* `host` is what the test fills and looks at; for buffers on the device, `device` is the caller's. */
+/* `host` is what the test fills and looks at; `device` is the caller's buffer, if that is on the device. */
 typedef struct buffer {
     char *host;
     void *device;
@@ -67,7 +67,7 @@ typedef struct buffer {
     bool pinned;
 } buffer;
 
-/* For a GPU every other buffer of the host is pinned: there copies go on when the call has returned. */
+/* For a GPU every other host buffer is pinned: copies to and from it may go on after the call returns. */
 static buffer
 new_buffer(const subject *s, size_t bytes, enum fsdpc_memory_kind place)
 {
@@ -105,7 +105,7 @@ free_buffer(const subject *s, buffer *b)
     *b = (buffer){0};
 }
 
-/* The caller fills its tensor on its stream, and may do so again as soon as the call is queued. */
+/* The caller fills its tensor on its stream; it may fill it again as soon as the unit's call is queued. */
 static void
 upload(const subject *s, const buffer *b)
 {
@@ -166,7 +166,7 @@ is_there(const fsdpc_unit *unit, enum fsdpc_which which, int param)
     return which == FSDPC_MASTER || unit->layout->params[param].trainable_index >= 0;
 }
 
-/* The source is spoiled as soon as the call allows it. */
+/* Writes a parameter; the source is overwritten as soon as the call allows it. */
 static void
 write_one(subject *s, enum fsdpc_which which, int param, enum fsdpc_memory_kind place, int round)
 {
@@ -207,7 +207,7 @@ read_all(const subject *s, enum fsdpc_which which, enum fsdpc_memory_kind place,
     }
 }
 
-/* The last rank reads them alone, too: the others do not ask for any. */
+/* Writes and reads whole parameters; the last rank also reads alone, while the others ask for none. */
 static void
 whole_parameters(subject *s, int round)
 {
@@ -234,7 +234,7 @@ typedef struct blocks {
     void *data[ENGINE_PARAMS];
 } blocks;
 
-/* Of whole rows of `row` elements; with `some` every third parameter has none. */
+/* Makes blocks of whole rows of `row` elements; with `some` every third parameter has no block. */
 static void
 make_blocks(const subject *s, int64_t row, enum fsdpc_memory_kind place, bool some, blocks *out)
 {
@@ -296,7 +296,7 @@ blocks_of_rows(subject *s)
     write_in_blocks(s, 7, FSDPC_ON_HOST, false, 5);
     read_in_blocks(s, 1, FSDPC_ON_DEVICE, false);
     read_all(s, FSDPC_MASTER, FSDPC_ON_DEVICE, true);
-    write_in_blocks(s, 1000, FSDPC_ON_DEVICE, false, 6); /* some ranks have none */
+    write_in_blocks(s, 1000, FSDPC_ON_DEVICE, false, 6); /* some ranks have no rows */
     read_in_blocks(s, 7, FSDPC_ON_HOST, false);
     read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, true);
 }
@@ -311,7 +311,7 @@ blocks_of_some_parameters(subject *s)
     read_all(s, FSDPC_MASTER, FSDPC_ON_HOST, s->unit->rank == s->unit->world - 1);
 }
 
-/* Offloaded: its own values are in pinned memory of the host. */
+/* Makes a unit. With `offload` its own values are in pinned host memory. */
 static fsdpc_unit *
 new_unit(const subject *s, int kind, bool offload)
 {
@@ -321,7 +321,7 @@ new_unit(const subject *s, int kind, bool offload)
     return unit;
 }
 
-/* In host memory others may still read this rank's part. */
+/* In host memory other ranks may still read this rank's part: all come to a barrier first. */
 static void
 free_unit(subject *s)
 {
@@ -344,7 +344,7 @@ values_in_and_out(int rank, ranks_run *run)
         if (s.host || run->option < 2) {
             blocks_of_some_parameters(&s);
         }
-        if (!s.host) { /* each parameter from the other memory */
+        if (!s.host) { /* each parameter now from the other memory */
             whole_parameters(&s, 2);
         }
         free_unit(&s);
@@ -352,7 +352,7 @@ values_in_and_out(int rank, ranks_run *run)
     leave(&s);
 }
 
-/* More than the window that carries values over a wire. */
+/* Blocks that are larger than the window that carries values over a wire. */
 static void
 blocks_of_a_large_parameter(int rank, ranks_run *run)
 {
@@ -390,7 +390,7 @@ device_sources_are_queued(int rank, ranks_run *run)
 
 /* --- gradients --------------------------------------------------------------------------------------- */
 
-/* The same unit on the CPU and on the GPU. */
+/* A unit on the GPU and its equal on the CPU. */
 typedef struct pair {
     subject gpu;
     fsdpc_comm *cpu_comm;
@@ -552,7 +552,7 @@ gradients_are_the_cpu_units(int rank, ranks_run *run)
 {
     pair p = {.gpu = join(rank, run), .random = (uint64_t)run->option};
     p.cpu_comm = engine_pretend(rank, run->world);
-    /* Both are laid out alike. */
+    /* The units on the two devices are laid out alike. */
     fsdpc_device_caps *caps = (fsdpc_device_caps *)(uintptr_t)fsdpc_device_get_caps(engine_device);
     caps->align_bytes = fsdpc_device_get_caps(p.gpu.device)->align_bytes;
     for (int kind = 0; kind < 3; kind++) {
@@ -603,7 +603,7 @@ make_and_read(subject *s)
     return status;
 }
 
-/* Each of the driver's calls fails once, while a unit is made, written and read. */
+/* Each of the driver's calls is made to fail once, while a unit is made, written and read. */
 static void
 failures_give_memory_back(int rank, ranks_run *run)
 {
@@ -629,7 +629,7 @@ failures_give_memory_back(int rank, ranks_run *run)
 
 /* --- ranks that do not come --------------------------------------------------------------------------- */
 
-/* The others end with an error that says what they waited for, and their memory comes back. */
+/* A rank stays away: the others end with an error that says for what, and their memory comes back. */
 static void
 a_rank_stays_away(int rank, ranks_run *run)
 {

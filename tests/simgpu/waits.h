@@ -14,7 +14,7 @@
 
 /* --- ranks --------------------------------------------------------------------------------------- */
 
-/* Two for each group of ranks: gathers and reductions. */
+/* Two ids for each group of ranks: for gathers and for reductions. */
 static char ids[RANKS_MAX][FSDPC_COMM_NCCL_ID_BYTES];
 
 static fsdpc_comm *
@@ -27,7 +27,7 @@ open_one(fsdpc_device *device, int rank, int world, const char *name, const char
     return comm;
 }
 
-/* With a twin, by two ids from `first_id` on. */
+/* A communicator with a twin, by two ids from `first_id` on. */
 __attribute__((unused)) static fsdpc_comm *
 open_twins(fsdpc_device *device, int rank, int world, int first_id, fsdpc_comm_nccl_options options)
 {
@@ -36,7 +36,7 @@ open_twins(fsdpc_device *device, int rank, int world, int first_id, fsdpc_comm_n
     return comm;
 }
 
-/* A run's option below 5 names an order of the held-back work, others are seeds. */
+/* A run's option below 5 names an order of the held-back work; others are seeds. */
 enum { LAZY = 1 };
 
 __attribute__((unused)) static void
@@ -52,10 +52,10 @@ start_rank(int rank, const ranks_run *run)
     REQUIRE(simgpu_policy(run->option < 5 ? policies[run->option] : policy));
 }
 
-/* Flags of a run. */
+/* What a run's flags mean. */
 enum { FOUND, WRONG, CALLS };
 
-/* All orders on two ranks, some on one and on more. */
+/* The next option: on two ranks all of them, on one and on more only some. */
 __attribute__((unused)) static int
 next_option(int world, int option)
 {
@@ -77,11 +77,11 @@ with_ranks_as(const char *what, int world, int option, rank_function function)
 
 static struct fault {
     const char *entry;
-    int k; /* 0: none */
+    int k; /* which call is left out; 0: none */
     int64_t before;
 } fault;
 
-/* From now on. */
+/* Leaves out call `fault.k` of the entry from now on, on rank 0. */
 __attribute__((unused)) static void
 leave_out(int rank)
 {
@@ -101,7 +101,7 @@ judge(int rank, ranks_run *run, int status, bool wrong)
     }
 }
 
-/* Under sanitizers one in so many, each once: the search is for what they do not see. */
+/* Under sanitizers only one call in so many is left out, or each only once: they do not see such faults. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 enum { LEFT_OUT_EVERY = 8, LEFT_OUT_RUNS = 1 };
 #else
@@ -109,10 +109,10 @@ enum { LEFT_OUT_EVERY = 1, LEFT_OUT_RUNS = FAULT_RUNS };
 #endif
 
 typedef struct waits {
-    int calls, found, wrong; /* wrong: values told, too */
+    int calls, found, wrong; /* wrong: the values told it, too */
 } wait_counts;
 
-/* With `what`, each must be found. */
+/* Runs the function once without each call of `entry`. With `what`, each of these faults must be found. */
 __attribute__((unused)) static wait_counts
 leave_each_out(int world, int option, rank_function function, const char *entry, const char *what)
 {

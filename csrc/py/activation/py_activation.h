@@ -1,4 +1,4 @@
-/* Packed activations and coded rows as functions of the extension; fsdpc/activations and fsdpc/lowbit.py call them. */
+/* Packed activations and coded rows as functions, which fsdpc/activations and fsdpc/lowbit.py call. */
 #ifndef FSDPC_PY_ACTIVATION_H
 #define FSDPC_PY_ACTIVATION_H
 

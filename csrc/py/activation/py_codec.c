@@ -1,5 +1,5 @@
-/* row_codes_bytes, encode_rows and decode_rows: rows of a matrix to codes and back, each row by itself, so that whoever
- * has a row has its codes and scales. In host memory or on a GPU; without the GIL while they run. */
+/* row_codes_bytes, encode_rows, decode_rows: rows of a matrix to codes and back, in host memory or on a GPU.
+ * Each row is coded by itself, so that whoever has a row has its codes and scales. The GIL is released. */
 #include "base/status.h"
 #include "codec/codec.h"
 #include "py/activation/py_activation.h"
@@ -62,7 +62,7 @@ run_rows(bool encode, const struct request *r)
     return FSDPC_OK;
 }
 
-/* On a GPU each row is a piece. */
+/* On a GPU each row is coded as a piece of its own. */
 static int
 run_request(bool encode, const struct request *r)
 {

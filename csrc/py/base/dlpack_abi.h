@@ -68,7 +68,7 @@ typedef struct dlpack_exchange {
                     void (*set_error)(void *context, const char *kind, const char *message));
     int (*export_managed)(void *object, dlpack_versioned **out);
     int (*import_managed)(dlpack_versioned *tensor, void **out_object);
-    /* May be NULL. Borrows: valid while `object` lives and keeps its memory. */
+    /* May be NULL. *out is borrowed: valid while `object` lives and keeps its memory. */
     int (*borrow)(void *object, dlpack_tensor *out);
     int (*current_stream)(int32_t device_type, int32_t device_id, void **out);
 } dlpack_exchange;

@@ -47,7 +47,7 @@ enum fsdpc_py_field_id {
 typedef struct fsdpc_py_tensor_type {
     PyTypeObject *type; /* NULL: not in use yet */
     const dlpack_exchange *exchange;
-    unsigned int version; /* tp_version_tag for which the rest holds; 0: for none */
+    unsigned int version; /* tp_version_tag for which the members below hold; 0: for none */
     const PyGetSetDef *attributes[FSDPC_PY_FIELDS];
     const PyMethodDef *methods[FSDPC_PY_FIELDS]; /* without arguments */
 } fsdpc_py_tensor_type;
@@ -63,19 +63,19 @@ typedef struct fsdpc_py_module_state {
     PyTypeObject *unit_type;
     PyTypeObject *tree_type;
     PyTypeObject *hook_type;
-    vectorcallfunc hook_call; /* of its objects */
+    vectorcallfunc hook_call; /* of objects of hook_type */
     PyObject *stalls;         /* what long waits call: py_stall.c */
-    PyObject *name_is_conj;   /* interned str, as are the next */
+    PyObject *name_is_conj;   /* interned str, as are field_names */
     PyObject *field_names[FSDPC_PY_FIELDS];
     PyObject
         *current_stream; /* ordinal -> the driver's handle of a GPU's current stream, or NULL */
-    fsdpc_py_tensor_type tensors[FSDPC_PY_TENSOR_TYPES]; /* the first that came */
+    fsdpc_py_tensor_type tensors[FSDPC_PY_TENSOR_TYPES]; /* the first types that came */
 } fsdpc_py_module_state;
 
 fsdpc_py_module_state *fsdpc_py_state(PyObject *module);
 /* The state of the one loaded module; NULL before its start and after its end. */
 fsdpc_py_module_state *fsdpc_py_current(void);
-/* Set when the module starts, NULL when it ends. */
+/* Called with the state when the module starts, with NULL when it ends. */
 void fsdpc_py_set_current(fsdpc_py_module_state *state);
 /* Makes a heap type from its spec, bound to `module`, adds it to the module under its short name
  * and stores a reference in *slot (a member of the module state, which owns it). */
@@ -89,7 +89,7 @@ bool fsdpc_py_finalizing(void);
  * whether such code is running. */
 void fsdpc_py_core_calls_python(int more);
 bool fsdpc_py_is_in_core(void);
-/* Around a callback into Python from a thread with or without the GIL: an exception that was set
+/* To be called around a callback into Python from a thread with or without the GIL: an exception that was set
  * before is restored after it. FSDPC_E_STATE while the interpreter shuts down. */
 typedef struct fsdpc_py_entered {
     PyGILState_STATE gil;
@@ -106,7 +106,7 @@ int fsdpc_py_callback_leave(fsdpc_py_entered *self, int status);
  * that a signal handler raised (FSDPC_E_INTERRUPT), or that is not an Exception (SystemExit), stays
  * as it is. */
 PyObject *fsdpc_py_raise(int status);
-/* A communicator's callback has raised the exception that is set: the status that stands for its class. */
+/* The status for the class of the exception that is set, which a communicator's callback has raised. */
 int fsdpc_py_status_of_exception(void);
 /* None, or what fsdpc_py_raise does if `status` is an error. */
 PyObject *fsdpc_py_none_or(int status);
@@ -123,7 +123,7 @@ int fsdpc_py_checked(int status);
 /* One-line text "ClassName: message" of the exception that is set, which stays set. Borrowed, kept
  * in `buffer`. "" when none is set. */
 const char *fsdpc_py_exception_text(char *buffer, size_t bytes);
-/* The last note of that exception (add_note), with a new line before it; "" without one. */
+/* The last note (add_note) of the exception that is set, with a new line before it; "" without one. */
 void fsdpc_py_exception_note(char *buffer, size_t bytes);
 /* Calls a callable without arguments; the call may remove the callable from its owner. 0 or -1. */
 int fsdpc_py_call(PyObject *callable);
@@ -157,7 +157,7 @@ typedef struct fsdpc_py_arg {
     void *out; /* points to a variable of the kind's C type */
 } fsdpc_py_arg;
 
-/* Arguments of a METH_FASTCALL | METH_KEYWORDS function (`keywords` may be NULL). `function` is the
+/* Parses arguments of a METH_FASTCALL | METH_KEYWORDS function (`keywords` may be NULL). `function` is the
  * name in messages. TypeError, OverflowError, ValueError as CPython words them. */
 int fsdpc_py_args(const char *function, const fsdpc_py_arg *table, int count,
                   PyObject *const *values, Py_ssize_t positional, PyObject *keywords);
@@ -196,7 +196,7 @@ int fsdpc_py_set_member(PyObject *self, PyObject *value, void *offset);
 
 /* --- tensors (py_tensor.c, py_dlpack.c) ------------------------------------------------------ */
 
-/* What the type publishes; NULL (without an exception) when it has nothing that fits. */
+/* The DLPack functions that the type publishes; NULL (without an exception) if none of them fit. */
 const dlpack_exchange *fsdpc_py_look_up_exchange(PyTypeObject *type);
 /* The functions of a tensor type; NULL, without an exception, for other types and when the module state
  * has no room for one more. */
@@ -242,11 +242,11 @@ void fsdpc_py_view_release(fsdpc_py_view *view);
  * nothing to release. Requires-grad tensors are allowed. Fast where torch exports its C functions
  * (2.13 does), else by calling the tensor's methods. TypeError, BufferError. */
 int fsdpc_py_torch_view(PyObject *tensor, fsdpc_py_view *out);
-/* The same for tensors in a given place. BufferError names both. */
+/* The same for tensors in a given place. The BufferError names that place and the tensor's. */
 int fsdpc_py_torch_view_on(PyObject *tensor, fsdpc_py_device place, fsdpc_py_view *out);
 /* The same for tensors in host memory or a GPU's. */
 int fsdpc_py_torch_view_any(PyObject *tensor, fsdpc_py_view *out);
-/* 0 if the view is in that place, else -1 with BufferError. */
+/* 0 if the view is in `place`, else -1 with BufferError. */
 int fsdpc_py_check_device(const fsdpc_py_view *view, fsdpc_py_device place);
 /* Only the address of a tensor's memory: the cheapest query. */
 int fsdpc_py_torch_data(PyObject *tensor, const void **out);
@@ -269,7 +269,7 @@ PyObject *fsdpc_py_dlpack_export(void *data, fsdpc_dtype dtype, int ndim, const 
 /* This thread's work for the device goes on torch's current stream from now on. A no-op for a
  * synchronous device. */
 int fsdpc_py_enter_device(fsdpc_device *device);
-/* The same where no exception may be raised: one that is set stays, a failure is ignored. */
+/* The same where no exception may be raised: an exception that is set stays, a failure is ignored. */
 void fsdpc_py_enter_quietly(fsdpc_device *device);
 /* set_stream_function(function) of the module. */
 PyObject *fsdpc_py_set_stream_function(PyObject *module, PyObject *function);

@@ -1,7 +1,7 @@
 /* A Python allocator for a GPU's memory: torch's, so that torch's cache and statistics include what
- * units allocate. Steps do not, so the cost of calling Python does not matter.
+ * units allocate. Steps allocate nothing, so the cost of calling Python does not matter.
  *
- * The core calls these with the GIL released or held. An exception that `alloc` raises stays set in
+ * The core calls these functions with the GIL released or held. An exception that `alloc` raises stays set in
  * this thread and becomes the cause of the final one; an OutOfMemoryError keeps its class.
  */
 #include <string.h>

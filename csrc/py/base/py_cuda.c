@@ -70,7 +70,7 @@ cuda_memory(PyObject *Py_UNUSED(module), PyObject *number)
     return Py_BuildValue("(nn)", (Py_ssize_t)free_bytes, (Py_ssize_t)total);
 }
 
-/* Without the variable nothing is loaded. */
+/* Without the variable FSDPC_LIBCUDA no driver is loaded. */
 static PyObject *
 stand_in(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(ignored))
 {

@@ -34,7 +34,7 @@ drop_export(dlpack_managed *managed)
     fsdpc_mem_free(self);
 }
 
-/* A consumer renames the capsule; under its first name nobody took the tensor. */
+/* A consumer renames the capsule: while it has its first name, nobody has taken the tensor. */
 static void
 drop_capsule(PyObject *capsule)
 {
@@ -108,8 +108,8 @@ dtype_of_format(const char *format)
     return strcmp(format, "e") == 0 ? FSDPC_F16 : FSDPC_BYTES;
 }
 
-/* A format with Python objects: addresses, which must be neither sent nor overwritten. Names of fields
- * stand between colons. */
+/* True for a format with Python objects: these are addresses, which must be neither sent nor overwritten.
+ * Names of fields stand between colons. */
 static bool
 holds_objects(const char *format)
 {
@@ -152,7 +152,7 @@ view_from_buffer(const Py_buffer *buffer, fsdpc_py_view *out)
     return fsdpc_py_view_finish(out);
 }
 
-/* The memoryview that is the owner of the view holds the buffer. */
+/* The view's owner is a memoryview, which holds the buffer. */
 static int
 view_by_buffer(PyObject *object, fsdpc_py_view *out)
 {
@@ -170,8 +170,8 @@ view_by_buffer(PyObject *object, fsdpc_py_view *out)
 
 /* --- in: __dlpack__ --------------------------------------------------------------------------- */
 
-/* The capsule as it came is the owner: its destructor calls the producer's deleter, so it is
- * neither renamed nor consumed. */
+/* The capsule, as it came, becomes the view's owner: its destructor calls the producer's deleter, so
+ * the capsule is neither renamed nor consumed. */
 static int
 view_from_capsule(PyObject *capsule, fsdpc_py_view *out)
 {

@@ -90,7 +90,7 @@ lane_new(PyObject *Py_UNUSED(module), PyObject *number)
     return capsule;
 }
 
-/* torch's current stream becomes the caller's. */
+/* The lane in a capsule, with torch's current stream as the caller's. NULL with an exception. */
 static fsdpc_lane *
 entered(PyObject *object)
 {

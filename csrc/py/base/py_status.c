@@ -7,7 +7,7 @@
 
 #include "py/base/py.h"
 
-/* Borrowed. */
+/* The exception class for a status. Borrowed. */
 static PyObject *
 exception_class(int status)
 {
@@ -146,7 +146,7 @@ fsdpc_py_checked(int status)
     return 0;
 }
 
-/* Copies the first line of the text of `value`. */
+/* Writes "ClassName: first line of the text" of the exception `value`, or the class name alone. */
 static void
 copy_line(PyObject *value, char *buffer, size_t bytes)
 {

@@ -1,4 +1,4 @@
-/* torch's current stream becomes the engine's. It is read at each entry, because users may change
+/* torch's current stream becomes the engine's. The stream is read at each entry, because users may change
  * it at any time. On a simulated GPU torch's operators run on the default stream.
  */
 #include "py/base/py.h"

@@ -6,7 +6,7 @@
  * better error text.
  *
  * A lazily negated or conjugated tensor has memory that does not hold its values; the C functions
- * do not report that, so the tensor's methods are called in both cases.
+ * do not report that, so the tensor's is_neg() and is_conj() are called besides.
  */
 #include <stdio.h>
 #include <string.h>
@@ -151,7 +151,7 @@ exchange_of(PyTypeObject *type)
     return known != NULL ? known->exchange : fsdpc_py_look_up_exchange(type);
 }
 
-/* 1 or 0 of a method's result, which is taken over; -1 with an exception set. */
+/* The truth of a method's result, 1 or 0, whose reference is taken over; -1 with an exception set. */
 static int
 truth_of(PyObject *answer)
 {
@@ -164,8 +164,8 @@ truth_of(PyObject *answer)
     return truth;
 }
 
-/* A real tensor can carry torch's negative bit, a complex one also the conjugate bit; both are
- * refused. */
+/* A real tensor can carry torch's negative bit, a complex one also the conjugate bit: tensors with a
+ * bit set are refused. */
 static int
 check_plain(PyObject *tensor, fsdpc_dtype dtype)
 {
@@ -182,7 +182,7 @@ check_plain(PyObject *tensor, fsdpc_dtype dtype)
 
 /* --- by methods ------------------------------------------------------------------------------ */
 
-/* The text after the dot of str(tensor.dtype), or str(tensor.device.type): borrowed from *held. */
+/* str() of an attribute as text, which is borrowed from *held; NULL with an exception set. */
 static const char *
 attribute_text(PyObject *object, const char *name, PyObject **held)
 {
@@ -212,7 +212,7 @@ read_type(PyObject *tensor, fsdpc_py_view *out)
     return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Reads a sequence of integers; its length, or -1. */
+/* Reads a sequence of integers, whose reference is taken over; its length, or -1. */
 static int
 read_numbers(PyObject *sequence, int64_t *out)
 {
@@ -266,7 +266,7 @@ read_device(PyObject *tensor, fsdpc_py_device *out)
     return PyErr_Occurred() == NULL ? 0 : -1;
 }
 
-/* Why a tensor without a plain memory (sparse, meta, ...) cannot be viewed. */
+/* Says why a tensor without plain memory (sparse, meta, ...) cannot be viewed. Returns -1. */
 static int
 no_memory(void)
 {

@@ -2,10 +2,10 @@
  * that a step reads for each parameter, without the search through the type and its bases.
  *
  * A type's functions are looked up once and kept in the module state, which holds a reference to the
- * type so that its address stays its own. Those behind attributes are kept with the type's version:
- * Python gives the type another one when the type or a base changes, and then they are looked up again.
- * A type whose attribute is not a C getter, which has `__getattribute__` of its own, or for which the
- * module state has no room is read by name.
+ * type so that no other type gets its address. Functions behind attributes are kept with the type's
+ * version: Python gives the type another one when the type or a base changes, and then they are looked
+ * up again. An attribute is read by name if it is not a C getter, if the type has a `__getattribute__`
+ * of its own, or if the module state has no room for the type.
  */
 #include "py/base/py.h"
 
@@ -95,7 +95,7 @@ fsdpc_py_make_fields(fsdpc_py_module_state *state)
     return 0;
 }
 
-/* Borrowed from the type's descriptors, which live as long as the type has this version. */
+/* Fills in the functions. The type's descriptors own them, and live as long as the type has this version. */
 static int
 look_up(fsdpc_py_tensor_type *self, fsdpc_py_module_state *state)
 {
@@ -132,7 +132,7 @@ renew_functions(PyTypeObject *type)
     return known;
 }
 
-/* NULL without an exception: read the attribute by name. */
+/* The functions of the tensor's type; NULL without an exception: read the attribute by name. */
 static inline const fsdpc_py_tensor_type *
 functions_of(PyObject *tensor)
 {

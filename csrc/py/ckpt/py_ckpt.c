@@ -1,5 +1,5 @@
-/* Digests, headers, ranges of files, and copies of many pieces. Ranges come as a table of int64, a row per range: address
- * in memory (0: none), offset in the file, bytes, offset in the tensor, type in memory, type in the
+/* Digests, headers, ranges of files, copies of many pieces. Ranges come as a table of int64, a row per range:
+ * address in memory (0: none), offset in the file, bytes, offset in the tensor, types in memory and in the
  * file. The caller keeps that memory alive. The GIL is released while a file is read or written.
  */
 #include "py/ckpt/py_ckpt.h"
@@ -52,7 +52,7 @@ ckpt_digest(PyObject *Py_UNUSED(module), PyObject *data)
     return Py_BuildValue("(kK)", (unsigned long)crc, (unsigned long long)sum);
 }
 
-/* A buffer of items of one size; readonly ones too, unless `writable`. */
+/* Opens a buffer of items of `itemsize` bytes; read-only buffers, too, unless `writable`. */
 static int
 open_items(PyObject *object, const char *what, Py_ssize_t itemsize, bool writable, Py_buffer *view)
 {

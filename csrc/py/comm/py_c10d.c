@@ -1,15 +1,15 @@
 /* The callbacks of a "c10d" communicator: collectives as methods of a Python object.
  *
- * The core calls these with the GIL released or held; they take the GIL, wrap the memory as a NumPy
+ * The core calls these functions with the GIL released or held; they take the GIL, wrap the memory as a NumPy
  * array of bytes that is valid for the call only, and call the method. An exception raised there
  * stays set in this thread and ends the collective with FSDPC_E_COMM; when that status reaches
  * Python, fsdpc_py_raise makes the exception its cause (or keeps it, for KeyboardInterrupt).
  *
  * Methods: all_gather(array, piece_bytes, what), reduce_scatter(array, piece_numel, dtype, what),
  * all_reduce(array, numel, dtype, op, what), broadcast(array, root, what), barrier(what). An object whose
- * attribute `flies` is true also has post([(array, peer, send)], tag, what) -> transfers, whose arrays stay valid
- * until land(transfers, skip, what) returns, which does not wait for ranks r with skip[r] (skip None: for all), or,
- * after give_up(transfers), for ever.
+ * attribute `flies` is true also has post([(array, peer, send)], tag, what) -> transfers. The arrays stay
+ * valid until land(transfers, skip, what) returns: land does not wait for ranks r with skip[r] (skip None: it
+ * waits for all). After give_up(transfers) the arrays stay valid for ever.
  */
 #include <string.h>
 
@@ -132,7 +132,7 @@ barrier(void *context, const char *what)
 
 /* --- transfers in the background ----------------------------------------------------------------- */
 
-/* [(array, peer, send)]; NULL with an exception set. */
+/* The list [(array, peer, send)]; NULL with an exception set. */
 static PyObject *
 list_moves(const fsdpc_comm_move *moves, int count)
 {
@@ -197,7 +197,7 @@ drop(void *context, void *transfers)
     if (result == NULL) {
         PyErr_WriteUnraisable(to->object);
     } else {
-        Py_DECREF((PyObject *)transfers); /* else it stays for ever, which is as good */
+        Py_DECREF((PyObject *)transfers); /* after an error they stay for ever, which is as good */
         Py_DECREF(result);
     }
     PyErr_Restore(type, value, trace);
@@ -217,7 +217,7 @@ release(void *context)
     fsdpc_mem_free(to);
 }
 
-/* -1 with an exception set. */
+/* 1 if the object's attribute `flies` is true, 0 if not, or -1 with an exception set. */
 static int
 can_fly(PyObject *object)
 {

@@ -72,7 +72,7 @@ comm_late_text(PyObject *Py_UNUSED(type), PyObject *arguments)
         (ranks = PySequence_Tuple(ranks)) == NULL) {
         return NULL;
     }
-    /* The text shows fewer and counts the rest. */
+    /* The text names fewer ranks than MOST and counts the rest. */
     late.missing_count = (int)PyTuple_GET_SIZE(ranks);
     for (int i = 0; i < late.missing_count && i < MOST && !PyErr_Occurred(); i++) {
         missing[i] = (int)PyLong_AsLong(PyTuple_GET_ITEM(ranks, i));
@@ -189,7 +189,7 @@ static PyMethodDef comm_methods[] = {
       "True if agree() and barrier() name the ranks that did not come by the deadline.") \
     X(rounds_sums, PyBool_FromLong(CAPS(self)->rounds_sums), \
       "True if sums of bfloat16 and float16 are rounded after each rank, unless symmetric.") \
-    /* Of the communicator of reductions: the attribute describes how gradients are summed. */ \
+    /* Asks the communicator of reductions: the attribute describes how gradients are summed. */ \
     X(symmetric, PyBool_FromLong(fsdpc_comm_is_symmetric(fsdpc_comm_for_reductions(self->comm))), \
       "True if NCCL reduces in symmetric memory of all ranks' GPUs.") \
     X(closed, PyBool_FromLong(self->closed), "True after close().")
@@ -244,8 +244,8 @@ comm_dealloc(PyObject *object)
     if (self->weak_references != NULL) {
         PyObject_ClearWeakRefs(object);
     }
-    /* May wait for NCCL or for peers, seconds long. No thread can find the object here; the callbacks are
-     * borrowed by the communicator until it is freed. */
+    /* May wait for NCCL or for peers, seconds long. No thread can find the object here. The communicator
+     * owns the callbacks until it is freed. */
     Py_BEGIN_ALLOW_THREADS
     fsdpc_comm_free(self->comm);
     Py_END_ALLOW_THREADS

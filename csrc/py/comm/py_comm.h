@@ -6,7 +6,7 @@
 #include "py/base/py.h"
 
 /* The communicator of a Comm object, borrowed for as long as the object lives: closing a Comm from
- * Python only ends its use, it does not free. TypeError for other objects, StateError when closed.
+ * Python only ends its use, and frees nothing. TypeError for other objects, StateError when closed.
  * 0, or -1 with an exception set. */
 int fsdpc_py_comm_get(PyObject *object, fsdpc_comm **out);
 

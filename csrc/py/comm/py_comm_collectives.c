@@ -1,6 +1,6 @@
 /* The collectives of a Comm, on arrays and tensors.
  *
- * Each turns its array into a view, releases the GIL, calls the core and maps the status.
+ * Each collective turns its array into a view, releases the GIL, calls the core and maps the status.
  */
 #include "py/comm/py_comm_impl.h"
 
@@ -29,7 +29,7 @@ view_bytes(const fsdpc_py_view *view)
     return (size_t)view->numel * view->itemsize;
 }
 
-/* The array is made of one piece a rank. */
+/* Checks that the array is made of one piece a rank. */
 static int
 check_pieces(const fsdpc_py_view *view, int world)
 {
@@ -65,7 +65,7 @@ typedef struct job {
     bool on_device;
 } job;
 
-/* torch's tensors in the memory of the group's GPU take its collectives, queued on torch's current
+/* torch's tensors in the memory of the group's GPU take its GPU collectives, queued on torch's current
  * stream; host memory takes the group's host collectives. */
 static int
 choose_way(job *self, PyObject *array)

@@ -1,17 +1,17 @@
-/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks; set_hosts()
- * and set_numbers(). */
+/* Comm.self_(), Comm.shm() and Comm.c10d(): communicators of one rank alone and of the CPU's ranks;
+ * set_hosts() and set_numbers(). */
 #include "base/mem.h"
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
 
-/* An object over `comm`, or the exception of the `status` of making it. */
+/* A Comm over `comm` if `status` is FSDPC_OK, else the exception for `status`. */
 static PyObject *
 made(PyObject *type, int status, fsdpc_comm *comm, PyObject *callbacks)
 {
     return status == FSDPC_OK ? fsdpc_py_comm_wrap(type, comm, callbacks) : fsdpc_py_raise(status);
 }
 
-/* None is the CPU. */
+/* The device with this number; None: the CPU. */
 static int
 find_device(PyObject *number, fsdpc_device **out)
 {
@@ -94,7 +94,7 @@ fsdpc_py_comm_c10d(PyObject *type, PyObject *const *values, Py_ssize_t count, Py
     return made(type, status, comm, object);
 }
 
-/* One number per rank; NULL with an exception. The caller frees them. */
+/* One number per rank; NULL with an exception. The caller frees the array. */
 static int *
 read_hosts(PyObject *list, int world)
 {

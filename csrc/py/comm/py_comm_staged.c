@@ -1,4 +1,4 @@
-/* Comm.staged(): the same ranks' communicator for a GPU's memory. It keeps the Comm that carries it. */
+/* Comm.staged(): a communicator of the same ranks for a GPU's memory, which keeps the first Comm alive. */
 #include "py/base/py_cuda.h"
 #include "py/comm/py_comm_impl.h"
 

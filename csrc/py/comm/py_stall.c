@@ -12,7 +12,7 @@
 
 static fsdpc_shm_reports reports;
 
-/* A report is made beside an error or a wait, and must not replace either: its own exceptions are printed
+/* A report is made beside an error or a wait, and must replace neither: the report's exceptions are printed
  * as those that nobody can catch. Ctrl-C during a report is for the program, which gets the interrupt
  * from the wait. */
 static PyObject *
@@ -49,7 +49,7 @@ number_at(const void *values, Py_ssize_t number)
     return PyLong_FromLong(((const int *)values)[number]);
 }
 
-/* (causes, text) into C; false for None, or for anything else. */
+/* Reads (causes, text); false for None, or for anything else. */
 static bool
 read_verdict(PyObject *found, int *causes, int *count, char *text, size_t bytes)
 {

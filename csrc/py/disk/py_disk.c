@@ -40,7 +40,7 @@ holder_of(PyObject *object)
     return PyCapsule_GetPointer(object, capsule_name);
 }
 
-/* Fills a table whose first row is the disk. NULL: an exception is set. */
+/* Parses arguments by a table whose first row is the disk. NULL with an exception. */
 static struct holder *
 parse(const char *function, const fsdpc_py_arg *table, int rows, PyObject *const *args,
       Py_ssize_t count, PyObject *keywords)

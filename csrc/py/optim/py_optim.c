@@ -30,7 +30,7 @@ struct request {
     int32_t threads;
     int count;
     fsdpc_optim_tensor *tensors; /* owned */
-    float **step_values;         /* owned: where each tensor's step is, in the tensors' memory */
+    float **step_values;         /* owned: address of each tensor's step, which lies in `place` */
 };
 
 static void
@@ -240,7 +240,7 @@ read_tensor(struct request *request, int i)
     return 0;
 }
 
-/* Of tensors on a GPU: a tensor there. */
+/* *out: the values of `edges`: a NumPy array, or a tensor on the GPU if all tensors are there. */
 static int
 find_edges(struct request *request, float **out)
 {
@@ -332,7 +332,7 @@ read_average(struct request *request, int i)
     return 0;
 }
 
-/* (weight, averages), or None. */
+/* `given` is (weight, averages), or None. */
 static int
 read_averages(struct request *request, PyObject *given)
 {

@@ -11,7 +11,7 @@ extern PyMethodDef fsdpc_py_optim_methods[];
 extern PyMethodDef fsdpc_py_optim_value_methods[];
 extern PyMethodDef fsdpc_py_optim_table_methods[];
 
-/* The rule from its tuple in the order of Rule (fsdpc/optim/_base.py), without its kind; 0, or -1 with an
+/* Reads a rule, without its kind, from a tuple in the order of Rule (fsdpc/optim/_base.py). 0, or -1 with an
  * exception. */
 int fsdpc_py_optim_rule(PyObject *tuple, fsdpc_optim_rule *out);
 

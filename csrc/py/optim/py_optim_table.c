@@ -4,7 +4,7 @@
  * The table knows which parameter, state dict and place belong together; it is made by a step that went
  * the long way. Everything else is read again in every step: gradients, states, where all of them lie.
  * Whatever is not as the table knows it (a parameter elsewhere, a missing state, a type that needs Python)
- * makes read() say so, before anything is changed, and the step goes the long way.
+ * makes optim_table_read() say so, before anything is changed, and the step goes the long way.
  *
  * The table holds addresses of parameters and state dicts and owns neither: an address counts only where
  * the groups and the optimizer's state of this step still have it.

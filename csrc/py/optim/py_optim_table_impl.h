@@ -1,15 +1,15 @@
-/* Shared by the files of the table of an optimizer's steps; its design is told in py_optim_table.c. */
+/* Shared by the files of the table of an optimizer's steps, whose design is in py_optim_table.c. */
 #ifndef FSDPC_PY_OPTIM_TABLE_IMPL_H
 #define FSDPC_PY_OPTIM_TABLE_IMPL_H
 
 #include "optim/optim.h"
 #include "py/base/py.h"
 
-/* A tensor as it was read last, see lies(). The shape lies in what torch has behind the object. */
+/* A tensor as it was read last, see lies(). `shape`: where torch keeps the shape, for prefetching. */
 struct seen {
     const void *object, *data, *shape;
     PyObject
-        *weak; /* owned: a weak reference to a state; NULL: there is none, as of other tensors */
+        *weak; /* owned: a weak reference to a tensor that is a state; NULL for other tensors */
 };
 
 enum { GRAD, PARAM, COUNTER, AVERAGE, FIRST_STATE, SEEN = FIRST_STATE + FSDPC_OPTIM_STATES };
@@ -17,7 +17,7 @@ enum { HELD = 2 * SEEN }; /* for each member: what is seen, and local tensors of
 
 struct member {
     const PyObject *param; /* an address */
-    PyObject *state;       /* an address, held in a step; NULL: the optimizer has no state of it */
+    PyObject *state;       /* an address, held in a step; NULL: the parameter has no state */
     PyObject *copy;        /* an address, kept alive by the caller; NULL: none */
     const void *data;
     int64_t numel, first;
@@ -29,7 +29,7 @@ struct member {
 
 struct group {
     int begin, end;    /* members */
-    int first, count;  /* of this step's tensors */
+    int first, count;  /* a range of this step's tensors */
     PyObject *counter; /* owned: the name of the number of steps; NULL: there is none */
     PyObject *average; /* owned: the name of the average, which a member may have; NULL: none has */
     PyObject *names[FSDPC_OPTIM_STATES]; /* owned */
@@ -68,16 +68,16 @@ struct table {
 /* The arguments of _C.optim_table; NULL with an exception. */
 struct table *fsdpc_py_table_new(PyObject *const *args);
 void fsdpc_py_table_free(struct table *self);
-void fsdpc_py_table_give_up(struct table *self); /* what a step holds; the step is over */
+void fsdpc_py_table_give_up(struct table *self); /* drops what a step holds; the step is over */
 
-/* TypeError, unless there is an exception; -1. */
+/* Raises TypeError, unless an exception is set already. Returns -1. */
 int fsdpc_py_table_misused(const char *problem);
 
-/* A DTensor's local tensor, any other one itself: a new reference, or NULL without an exception. */
+/* The local tensor of a DTensor, else the tensor itself: a new reference, or NULL without an exception. */
 PyObject *fsdpc_py_table_local(const struct table *self, PyObject *tensor);
 
 /* Reads the tensors of a step, from the lists of the groups' parameters and the optimizer's state. False
- * without an exception: something is not as the table knows it. Else fsdpc_py_table_give_up is due. */
+ * without an exception: something is not as the table knows it. Else call fsdpc_py_table_give_up later. */
 bool fsdpc_py_table_read(struct table *self, PyObject *groups, PyObject *state);
 
 #endif

@@ -13,7 +13,7 @@ drop_held(struct table *self)
     }
 }
 
-/* Dropping may run Python code, which must not read meanwhile. */
+/* Dropping references may run Python code, which must not read the table meanwhile: `busy` ends last. */
 void
 fsdpc_py_table_give_up(struct table *self)
 {
@@ -169,7 +169,7 @@ take_members(struct table *self, PyObject *groups, PyObject *places, PyObject *c
     return 0;
 }
 
-/* All entries of the state, and the state of each member: by the parameters' addresses, since a tensor's
+/* Takes all entries of the state, and each member's state: by the parameters' addresses, since a tensor's
  * hash is Python code, which could change the state in between. */
 static int
 take_entries(struct table *self, PyObject *state, Py_ssize_t count)
@@ -177,7 +177,7 @@ take_entries(struct table *self, PyObject *state, Py_ssize_t count)
     PyObject *key, *value, *of = PyDict_New();
     Py_ssize_t at = 0;
     int status = of == NULL ? -1 : 0;
-    if (status == 0 && PyDict_Size(state) != count) { /* looking at tensors has run Python code */
+    if (status == 0 && PyDict_Size(state) != count) { /* reading tensors has run Python code */
         status = fsdpc_py_table_misused("the optimizer's state has changed");
     }
     while (status == 0 && PyDict_Next(state, &at, &key, &value)) {

@@ -1,10 +1,10 @@
-/* Reading the tensors of a step: whether everything is as the table knows it, and where it lies. */
+/* Reading the tensors of a step: whether everything is as the table knows it, and where the tensors lie. */
 #include "py/optim/py_optim_table_impl.h"
 #include "py/unit/py_flat.h"
 
-enum { AHEAD = 4 }; /* members */
+enum { AHEAD = 4 }; /* by how many members prefetching is ahead of reading */
 
-/* Where a tensor lies, if that is in host memory and contiguous. Never raises. */
+/* *out: where a tensor lies. False unless that is contiguous host memory. Never raises. */
 static bool
 find(const struct table *self, PyObject *tensor, dlpack_tensor *out, int64_t *numel)
 {
@@ -73,8 +73,8 @@ same_state(const struct table *self, PyObject *state)
     return true;
 }
 
-/* Reading gradients may run Python code, which may replace states: those that same_state saw are held while
- * the table reads. */
+/* Reading gradients may run Python code, which may replace states: the states that same_state saw are held
+ * while the table reads. */
 static void
 hold_states(struct table *self)
 {
@@ -110,7 +110,7 @@ is_in_place(const struct table *self, PyObject *param, struct member *member)
     return true;
 }
 
-/* True only while the object lives: another one may get its address. */
+/* True if the object of `weak` lives and is `object`: another object may have got a dead one's address. */
 static bool
 refers_to(PyObject *weak, const PyObject *object)
 {
@@ -124,9 +124,9 @@ refers_to(PyObject *weak, const PyObject *object)
     return found == object;
 }
 
-/* A tensor of the plain type that a step may use. The same state at the same place is not asked twice
- * whether its values are lazily negated: a tenth of the time of a step of small tensors. So setting the
- * `data` of a state to a negated view of itself is not detected. */
+/* True for a tensor of the plain type that a step may use. The same state at the same place is not asked
+ * twice whether its values are lazily negated, which takes a tenth of the time of a step of small tensors.
+ * So setting the `data` of a state to a negated view of itself is not detected. */
 static bool
 lies(const struct table *self, PyObject *tensor, int64_t numel, struct seen *seen,
      fsdpc_dtype *type, void **out)
@@ -211,11 +211,11 @@ read_states(struct table *self, const struct group *group, struct member *member
         type != FSDPC_F32) {
         return false;
     }
-    *step = counter; /* step_group reads it */
+    *step = counter; /* step_group reads the number there */
     return true;
 }
 
-/* Where a step moves the average, too. A member has none before the first value that is taken. */
+/* The average that a step moves, too. A member has none before its first value is taken. */
 static bool
 read_average(struct table *self, const struct group *group, struct member *member,
              fsdpc_optim_tensor *tensor)
@@ -257,7 +257,7 @@ ask_for(const struct table *self, int number)
     const struct member *member = &self->members[number];
     for (int i = 0; i < SEEN; i++) {
         const struct seen *seen = &member->seen[i];
-        if (seen->object == NULL) { /* asking for what is not mapped takes long */
+        if (seen->object == NULL) { /* prefetching what is not mapped takes long */
             continue;
         }
         __builtin_prefetch(seen->object);
@@ -282,7 +282,7 @@ read_param(struct table *self, PyObject *param, struct member *member)
     return is_in_place(self, local, member);
 }
 
-/* The tensors of one parameter's step, or nothing where it has no gradient. */
+/* Reads the tensors of one parameter's step; nothing where the parameter has no gradient. */
 static bool
 read_member(struct table *self, const struct group *group, int number, PyObject *param)
 {

@@ -79,7 +79,7 @@ fsdpc_py_flat_replace_full(fsdpc_py_flat *self, PyObject *args)
     Py_RETURN_NONE;
 }
 
-/* A row of one of bind's lists. */
+/* Checks that a row of one of bind's lists is a tuple. */
 static int
 check_row(PyObject *row, const char *list)
 {
@@ -106,7 +106,7 @@ check_number(const fsdpc_py_flat *flat, long number)
     return 0;
 }
 
-/* (dict, key, param number, sharded object[, stand-in or None]) each. */
+/* Takes the rows of `sites`: (dict, key, param number, sharded object[, stand-in or None]). */
 static int
 bind_sites(fsdpc_py_flat *flat, PyObject *sites)
 {
@@ -155,8 +155,8 @@ bind_covers(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *indices)
     return 0;
 }
 
-/* The address of a parameter's memory, NULL on the meta device: asked first, because DLPack refuses
- * such a tensor with a C++ exception, for which torch spends milliseconds on a backtrace. */
+/* *out: the address of a parameter's memory, unchanged on the meta device. is_meta is asked first, because
+ * DLPack refuses such a tensor with a C++ exception, for which torch spends milliseconds on a backtrace. */
 static int
 bound_data(const fsdpc_py_flat *flat, PyObject *param, const void **out)
 {
@@ -168,7 +168,7 @@ bound_data(const fsdpc_py_flat *flat, PyObject *param, const void **out)
     return result;
 }
 
-/* (param, grad tensor or None, (param numbers)) each. */
+/* Takes the rows of `sharded`: (param, grad tensor or None, (param numbers)). */
 static int
 bind_sharded(fsdpc_py_flat *flat, PyObject *list)
 {
@@ -208,7 +208,7 @@ bind_sharded(fsdpc_py_flat *flat, PyObject *list)
     return 0;
 }
 
-/* Numbers of the parameters whose gathered tensors get a gradient hook to begin with. */
+/* Takes the numbers of the parameters whose gathered tensors get a gradient hook to begin with. */
 static int
 bind_watched(fsdpc_py_flat *flat, PyObject *list)
 {
@@ -385,7 +385,7 @@ fsdpc_py_install(fsdpc_py_flat *flat)
     return 0;
 }
 
-/* `own`: only where the gathered tensor stands. */
+/* Ends the showing of gathered tensors. `own`: only in entries where the gathered tensor still stands. */
 static int
 put_back(fsdpc_py_flat *flat, bool own)
 {

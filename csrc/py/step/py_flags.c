@@ -5,7 +5,7 @@
  * if its flag is set when the backward begins, as an unsharded leaf does: whether the parameter was frozen
  * in between for another pass (adapters, for the outputs of the model without them) does not matter.
  * A parameter that was frozen when its unit was made has no gradient memory; when the parameter is to be
- * trained, the tree's `on_thaw` allocates the memory (fsdpc/_engine/thaw.py). Collective.
+ * trained, the tree's `on_thaw` allocates the memory (fsdpc/_engine/thaw.py), which is a collective call.
  */
 #include "py/step/py_step.h"
 
@@ -74,7 +74,7 @@ carry_flag(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *flag)
     }
     flat->expected += wanted ? sharded->cover_count : -sharded->cover_count;
     sharded->requires_grad = wanted;
-    flat->incomplete = false; /* of other parameters than are trained now */
+    flat->incomplete = false; /* was noted when other parameters were trained */
     return 0;
 }
 

@@ -35,7 +35,7 @@ truth_of(PyObject *value, int deleted)
     return value ? PyObject_IsTrue(value) : deleted;
 }
 
-/* A flag on which a tree's slots depend, or -1 with an exception. */
+/* Reads a flag on which a tree's slots depend. -1 with an exception: StateError if the unit has a tree. */
 static int
 read_slot_flag(const fsdpc_py_flat *self, PyObject *value, int otherwise, const char *name)
 {

@@ -103,7 +103,7 @@ fsdpc_py_flat_pack_grads(fsdpc_py_flat *self, PyObject *buffer)
     Py_RETURN_NONE;
 }
 
-/* pieces[k] is of the k-th trainable segment. */
+/* Fills `sums` from `pieces`, whose k-th item belongs to the k-th trainable segment. */
 static int
 view_pieces(const fsdpc_py_flat *self, PyObject *pieces, fsdpc_tensor *sums)
 {

@@ -1,8 +1,8 @@
 /* fsdpc._C.FlatParameter: one unit as a Python object.
  *
  * Memory is exported as DLPack capsules and NumPy arrays over the unit's buffers, without copies
- * and without torch. A flat parameter without a tree can gather(), release() and reduce(); the
- * hooks of its tree drive one that has a tree.
+ * and without torch. A flat parameter that has a tree is driven by the tree's hooks; fsdpc._probe can
+ * gather, release and reduce one without a tree.
  *
  * This file has the type and its life; the methods are in unit/py_flat_*.c and in files of this folder.
  */
@@ -50,7 +50,7 @@ done:
     return result;
 }
 
-/* At the gate: see flat_unbind. */
+/* The gate's `late`: runs when the unit is no longer in use, see flat_unbind. */
 static void
 unbind_late(PyObject *self)
 {

@@ -25,7 +25,7 @@ is_sparse(PyObject *grad)
     return result;
 }
 
-/* A tensor around others. Keeps the exception that is set. */
+/* True for a tensor that wraps other tensors. Keeps the exception that is set. */
 static bool
 is_a_wrapper(PyObject *tensor)
 {
@@ -36,7 +36,7 @@ is_a_wrapper(PyObject *tensor)
     return wraps;
 }
 
-/* A lazily negated gradient (complex arithmetic makes them) is written out first. */
+/* A lazily negated gradient, as complex arithmetic makes it, is written out first. */
 static int
 view_grad(fsdpc_py_flat *flat, int i)
 {
@@ -75,7 +75,7 @@ view_grad(fsdpc_py_flat *flat, int i)
     return result;
 }
 
-/* The unit's memory has the dimension first along which the parameter is cut. */
+/* Moves the dimension along which the parameter is cut to the front, where the unit's memory has it. */
 static int
 put_rows_first(const fsdpc_py_flat *flat, int i)
 {
@@ -122,7 +122,7 @@ fsdpc_py_collect_grads(fsdpc_py_flat *flat)
             check_size(flat, i) < 0) {
             return -1;
         }
-        /* An empty gradient is one, too; nothing is read at its address. */
+        /* An empty gradient counts, too, so its address is not NULL; nothing is read there. */
         const void *data = view->numel > 0 ? view->data : view;
         flat->grads[i] = (fsdpc_tensor){data,        view->dtype,   view->ndim,
                                         view->shape, view->strides, view->contiguous};

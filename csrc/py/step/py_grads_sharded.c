@@ -1,5 +1,5 @@
 /* Gradients that the optimizer sees: what the user did to them since the last backward (cleared,
- * replaced, pointed elsewhere), and what they show after this one.
+ * replaced, pointed elsewhere), and what .grad shows after this backward.
  */
 #include "py/step/py_step.h"
 #include "unit/grad.h"
@@ -32,7 +32,7 @@ fsdpc_py_set_grad(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad
     sharded->grad_data = view.data;
     sharded->strided = !view.contiguous;
     sharded->broken = -1;
-    /* Operations on a DTensor are collective: each rank must see its gradient. */
+    /* Operations on a DTensor are collective: each rank must see the DTensor's gradient. */
     sharded->holds_nothing = !flat->dtensors && view.numel == 0 && numel_of(flat, sharded) > 0;
     return 0;
 }
@@ -45,7 +45,7 @@ piece_of(const fsdpc_layout *layout, int param)
     return layout->segments[layout->params[param].segment].piece_numel;
 }
 
-/* `grad` keeps the memory that *out describes. */
+/* `grad` keeps the memory alive that *out describes. */
 static int
 local_view(const fsdpc_py_flat *flat, PyObject *grad, fsdpc_py_view *out)
 {
@@ -67,7 +67,7 @@ reload_sharded(fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
     return 0;
 }
 
-/* torch copies between different strides. */
+/* As take_foreign, by torch, which copies between tensors of different strides. */
 static int
 take_strided(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded, PyObject *grad)
 {
@@ -131,7 +131,7 @@ point_back(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
                : 0;
 }
 
-/* The unit's gradient tensor, which the user may have pointed at other memory (grad.data = ...). */
+/* Takes values over if the user has pointed the unit's gradient tensor at other memory (grad.data = ...). */
 static int
 check_ours(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
 {
@@ -145,8 +145,8 @@ check_ours(fsdpc_py_flat *flat, fsdpc_py_sharded *sharded)
     return take_foreign(flat, sharded, sharded->shown) < 0 ? -1 : point_back(flat, sharded);
 }
 
-/* Whether the program refers to a gradient that it has cleared or replaced. The other references: those
- * in `sharded`, in a row of Unit.optim_params, and that of a DTensor to its local tensor. */
+/* Whether the program still refers to a gradient that it has cleared or replaced. The engine's references are
+ * those in `sharded`, one in a row of Unit.optim_params, and that of a DTensor to its local tensor. */
 static bool
 is_kept(const fsdpc_py_sharded *sharded)
 {
@@ -296,8 +296,8 @@ any_used(const fsdpc_py_sharded *sharded, const uint8_t *used)
     return false;
 }
 
-/* The sharded parameter may be in the loss itself (a penalty on weights): autograd has put such a
- * gradient into .grad meanwhile. Shows the sum of both. */
+/* The sharded parameter may be in the loss itself (a penalty on weights): autograd has then put a
+ * gradient into .grad meanwhile. Shows the unit's gradient with that gradient added. */
 static int
 show_with(fsdpc_py_sharded *sharded, PyObject *own)
 {

@@ -10,10 +10,10 @@
  *                 recomputation inside the unit (activation checkpointing).
  *   grad          a full parameter has its gradient: after the last one the unit is done: release,
  *                 then pack and reduce.
- *   input_done    for units without trainable parameters: the gradient of the input exists.
+ *   input_done    an input has its gradient: see [Note: when a unit is done] in py_hooks_backward.c.
  *   end           after backward: units with partial gradients, the ranks' common end, .grad.
  *
- * py_hooks_forward.c, py_hooks_begin.c, py_hooks_backward.c and py_hooks_end.c hold what each does.
+ * What each hook does is in py_hooks_forward.c, py_hooks_begin.c, py_hooks_backward.c, py_hooks_end.c.
  *
  * The GIL is released around everything that copies, casts or waits, but kept for the release of a
  * unit, which is a few stores.
@@ -36,7 +36,7 @@ enter(const fsdpc_py_hook *self)
     return tree->count > 0 ? fsdpc_py_enter(tree->units[0]) : 0;
 }
 
-/* Whether this was the pending end of its tree's backward. */
+/* True if this hook was the pending end hook of its tree's backward; then none is pending any more. */
 static bool
 end_is_over(fsdpc_py_hook *self)
 {
@@ -48,8 +48,8 @@ end_is_over(fsdpc_py_hook *self)
     return pending;
 }
 
-/* torch drops the end hook of a backward that raised without calling it, or when the hook itself has
- * failed. */
+/* Called when torch drops the end hook of a backward: the backward raised, so the hook was not called,
+ * or the hook itself failed. */
 static void
 backward_broke(fsdpc_py_tree *tree)
 {
@@ -124,7 +124,7 @@ dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject 
         break;
     case FSDPC_HOOK_END:
         result = fsdpc_py_end_backward((fsdpc_py_tree *)self->owner);
-        /* One that fails is over when torch drops it. */
+        /* An end hook that fails is over when torch drops the hook. */
         if (result == 0) {
             (void)end_is_over(self);
         }
@@ -136,7 +136,7 @@ dispatch(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t count, PyObject 
 static const char *const kind_names[] = {"pre_forward", "post_forward", "pre_backward",
                                          "input_done",  "grad",         "end"};
 
-/* None for hooks that run per parameter. */
+/* The profiler's range of this hook; NULL for hooks that run per parameter or per input. */
 static PyObject *
 open_range(const fsdpc_py_hook *self)
 {
@@ -153,7 +153,7 @@ open_range(const fsdpc_py_hook *self)
     }
 }
 
-/* After a hook has left its gates: the observer may call methods of units and trees. */
+/* Called after the hook has left its gates, since the observer may call methods of units and trees. */
 static void
 call_observer(const fsdpc_py_hook *self)
 {

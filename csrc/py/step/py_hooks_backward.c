@@ -9,28 +9,28 @@
  * gradients of its inputs are there, for each of its forwards that the backward has reached
  * (`open_calls`); for that each tensor that goes in gets an autograd node of the forward's own. If
  * units are nested in such a unit, the hold lasts until the backward has ended. The same holds for a
- * unit whose modules have backward hooks of the user (`observed`), which may read parameters. What is
- * not seen so (inputs that are no arguments, detached parameters) is refused by autograd, see
- * py_versions.c.
+ * unit whose modules have backward hooks of the user (`observed`), which may read parameters. A use
+ * that is not seen in this way (inputs that are no arguments, detached parameters) is refused by
+ * autograd: see py_versions.c.
  *
  * [Note: backwards inside a backward] Reentrant checkpointing recomputes a part of a unit and runs a
  * backward of its own for it, inside the one that entered the unit. When all gradients have arrived
- * there, another such part may follow (a module called several times): the unit's inputs are watched
- * from the next forward on, and until then the unit is done when the outer backward enters another
- * one, or ends.
+ * in that inner backward, another such part may follow (a module called several times): the unit's
+ * inputs are watched from the next forward on, and until then the unit is done when the outer
+ * backward enters another unit, or ends.
  *
  * [Note: units that are passed] A parameter that this rank leaves unused gets no gradient, and other ranks,
- * which use it, do not wait for this one. Where they match collectives by order alone, this rank must gather
- * and reduce where they do: the unit is done when the backward comes to a unit that ran before it.
+ * which use it, do not wait for this one. Where ranks match collectives by order alone, this rank must gather
+ * and reduce where the others do: the unit is done when the backward comes to a unit that ran before it.
  *
  * [Note: a second backward] Under create_graph=True the nodes that the backward makes keep the values
  * for another backward, which enters the unit where there is no hook. Units that such a backward
  * reaches stay gathered until a backward without create_graph has ended, or a new pass begins.
  *
  * [Note: watched parameters] A gradient hook costs half a microsecond of torch's time, so not every
- * parameter has one. Those of the module that is registered first run first in forward as a rule,
- * and get their gradients last: when they have arrived and every other parameter has its gradient
- * too, the unit is done. Where that is not so (other order, parameters unused) every parameter is
+ * parameter has one. As a rule, the module that is registered first runs first in forward, and its
+ * parameters get their gradients last: when these have arrived and every other parameter has its
+ * gradient too, the unit is done. Where the order differs or parameters are unused, every parameter is
  * watched and counted from then on; gradients without a hook are found at the end of backward.
  */
 #include "py/step/py_hooks_impl.h"
@@ -260,8 +260,8 @@ fsdpc_py_finish_unit(fsdpc_py_flat *flat)
     return sent < 0 || !sync ? sent : fsdpc_py_step_summed(tree);
 }
 
-/* The order is not the expected one: hooks that are registered now still catch the gradients to
- * come. */
+/* The gradients arrive in another order than expected. Counts those that are there; hooks that the
+ * caller registers after this call catch the ones to come. */
 static void
 count_from_now_on(fsdpc_py_flat *flat)
 {
@@ -292,7 +292,7 @@ fsdpc_py_is_used_late(const fsdpc_py_flat *flat)
     return flat->observed || has_frozen(flat) || (flat->reentrant && !fsdpc_py_has_nested(flat));
 }
 
-/* 1: the unit's last gradient has arrived in another backward than entered the unit. 0, or -1. */
+/* 1: the unit's last gradient arrived in another backward than the one that entered the unit. 0, or -1. */
 static int
 arrived_inside(const fsdpc_py_flat *flat)
 {
@@ -427,7 +427,7 @@ static int
 finish_passed(fsdpc_py_flat *flat)
 {
     flat->closed = flat->tree->backward.number;
-    /* The unit watches all parameters from now on: a gradient that still arrives raises by name. */
+    /* All parameters are watched from now on: a late gradient raises an error that names its parameter. */
     if (!flat->backward.complete &&
         (fsdpc_py_find_unwatched(flat) < 0 || fsdpc_py_watch_all(flat) < 0)) {
         return -1;
@@ -464,7 +464,7 @@ fsdpc_py_input_done(fsdpc_py_hook *self)
         !fsdpc_tree_is_held(tree->tree, flat->id)) {
         return 0;
     }
-    /* Otherwise another forward of the unit is to come, whose gradients belong to the same sum. */
+    /* If neither is true, another forward of the unit is to come, whose gradients belong to the same sum. */
     bool closed = !flat->backward.unwatched && (flat->incomplete || flat->expected == 0);
     if (flat->backward.complete || closed) {
         return all_closed(flat);

@@ -1,9 +1,9 @@
 /* How a backward begins.
  *
  * [Note: gradients inside a forward] A forward may ask for gradients of its own (forces as gradients of an
- * energy): a backward that begins inside a forward and makes no parameter's gradient. Such a backward is a part
- * of the forward. Its end does not synchronise the ranks, since ranks may skip the module: they would
- * wait at the end of another backward.
+ * energy): a backward that begins inside a forward and makes no parameter's gradient. Such a backward is a
+ * part of the forward. Its end does not synchronise the ranks: ranks that skip the module would wait at the
+ * end of another backward.
  */
 #include "py/step/py_hooks_impl.h"
 
@@ -26,7 +26,7 @@ fsdpc_py_in_backward(const fsdpc_py_tree *tree)
     return fsdpc_tree_in_backward(tree->tree) && tree->backward.end_pending;
 }
 
-/* torch keeps the end hook until it has called it, or until the backward has failed. */
+/* torch keeps the end hook until it has called the hook, or until the backward has failed. */
 static int
 queue_end(fsdpc_py_tree *tree)
 {

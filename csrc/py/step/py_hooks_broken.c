@@ -27,7 +27,7 @@ note_versions(fsdpc_py_flat *flat)
             return -1;
         }
     }
-    /* What waits of it (no_sync) goes when the user clears what stands for it. */
+    /* Gradients of no_sync that wait are dropped when the user clears the .grad that stands for them. */
     return fsdpc_unit_has_local(flat->unit) && !flat->shown ? fsdpc_py_note_waiting(flat) : 0;
 }
 
@@ -40,7 +40,7 @@ fsdpc_py_drop_half_made(fsdpc_py_flat *flat)
                : note_versions(flat);
 }
 
-/* 1: the user has done something to the gradient since; -1 with an exception. */
+/* 1: .grad is not None, and was changed after the backward failed or had no version noted. 0, or -1. */
 static int
 was_touched(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
@@ -60,7 +60,7 @@ was_touched(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
     return touched;
 }
 
-/* Adds (gradient, copy) of those to the list. They are all the unit's own tensors afterwards. */
+/* Adds (gradient, copy) of each touched gradient to the list. These gradients are the unit's own tensors. */
 static int
 keep_touched(fsdpc_py_flat *flat, PyObject *list)
 {
@@ -120,7 +120,7 @@ put_away(fsdpc_py_tree *tree, PyObject *touched)
     return 0;
 }
 
-/* Between the flags of now and those with which the broken backward began. */
+/* Exchanges the units' no_sync flags of now for those with which the broken backward began. */
 static void
 swap_sync_flags(fsdpc_py_tree *tree)
 {

@@ -3,7 +3,7 @@
  */
 #include "py/step/py_hooks_impl.h"
 
-/* Units that ran with some parameters unused. */
+/* Finishes the units that are not done yet: complete ones, and those with some parameters unused. */
 static int
 finish_partial_units(fsdpc_py_tree *tree)
 {

@@ -3,7 +3,7 @@
  */
 #include "py/step/py_hooks_impl.h"
 
-/* 1 inside a backward, 0 outside, -1 with an exception. */
+/* 1 if this thread runs a backward, 0 if not, -1 with an exception. */
 static int
 inside_backward(fsdpc_py_tree *tree)
 {
@@ -11,7 +11,7 @@ inside_backward(fsdpc_py_tree *tree)
     return fsdpc_py_graph_task(tree, &id) < 0 ? -1 : id >= 0;
 }
 
-/* 1: units have got memory for gradients, and another tree. */
+/* 1: on_thaw has given units memory for gradients, and another tree. -1 with an exception. */
 static int
 call_on_thaw(fsdpc_py_tree *tree)
 {
@@ -28,7 +28,7 @@ call_on_thaw(fsdpc_py_tree *tree)
     return result < 0 ? -1 : 1;
 }
 
-/* What other units' forwards see of each unit; see fsdpc/_engine/released.py. */
+/* Sets what forwards of other units see in each unit's modules; see fsdpc/_engine/released.py. */
 static int
 set_in_pass(fsdpc_py_tree *tree, bool in_pass)
 {
@@ -40,14 +40,14 @@ set_in_pass(fsdpc_py_tree *tree, bool in_pass)
     return 0;
 }
 
-/* Programs assign weight.data in each forward or in none: looking in each pass would cost the host 0.5 us a unit. */
+/* True in few passes: programs assign weight.data in each forward or never. Looking costs 0.5 us a unit. */
 static bool
 looks_at_gathered(const fsdpc_py_tree *tree)
 {
     return tree->passes < 4 || tree->passes % 16 == 0;
 }
 
-/* `compares`: fsdpc_tree_compares. */
+/* Takes over the user's changes to the parameters. `compares`: the result of fsdpc_tree_compares. */
 static int
 take_over_changes(fsdpc_py_flat *flat, bool compares)
 {
@@ -120,8 +120,8 @@ begin_pass(fsdpc_py_tree *tree)
     return set_in_pass(tree, true);
 }
 
-/* A forward inside a backward recomputes (activation checkpointing), also in a thread of its own.
- * 1: as begin_pass. */
+/* A forward inside a backward is a recomputation (activation checkpointing), perhaps in a thread of
+ * its own. 1: as from begin_pass. */
 static int
 begin_forward(fsdpc_py_tree *tree)
 {
@@ -187,7 +187,7 @@ wants_inputs(const fsdpc_py_flat *flat)
     return fsdpc_py_is_used_late(flat) && !fsdpc_py_has_nested(flat);
 }
 
-/* The record of this forward: a pre_backward hook of its own. Borrowed. */
+/* Puts the record of this forward, a pre_backward hook of its own, into flat->call. Borrowed. */
 static fsdpc_py_hook *
 push_call(fsdpc_py_flat *flat)
 {
@@ -200,7 +200,7 @@ push_call(fsdpc_py_flat *flat)
     return call;
 }
 
-/* Owned; NULL if there is none. */
+/* Takes the record of the forward that ends out of flat->call. Owned; NULL if there is none. */
 static fsdpc_py_hook *
 pop_call(fsdpc_py_flat *flat)
 {
@@ -259,7 +259,7 @@ done:
     return result;
 }
 
-/* For a hook, with an exception set: no other code undoes the forward. */
+/* Undoes the forward of a hook that ends with an exception, since no other code does. Returns -1. */
 static int
 forward_broke_off(fsdpc_py_flat *flat)
 {
@@ -267,8 +267,8 @@ forward_broke_off(fsdpc_py_flat *flat)
     return -1;
 }
 
-/* As forward_broke_off, for a forward that does not count yet: where it is the outermost one, its pass is over,
- * and the modules show their shards again. */
+/* As forward_broke_off, for a forward that forward_depth does not count yet: if it is the outermost forward,
+ * its pass is over, and the modules show their sharded parameters again. */
 static int
 pass_broke_off(fsdpc_py_tree *tree)
 {
@@ -299,7 +299,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
         }
     }
     tree = flat->tree;
-    /* Under reentrant checkpointing no hook runs before the recomputation when the backward comes to the unit. */
+    /* Under reentrant checkpointing, a backward that comes to the unit recomputes before any hook runs. */
     if (flat->graphless && tree->recompute && fsdpc_py_finish_those_passed(flat) < 0) {
         return -1;
     }
@@ -323,7 +323,7 @@ fsdpc_py_pre_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t coun
 
 /* --- the outputs ----------------------------------------------------------------------------- */
 
-/* A generator's body would run after the release, on sharded parameters. */
+/* Refuses generators: their bodies would run after the release, on sharded parameters. */
 static int
 check_kind(const fsdpc_py_flat *flat, PyObject *output)
 {
@@ -392,9 +392,9 @@ is_new(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return result;
 }
 
-/* A rank may pass a unit's inputs on (stochastic depth), where other ranks compute. Backward must come to the
- * unit at the same place then, if all ranks must gather in one order: the inputs become views, whose nodes are
- * the unit's. *output may be replaced (owned). 1: it was. */
+/* A rank may return a unit's inputs unchanged (stochastic depth) where other ranks compute. If all ranks must
+ * gather in one order, the backward must come to the unit on this rank too: so the returned inputs become
+ * views, whose nodes are the unit's. *output may be replaced (owned); 1: it was. */
 static int
 own_node(const fsdpc_py_flat *flat, PyObject *const *args, Py_ssize_t count, PyObject **output)
 {
@@ -464,7 +464,7 @@ static int
 walk_outputs(fsdpc_py_tree *tree, fsdpc_py_hook *hook, PyObject *input_hook, PyObject *inputs,
              PyObject *output)
 {
-    PyObject *outer = tree->inputs; /* of a pass that this walk may be within */
+    PyObject *outer = tree->inputs; /* set by a walk that encloses this one, or NULL */
     tree->inputs = inputs;
     tree->input_hook = input_hook;
     int hooked = hook ? fsdpc_py_walk(tree, output, fsdpc_py_watch_output, hook) : -1;
@@ -490,7 +490,7 @@ watch_outputs(fsdpc_py_hook *self, PyObject *inputs, PyObject *output)
     return hooked;
 }
 
-/* The outermost forward ends, with a graph. See [Note: who stays] in py_stay.c. */
+/* Units with modules that have not run get hooks on the outermost outputs: [Note: who stays], py_stay.c. */
 static int
 watch_for_members(fsdpc_py_tree *tree, PyObject *inputs, PyObject *output)
 {

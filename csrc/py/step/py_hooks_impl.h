@@ -11,24 +11,24 @@ typedef struct fsdpc_py_hook {
     enum fsdpc_py_hook_kind kind;
     int param;
     PyObject *owner;
-    /* Of a post_forward hook: the pre_backward hook that it registers when inputs are not watched,
-     * made once; of an input_done hook: its forward's pre_backward hook; of a pre_backward hook in
-     * flat->call: that of the unit's forward that encloses this one. */
+    /* post_forward: the pre_backward hook that this hook registers when inputs are not watched, made
+     * once. input_done: the pre_backward hook of its forward. pre_backward, in flat->call: the hook of
+     * the unit's forward that encloses this one. */
     PyObject *again;
-    /* A pre_backward hook that was made for one forward: how many of its inputs are watched, for how
-     * many the gradient is to come, and in which backward. */
+    /* In a pre_backward hook that was made for one forward: how many inputs of that forward are watched,
+     * how many of these have yet to get their gradient, and in which backward. */
     int inputs, inputs_left;
-    PyObject *input_hook; /* that watches them; borrowed, for comparison */
+    PyObject *input_hook; /* that watches these inputs; borrowed, for comparison */
     uint64_t backward;
-    bool counted; /* in owner->graphs, while owner->era is: */
+    bool counted; /* this hook counts in owner->graphs, while owner->era is `era` */
     uint64_t era;
 } fsdpc_py_hook;
 
 /* --- py_hook.c ------------------------------------------------------------------------------- */
 
-/* 1, 0, or -1 with an exception. */
+/* The truth of what function() returns: 1, 0, or -1 with an exception. */
 int fsdpc_py_call_truth(PyObject *function);
-/* self->again, a hook of this kind. Borrowed. */
+/* self->again, made if it is NULL: a hook of this kind. Borrowed; NULL with an exception. */
 PyObject *fsdpc_py_companion(fsdpc_py_hook *self, enum fsdpc_py_hook_kind kind);
 
 /* --- py_hooks_forward.c ---------------------------------------------------------------------- */
@@ -45,16 +45,16 @@ int fsdpc_py_post_forward(fsdpc_py_hook *self, PyObject *const *args, Py_ssize_t
 
 /* torch's number of the backward that this thread runs; -1: none. 0, or -1 with an exception. */
 int fsdpc_py_graph_task(const fsdpc_py_tree *tree, long *id);
-/* Runs once per backward; the end callback runs when the whole graph has. */
+/* Begins a backward if none is in progress, and queues its end hook, which runs after the whole graph. */
 int fsdpc_py_begin_backward(fsdpc_py_tree *tree);
-/* Some unit's gradients are to be summed over the ranks, or there is no unit with parameters. */
+/* True if some unit's gradients are to be summed over the ranks, or if no unit has parameters. */
 bool fsdpc_py_any_sync(const fsdpc_py_tree *tree);
 
 /* --- py_hooks_broken.c ----------------------------------------------------------------------- */
 
-/* A unit's record of the backward is empty again. */
+/* Empties a unit's record of the backward. */
 void fsdpc_py_forget_backward(fsdpc_py_flat *flat);
-/* A backward has raised: what it leaves in a unit is dropped, as far as that goes without the peers. */
+/* Drops what a backward that has raised leaves in a unit, as far as that goes without the peers. */
 int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
 
 /* --- py_hooks_backward.c --------------------------------------------------------------------- */
@@ -62,8 +62,8 @@ int fsdpc_py_drop_half_made(fsdpc_py_flat *flat);
 int fsdpc_py_pre_backward(fsdpc_py_hook *self);
 int fsdpc_py_grad_arrived(fsdpc_py_hook *self);
 int fsdpc_py_input_done(fsdpc_py_hook *self);
-/* Whether the parameters' gradients alone do not show that the unit's values are no longer
- * needed. */
+/* True if the unit's values may still be needed when all parameters that are trained have their
+ * gradients. */
 bool fsdpc_py_is_used_late(const fsdpc_py_flat *flat);
 bool fsdpc_py_has_nested(const fsdpc_py_flat *flat);
 /* All gradients that this backward computes for the unit have arrived: drops its hold and reduces. */
@@ -77,9 +77,9 @@ int fsdpc_py_find_unwatched(fsdpc_py_flat *flat);
 int fsdpc_py_send_what_is_due(fsdpc_py_tree *tree, bool at_end);
 /* Steps the units whose gradients are summed, if the optimizer steps in backward (py_hooks_step.c). */
 int fsdpc_py_step_summed(fsdpc_py_tree *tree);
-/* The same before a unit is sent, which takes the place of an earlier one. */
+/* Makes room for `unit`, which is about to be sent, then steps as fsdpc_py_step_summed. */
 int fsdpc_py_step_before(fsdpc_py_tree *tree, int unit);
-/* Steps the units that this backward has not stepped. Call at its end, when their gradients are shown. */
+/* Steps the units that this backward has not stepped. To be called at its end, when gradients are shown. */
 int fsdpc_py_step_rest(fsdpc_py_tree *tree);
 /* Steps the units whose values lie in host memory, each when its own sum is there. */
 int fsdpc_py_step_late(fsdpc_py_tree *tree);

@@ -1,22 +1,22 @@
 /* An optimizer that steps in backward: each unit as soon as all ranks' gradients of it are summed.
  *
- * On shared memory that is when every rank has posted the unit, so every rank is done with its values; a
- * rank that uses them again in the same backward gets an error from the tree. A unit that some rank
+ * On shared memory that is when every rank has posted the unit: then every rank is done with its values, and
+ * a rank that uses them again in the same backward gets an error from the tree. A unit that some rank
  * did not run, or that has replicas or a communication hook, is stepped at the end of backward.
  *
- * On a GPU a unit's step is queued on the caller's stream, once that stream has waited for the unit's sum. With
- * one rank that is at once. With several it is just before another unit takes the same reduce slot; the last units
+ * On a GPU a step is queued on the caller's stream, once that stream has waited for the unit's sum. With one
+ * rank that is at once, with several just before another unit takes the same reduce slot; the last units
  * step at the end of backward. A unit of which this rank left parameters unused is stepped at the end.
  *
- * On a GPU the units' gradients share memory (grad_slots.h): a unit takes a slot before it is sent and leaves the
- * slot when its step is queued.
+ * On a GPU the units' gradients share memory (grad_slots.h): a unit takes a slot before it is sent and leaves
+ * the slot when its step is queued.
  *
  * On a GPU with values in host memory the units are stepped at the end, where the host has queued all of the
  * backward: each as soon as its own sum is there, while the GPU computes those of the others.
  */
 #include "py/step/py_hooks_impl.h"
 
-/* The gradient is used up: its memory is given up, unless the program refers to it. */
+/* Steps the unit, then gives up its gradient's memory, unless step_unit said true or the program uses it. */
 static int
 step_unit(fsdpc_py_tree *tree, int unit)
 {

@@ -2,13 +2,13 @@
  * in backward (torch.distributed.optim._apply_optimizer_in_backward).
  *
  * Such a parameter is in no graph, so autograd never calls its hooks. The end of backward collects
- * the parameters that got a gradient and have listeners; torch's side calls them when all units are
- * done (fsdpc/_engine/listeners.py). Not earlier: ranks that are behind may still gather this rank's
- * values for their backward.
+ * the parameters that got a gradient and have listeners; Python calls the listeners when all units are
+ * done (fsdpc/_engine/listeners.py): ranks that are behind may still gather this rank's values for their
+ * backward. With step_unit each unit's listeners are called before its step (py_hooks_step.c).
  */
 #include "py/step/py_step.h"
 
-/* Changes whenever the dictionary does, and is never used again; 0: this Python has no such number. */
+/* A number that changes whenever the dictionary does and never comes back; 0: this Python has none. */
 static uint64_t
 state_of(PyObject *dict)
 {
@@ -23,8 +23,8 @@ state_of(PyObject *dict)
 #endif
 }
 
-/* Of the instance's own dictionary: unlike an attribute, an absent key costs no exception, and only a
- * dictionary that has changed is searched. */
+/* Whether the parameter's own dictionary has backward optimizers. A missing key costs no exception, unlike a
+ * missing attribute, and only a dictionary that has changed is searched. */
 static int
 has_optimizers(fsdpc_py_sharded *sharded)
 {

@@ -1,10 +1,10 @@
 /* Units whose modules show gathered parameters after their forward, as with torch's fully_shard.
  *
  * [Note: who stays] A unit that is not released after its forward shows its parameters until its backward is
- * done, reshard(), the end of its graph, or the next pass: a loss may read the head's weight after the forward. A unit of several modules
- * does so from the first one's forward until all have run, or until the outermost forward ends: the
- * loss inside of that forward may read a weight whose module it never calls. Then the backward comes to the
- * outermost outputs first, and enters the unit there.
+ * done, reshard(), the end of its graph, or the next pass: a loss may read the head's weight after the
+ * forward. A unit of several modules shows them from the forward of its first module until all its modules
+ * have run, or until the outermost forward ends: the loss inside of that forward may read a weight whose
+ * module it never calls. Then the backward comes to the outermost outputs first, and enters the unit there.
  */
 #include "py/step/py_hooks_impl.h"
 

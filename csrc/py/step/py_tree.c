@@ -89,8 +89,8 @@ done:
     return result;
 }
 
-/* What a tree owns, beside its units: first torch's functions, in the order of fsdpc/_engine/interop.py, and the
- * type that some must have. */
+/* The objects that a tree owns besides its units: first the items of `torch`, in the order of
+ * fsdpc/_engine/interop.py. `type`: the type that the item must have; NULL: any. */
 #define MEMBER(name) .offset = offsetof(fsdpc_py_tree, name)
 static const struct {
     size_t offset;
@@ -200,7 +200,7 @@ tree_traverse(fsdpc_py_tree *self, visitproc visit, void *arg)
     return 0;
 }
 
-/* The units belong to no tree afterwards. */
+/* After this call no unit belongs to this tree. */
 static void
 let_units_go(fsdpc_py_tree *self)
 {
@@ -244,7 +244,7 @@ tree_clear(fsdpc_py_tree *self)
     }
     let_units_go(self);
     int count = self->count;
-    self->count = 0; /* what runs when units are freed finds a tree without units */
+    self->count = 0; /* code that runs while units are freed finds a tree without units */
     for (int i = 0; i < count; i++) {
         Py_CLEAR(self->units[i]);
     }
@@ -254,7 +254,7 @@ tree_clear(fsdpc_py_tree *self)
     return 0;
 }
 
-/* Lets the units go and frees what the tree has; it is not in use. */
+/* Detaches the units and frees all that the tree owns. The tree must not be in use. */
 static void
 close_now(PyObject *object)
 {
@@ -355,7 +355,7 @@ tree_clear_trace(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* The gate of a tree that is open and stays so: a thread that used the tree before may have closed it. */
+/* Enters the gate of an open tree, and checks again: the thread that used the tree may have closed it. */
 static int
 use_open(fsdpc_py_tree *self, fsdpc_py_use *use)
 {
@@ -396,7 +396,7 @@ tree_forget(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     Py_RETURN_NONE;
 }
 
-/* The units whose numbers are listed and that share memory now. */
+/* Returns the numbers of those of the listed units whose gradients share memory now. */
 static PyObject *
 share_grads(fsdpc_py_tree *self, PyObject *numbers)
 {
@@ -491,7 +491,7 @@ set_step_unit(fsdpc_py_tree *self, PyObject *value, void *closure)
     return 0;
 }
 
-/* Tells the other ranks what comes next: a parameter is trained, or, with `hook`, a communication hook runs. */
+/* Tells the other ranks what comes next: a parameter is trained, or, with `hook`, a communication hook. */
 static PyObject *
 tell(fsdpc_py_tree *self, const char *method, int unit, int param, const char *hook)
 {
@@ -544,7 +544,7 @@ tree_meet(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
     return result;
 }
 
-/* A garbage collection may call this at any moment of a step: then the call is put off. */
+/* A garbage collection may call close() while the tree is in use: then the tree closes after that use. */
 static PyObject *
 tree_close(fsdpc_py_tree *self, PyObject *Py_UNUSED(unused))
 {

@@ -3,7 +3,7 @@
  */
 #include "py/step/py_hooks_impl.h"
 
-/* Neither in a pass nor in a backward. */
+/* True if neither a pass nor a backward runs. */
 static bool
 is_outside(const fsdpc_py_tree *tree)
 {
@@ -38,7 +38,7 @@ fsdpc_py_flat_unshard(fsdpc_py_flat *self, PyObject *Py_UNUSED(unused))
     if (outside && fsdpc_py_detect_changes(self) < 0) {
         return NULL;
     }
-    fsdpc_py_touch(self); /* other units are not looked at */
+    fsdpc_py_touch(self); /* other units are not checked for writes, so a write is assumed */
     Py_BEGIN_ALLOW_THREADS
     if (outside) {
         status = fsdpc_tree_begin_forward(

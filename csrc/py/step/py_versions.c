@@ -5,7 +5,7 @@
  * an even number while the unit is gathered, a new odd one each time it is released, and a new even
  * one when the optimizer has changed all parameters of the unit. So a backward that comes to a
  * saved weight while the unit is released, or after a step, ends in autograd's error ("modified by an
- * inplace operation") and never in a wrong gradient. Values that are the shard itself stay readable.
+ * inplace operation") and never in a wrong gradient. Gathered values that are the shard itself stay readable.
  *
  * Without sharded parameters of the user's own to show (use_orig_params=False), the modules show a
  * stand-in while the unit is released: its shape can be read, its values cannot.
@@ -62,8 +62,8 @@ put_version(const fsdpc_py_flat *flat, long version)
     return result ? 0 : -1;
 }
 
-/* From the number `found`. Where the optimizer steps between two passes, most changes are by one or three:
- * increments, which take torch a third of the time. */
+/* Moves the counter from `found` to `version`. Where the optimizer steps between two passes, most moves are
+ * by one or three: these are made as increments, which take torch a third of the time. */
 static int
 set_version(const fsdpc_py_flat *flat, long found, long version)
 {
@@ -89,7 +89,7 @@ new_version(const fsdpc_py_flat *flat, bool odd)
     return top + 1 + ((top + 1) % 2 != odd);
 }
 
-/* Runs also after a forbidden write, whose exception is then the one that is raised. */
+/* Gives the counter a new odd number, also after a forbidden write; then the write's exception is raised. */
 static int
 close_values(fsdpc_py_flat *flat)
 {
@@ -200,7 +200,7 @@ was_stepped(fsdpc_py_flat *flat, bool records)
     return trained > 0 && stepped == trained;
 }
 
-/* A step of only some parameters may belong to another loss than the live graphs. */
+/* A step of only some parameters does not count: it may belong to another loss than the live graphs. */
 int
 fsdpc_py_detect_step(fsdpc_py_flat *flat, bool pass_begins)
 {
@@ -238,7 +238,7 @@ makes_grad(const fsdpc_py_flat *flat, int param)
     return result;
 }
 
-/* An optimizer may have stepped some parameters of the unit that another loss uses. */
+/* 1 if this backward makes the parameter's gradient or no gradient of the unit; else another loss uses it. */
 static int
 uses_value(const fsdpc_py_flat *flat, int param)
 {

@@ -159,7 +159,7 @@ push_dataclass(struct walk *walk, PyObject *value, PyObject *fields)
     return result;
 }
 
-/* What is registered with torch's pytrees: fsdpc/_engine/containers.py. */
+/* Opens a value whose type is registered with torch's pytrees: see fsdpc/_engine/containers.py. */
 static int
 push_node(struct walk *walk, PyObject *nodes, PyObject *value)
 {
@@ -301,7 +301,7 @@ node_number(PyObject *tensor, long long *out)
     return PyErr_Occurred() ? -1 : 0;
 }
 
-/* *argument (long long): the largest sequence number among the tensors' nodes. */
+/* A visitor: *argument (long long) becomes the largest sequence number among the tensors' nodes. */
 static int
 newest_node(fsdpc_py_tree *Py_UNUSED(tree), PyObject *tensor, void *argument)
 {
@@ -336,7 +336,7 @@ hook_base(fsdpc_py_tree *tree, PyObject *tensor, void *argument)
     return result;
 }
 
-/* The tensor is an input that forward returned unchanged: its node is not the unit's. */
+/* 1 if the tensor is an input that forward returned unchanged: then its node is not the unit's. */
 static int
 is_input(const fsdpc_py_tree *tree, PyObject *tensor)
 {

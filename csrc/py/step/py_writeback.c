@@ -30,7 +30,7 @@ static int
 param_has_changed(const fsdpc_py_flat *flat, const fsdpc_py_sharded *sharded)
 {
     const void *data;
-    if (flat->foreign) { /* its function reads the parameters wherever they lie */
+    if (flat->foreign) { /* on_values reads the parameters wherever they lie */
         return 0;
     }
     if (sharded->dict && PyDict_GetItemWithError(sharded->dict, sharded->key) != sharded->param) {

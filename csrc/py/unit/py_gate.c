@@ -51,7 +51,7 @@ now_s(void)
     return (double)now.tv_sec + (double)now.tv_nsec * 1e-9;
 }
 
-/* Seconds. A thread that uses another unit may be what the other thread waits for: its deadline is short. */
+/* Seconds to wait. A thread inside another unit may be what the other thread waits for: its wait is short. */
 static double
 patience(const fsdpc_unit *unit)
 {
@@ -113,7 +113,7 @@ fsdpc_py_use_flat(fsdpc_py_flat *flat, fsdpc_py_use *use)
     if (check_outside(fsdpc_unit_name(flat->unit)) < 0) {
         return -1;
     }
-    /* Both or none: a thread that waits holds no gate that another one may wait for. */
+    /* Both gates or none: a thread that waits has entered no gate here for which another thread waits. */
     while (is_shut(&flat->gate) || (flat->tree && is_shut(&flat->tree->gate))) {
         if (wait_a_little(&waiting, flat->unit, fsdpc_unit_name(flat->unit)) < 0) {
             return -1;
@@ -163,7 +163,7 @@ fsdpc_py_leave_flat(fsdpc_py_flat *flat)
     }
 }
 
-/* What was put off. */
+/* Does what was put off while the tree was in use. */
 static void
 finish_tree(fsdpc_py_tree *tree)
 {
@@ -225,7 +225,7 @@ fsdpc_py_flat_in_use(const fsdpc_py_flat *flat)
     return flat->gate.depth > 0 || (flat->tree && flat->tree->gate.depth > 0);
 }
 
-/* Also true while a unit's gate alone is entered: the call that entered the gate may have made the tree since. */
+/* Also true while a unit's gate alone is entered: the call that is inside may have made the tree since. */
 bool
 fsdpc_py_tree_in_use(const fsdpc_py_tree *tree)
 {

@@ -11,8 +11,8 @@ typedef struct fsdpc_py_specs {
     int count;
 } fsdpc_py_specs;
 
-/* A sequence of (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, reduce_codec[, feedback]]]]). `out` must be zeroed; release
- * it in any case. 0, or -1 with an exception set. */
+/* Rows (name, numel, storage, compute, reduce, trainable[, row_numel[, codec[, reduce_codec[, feedback]]]]).
+ * `out` must be zeroed; release it in any case. 0, or -1 with an exception set. */
 int fsdpc_py_specs_parse(PyObject *list, fsdpc_py_specs *out);
 void fsdpc_py_specs_release(fsdpc_py_specs *list);
 /* The dictionary that FlatParameter.layout() returns. */

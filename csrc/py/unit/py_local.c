@@ -78,7 +78,7 @@ version_of(PyObject *tensor)
     return value;
 }
 
-/* torch counts an operation on a DTensor at the DTensor, and one on its local tensor there. */
+/* torch counts a write to a DTensor in the DTensor's version, a write to its local tensor in that one's. */
 long
 fsdpc_py_local_version(const fsdpc_py_flat *flat, PyObject *tensor)
 {

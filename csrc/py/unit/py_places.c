@@ -8,7 +8,7 @@
 
 enum { WORDS = 4 + 2 * FSDPC_PY_MAX_DIMS };
 
-/* The number of words, -1 with an exception. */
+/* Describes a tensor or None. Returns the number of words, -1 with an exception. */
 static int
 describe(PyObject *object, uint64_t words[WORDS])
 {
@@ -33,7 +33,7 @@ describe(PyObject *object, uint64_t words[WORDS])
     return 4 + 2 * view.ndim;
 }
 
-/* A tensor that is in no host memory lies nowhere, which is no error. */
+/* True, and no exception is left, if the exception says that a tensor is not in host memory. */
 static bool
 lies_nowhere(void)
 {
@@ -62,7 +62,7 @@ places(PyObject *Py_UNUSED(module), PyObject *tensors)
     if (!check_list(tensors, "places")) {
         return NULL;
     }
-    /* Entries may run Python code that changes the list. */
+    /* Reading entries may run Python code that changes the list. */
     PyObject *all = PyList_AsTuple(tensors);
     Py_ssize_t count = all ? PyTuple_GET_SIZE(all) : 0, used = 0;
     PyObject *result =
@@ -83,7 +83,7 @@ places(PyObject *Py_UNUSED(module), PyObject *tensors)
     return result;
 }
 
-/* 1, 0, or -1 with an exception. */
+/* 1 if all tensors lie as `expected` says, 0 if not, or -1 with an exception. */
 static int
 lie_at(PyObject *all, const char *expected, Py_ssize_t size)
 {

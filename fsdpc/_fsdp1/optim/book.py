@@ -31,7 +31,7 @@ class UnitEntry:
 
     member: Any
     unit: Any
-    names: list[list[str]]  # per parameter: the first name, then those of tied sites
+    names: list[list[str]]  # per parameter: the first name, then the names of tied sites
 
     def __post_init__(self) -> None:
         self.layout = self.unit.flat.layout()
@@ -58,7 +58,7 @@ class ShardedParam:
 
     @property
     def text(self) -> str:
-        """For messages."""
+        """The names of the originals and the unit, for messages."""
         names = self.names
         shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
         return f"{shown} of unit {self.of.unit.name!r}"
@@ -74,13 +74,13 @@ class ShardedParam:
         return segment["piece_numel"] // self.of.unit.items[self.covers[0]]
 
     def span(self, rank: int) -> Span:
-        """A rank's elements: of the piece of the segment if it is a flat parameter."""
+        """A rank's elements of the parameter; of a flat parameter, its piece of the segment."""
         if self.of.unit.use_orig_params:
             return self.of.spans[self.covers[0]][rank]
         return Span(0, 0, self.of.layout["segments"][self.segment_index]["piece_numel"])
 
     def shape(self, rank: int) -> tuple[int, ...]:
-        """Shape in a rank's optimizer."""
+        """Shape of the parameter in a rank's optimizer."""
         if self.of.unit.use_orig_params and not self.of.unit.is_sharded:
             return tuple(self.of.unit.shapes[self.covers[0]])
         return (self.span(rank).count,)
@@ -116,7 +116,7 @@ class Book:
         return self.units[0].unit.device if self.units else torch.device("cpu")
 
     def names_of(self, param: nn.Parameter) -> list[str]:
-        """First names of the parameters that ``param`` covers. ``KeyError``: not in the model."""
+        """First names of what ``param`` covers. ``KeyError``: ``param`` is not in the model."""
         found = self.names.get(id(param))
         if found is None:
             raise KeyError(_stranger(param))

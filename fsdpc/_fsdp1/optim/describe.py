@@ -25,7 +25,7 @@ State = dict[str, Any]
 @dataclass
 class Plan:
     """How to gather the state of one sharded parameter; equal on all ranks. ``holders``: the ranks
-    with elements of it, all ranks for an empty one.
+    with elements of the parameter, or all ranks if the parameter is empty.
     """
 
     holders: list[int]
@@ -36,10 +36,10 @@ class Plan:
 def plan_states(entry: UnitEntry, states: list[State | str | None]) -> list[Plan | None]:
     """Plan the state of each of the unit's parameters. Collective over the sharding group.
 
-    ``states``: this rank's, ``None`` without state, ``ABSENT`` if the parameter is not in the
+    ``states``: this rank's states; ``None``: no state, ``ABSENT``: the parameter is not in the
     optimizer. Returns ``None`` for parameters without state. Errors are raised on every rank:
     ``RuntimeError``: some rank lacks state, or has it in another form. ``AssertionError``: ``same``
-    values differ. ``NotImplementedError``: state of the bytes of integers.
+    values differ. ``NotImplementedError``: see ``ShardedParam.check_cut``.
     """
     what = f"optimizer state of unit {entry.unit.name}"
     described = exchange(entry.comm, [_describe(state) for state in states], what)
@@ -85,13 +85,13 @@ def _outline(value: Any) -> Any:
 
 
 def _table(state: State | str | None, name: str) -> torch.Tensor | None:
-    """A tensor that is not cut, as it is sent."""
+    """The CPU copy, for other ranks, of a tensor that is not cut; None for other values."""
     value = state.get(name) if isinstance(state, dict) else None
     return value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else None
 
 
 def _plan(sharded: ShardedParam, outlines: list[Any]) -> Plan | None:
-    """An empty plan, if the parameter has state. ``outlines``: every rank's."""
+    """An empty plan, or None if the parameter has no state. ``outlines``: one per rank."""
     ranks = [rank for rank in range(len(outlines)) if sharded.span(rank).count > 0]
     ranks = ranks or list(range(len(outlines)))
     lacking = [rank for rank in ranks if not isinstance(outlines[rank], dict)]
@@ -120,8 +120,8 @@ def _plan(sharded: ShardedParam, outlines: list[Any]) -> Plan | None:
 
 
 def _sort(sharded: ShardedParam, name: str, outlines: dict[int, Any], plan: Plan) -> bool:
-    """Add one value to the plan. ``outlines``: by holder. True: it is a tensor that is not cut, and
-    whose elements must be compared.
+    """Add one value to the plan. ``outlines``: one per holder. Returns True without adding a tensor
+    that is not cut: its elements must be compared first.
     """
     values, state = list(outlines.values()), f"the optimizer state {name!r} of {sharded.text}"
     if not any(isinstance(value, Outline) for value in values):
@@ -150,7 +150,7 @@ def _sort(sharded: ShardedParam, name: str, outlines: dict[int, Any], plan: Plan
 
 
 def _check_complete(entry: UnitEntry, described: list[Any], plans: list[Plan | None]) -> None:
-    """With original parameters, the optimizer must hold all or none of a unit's trainable ones."""
+    """With ``use_orig_params``, refuse an optimizer of only some of the trainable parameters."""
     if not entry.unit.use_orig_params or not any(plans):
         return
     pairs = list(zip(entry.params, described, strict=True))

@@ -66,7 +66,7 @@ def keyed_groups(
 
 
 def _owners(saved: list[Group], book: Book) -> dict[str, int]:
-    """``owners_of``, by the model's first names."""
+    """``owners_of(saved)``, with the model's first names for keys."""
     first = {alias: name for name, aliases in book.aliases.items() for alias in aliases}
     return {first.get(name, name): index for name, index in owners_of(saved).items()}
 

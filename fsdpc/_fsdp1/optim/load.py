@@ -152,8 +152,8 @@ def _checked(state_dict: Any) -> dict[str, Any]:
 def sharded_states(
     book: Book, held: list[tuple[Key, nn.Parameter]], source: Source, whole: bool = False
 ) -> dict[Any, Any]:
-    """The state of every parameter in the optimizer, by its keys, and the dict's other entries.
-    ``whole``: the optimizer takes states of rows and columns. Collective if the source is.
+    """The state of every parameter in the optimizer, by the optimizer's keys, and the dict's other
+    entries. ``whole``: the optimizer takes states of rows and columns. Collective if the source is.
     """
     saved = source.tree["state"]
     loader = _Loader(source, saved, _numbers(book, saved), whole)
@@ -163,7 +163,7 @@ def sharded_states(
         for sharded in entry.params:
             if id(sharded.param) in keys:
                 state = loader.state(sharded)  # collective: values may come from other ranks
-                here = whole or not entry.unit.holds_nothing(sharded.param)  # or its owner's
+                here = whole or not entry.unit.holds_nothing(sharded.param)  # owners keep the state
                 if state is not None and here:
                     result[keys[id(sharded.param)]] = state
     for name, param in book.plain.items():
@@ -179,7 +179,7 @@ def sharded_states(
 
 
 def _numbers(book: Book, saved: dict[str, Any]) -> set[str]:
-    """See ``numbers_of``."""
+    """``numbers_of`` the saved states of the units' parameters."""
     members = [
         pair for entry in book.units for pair in zip(entry.names, entry.unit.shapes, strict=True)
     ]

@@ -34,7 +34,7 @@ def _form_in_force(call: str, model: nn.Module, optim: Any) -> Form:
     check_optimizer(call, optim)
     settings = _state_dict.get_state_dict_type(model)
     if settings is None:
-        read_book(model)  # raises: no unit
+        read_book(model)  # raises, because there is no unit
     config = settings.optim_state_dict_config  # type: ignore[union-attr]
     return Form(
         settings.state_dict_type is StateDictType.FULL_STATE_DICT,  # type: ignore[union-attr]
@@ -112,8 +112,8 @@ def _load(
 
 
 def _keeps_whole(optim: Any, book: Book) -> bool:
-    """Whether the optimizer takes states of rows and columns. ``NotImplementedError``: and it has
-    flat parameters, of which each has several of these.
+    """Whether the optimizer takes states of rows and columns. ``NotImplementedError``: it does, and
+    a flat parameter of the model covers several original parameters.
     """
     inside = getattr(optim, "optimizer", optim)  # accelerate wraps optimizers
     if not getattr(inside, "keeps_whole_states", False):
@@ -306,8 +306,8 @@ class OptimStateDicts:
         The ids are ``optim``'s, or those of an optimizer over ``optim_input`` (by default
         ``model.parameters()``; with flat parameters, the unsharded model's). A dict whose keys have
         the requested type is returned itself. ``ValueError``: keys of both types.
-        ``AssertionError``: not an ``OptimStateKeyType``. ``RuntimeError``: a parameter with several
-        names.
+        ``AssertionError``: the type is no ``OptimStateKeyType``. ``RuntimeError``: a parameter has
+        several names.
         """
         _warn_of_input(optim_input)
         _check_order("rekey_optim_state_dict(optim_state_dict, type, model)", model, optim)

@@ -44,7 +44,7 @@ def rekey(
 
 
 def _table(model: nn.Module, held: list[tuple[Key, nn.Parameter]] | None) -> dict[Any, str]:
-    """id -> parameter name."""
+    """Parameter names by the optimizer's ids."""
     flat = [m._unit for m in unit_modules(model) if m._unit is not None and m._unit.flat_params]
     if flat and held is None:
         return dict(enumerate(_unsharded_names(model)))

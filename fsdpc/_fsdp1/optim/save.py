@@ -27,7 +27,7 @@ from fsdpc._spans.window import Wanted, gather
 class Form:
     """The form of a dict, and the elements of full states that a rank keeps: ``full`` values in the
     original shapes, perhaps on rank 0 only; or this rank's rows as a ``ShardedTensor``, or as a
-    ``DTensor`` of the unit's mesh. ``offload``: on the CPU.
+    ``DTensor`` of the unit's mesh. ``offload``: values are put on the CPU.
     """
 
     full: bool = True

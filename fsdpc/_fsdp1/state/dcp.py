@@ -3,8 +3,8 @@ and the like on fsdpc models.
 
 That module finds units and their state through one class, its global ``FSDP``. ``attach()``
 replaces this global by an object that dispatches to fsdpc's or torch's class by the model's units;
-models without units of either, such as FSDP2's and DDP's, go to torch's as before. The first fsdpc
-model attaches the bridge.
+models without units of either class, such as FSDP2's and DDP's, go to torch's class as before. The
+first fsdpc model attaches the bridge.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Names:
 
     @contextmanager
     def state_dict_type(self, module: nn.Module, *args: Any, **kwargs: Any) -> Iterator[None]:
-        """As torch's; for fsdpc's units, one name of a tied parameter suffices on load, because
-        torch's module drops the others when it broadcasts a dict.
+        """As torch's method; for fsdpc's units, one name of a tied parameter suffices on load,
+        because torch's module drops its other names when it broadcasts a dict.
         """
         members = unit_modules(module)
         with class_for(module).state_dict_type(module, *args, **kwargs):
@@ -96,8 +96,8 @@ class _InOrder(set[str]):
 def names_of(
     theirs: Callable[..., set[str]], model: nn.Module, name: str, *args: Any, **kwargs: Any
 ) -> set[str]:
-    """The original parameters' names of a name in the model; torch's function handles only one
-    flat parameter per unit.
+    """The names of the original parameters behind ``name`` in the model; torch's function handles
+    only one flat parameter per unit.
     """
     path, _, last = name.rpartition(".")
     flats = _flats_at(model, path) if last.startswith(FLAT_PARAM) else {}

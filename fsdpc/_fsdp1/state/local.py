@@ -1,8 +1,8 @@
 """LOCAL_STATE_DICT of one unit: its flat parameters without copies, one ``ShardedTensor`` each
 under ``_flat_param``. It loads only with the same wrapping, and with another number of ranks only
 after resharding by ``torch.distributed.checkpoint``. With ``use_orig_params`` it also has this
-rank's elements of each parameter under the parameter's name, as torch's; loading reads only the
-flat parameters, so that dicts load with the other ``use_orig_params`` too.
+rank's elements of each parameter under the parameter's name, as in torch; loading reads only the
+flat parameters, so that a dict loads with the other value of ``use_orig_params`` too.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fsdpc._fsdp1.state.keys import managed_names
 from fsdpc._spans.rows import dtype_of, sharded_tensor
 from fsdpc._torch import EnumerableShardingSpec, ShardedTensor
 
-# Pieces have not torch's sizes, so a value's spec lists them; who loads torch's dicts with
-# ``weights_only=True`` has allowed the other spec alone.
+# Pieces do not have torch's sizes, so a value's spec lists them. ``torch.load`` with
+# ``weights_only=True`` accepts this spec only if it is allowed here.
 torch.serialization.add_safe_globals([EnumerableShardingSpec])
 
 
 def refuse_mesh(member: Any) -> None:
-    """torch's ``RuntimeError`` with a device mesh. Local."""
+    """torch's ``RuntimeError`` if the model was built with a device mesh. Local."""
     if member._device_mesh is not None:
         name = member._name if member._unit is None else member._unit.name
         raise RuntimeError(
@@ -100,9 +100,9 @@ def _settle_originals(
     loaded: list[dict[str, Any]],
     error_msgs: list[str],
 ) -> None:
-    """Original parameters, which the dict of a model with use_orig_params also has: modules load
-    their current values, which were copied from the flat parameters, or nothing without
-    use_orig_params.
+    """Replace the values of original parameters, which a dict saved with use_orig_params also has:
+    with use_orig_params modules load the current values, which come from the loaded flat
+    parameters; without it they load nothing.
     """
     unit = member._unit
     layout = unit.flat.layout()

@@ -23,11 +23,11 @@ def sentence(error: BaseException) -> str:
 
 
 class Refused(ValueError):
-    """A configuration that cannot be planned, by its name."""
+    """A transformers configuration cannot be planned; the text says why."""
 
 
 def read(path: str) -> dict[str, Any]:
-    """``ValueError``: no such file, or no JSON object."""
+    """The JSON object in a file. ``ValueError``: there is no such file, or no object in it."""
     try:
         found = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
@@ -85,7 +85,7 @@ def class_of(config: Any) -> Any:
 
 
 def step_of(config: Any, setup: Setup, device: str = "meta") -> dict[str, Any]:
-    """The model and its inputs, to be called on fake tensors. ``Refused``: the library fails."""
+    """The model and its inputs; call it on fake tensors. ``Refused``: transformers fails."""
     import torch
 
     cls = class_of(config)
@@ -100,7 +100,7 @@ def step_of(config: Any, setup: Setup, device: str = "meta") -> dict[str, Any]:
 
 
 def inputs_of(model: Any, setup: Setup) -> dict[str, Any] | None:
-    """Of one micro-batch, by the model's main input; None where the planner does not know them."""
+    """A micro-batch's inputs, by the model's main input; None: the planner does not know them."""
     import torch
 
     config, batch, main = model.config, setup.micro_batch, model.main_input_name

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from fsdpc._torch import TorchDispatchMode, TorchFunctionMode, fake_tensors, tree_leaves
 
 aten = torch.ops.aten
-SMALL = 1 << 16  # elements of tensors that have values
+SMALL = 1 << 16  # most elements of a tensor that has values
 PROBED = 1 << 28  # bytes of tensors with which a kernel is run to learn its workspace
 _COUNTING = {aten.arange, aten.linspace, aten.logspace, aten.scalar_tensor}
 _FILLED = {aten.zeros, aten.ones, aten.full, aten.randint, aten.randperm, aten.empty}
@@ -29,8 +29,8 @@ _FILLED = {aten.zeros, aten.ones, aten.full, aten.randint, aten.randperm, aten.e
 
 @contextmanager
 def faking() -> Iterator[None]:
-    """Everything inside runs on fake tensors; devices that a program names are one."""
-    log = logging.getLogger(fake_tensors().__name__)  # prints tracebacks of its own
+    """Everything inside runs on fake tensors, and on one device, whichever a program names."""
+    log = logging.getLogger(fake_tensors().__name__)  # it prints tracebacks of its own
     level, moved = log.level, _Conversions()
     with ExitStack() as stack:
         stack.enter_context(fake_tensors().FakeTensorMode(allow_non_fake_inputs=True))
@@ -47,8 +47,8 @@ def faking() -> Iterator[None]:
 
 
 def _made_anew(new: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Also what libraries do with a parameter on its way to the meta device (accelerate's
-    ``init_empty_weights``): ``type(parameter)(values, **vars(parameter))``.
+    """``new``, which also takes what libraries call for a parameter on its way to the meta device
+    (accelerate's ``init_empty_weights``): ``type(parameter)(values, **vars(parameter))``.
     """
 
     def __new__(cls: type, first: Any = None, *args: Any, **state: Any) -> Tensor:
@@ -93,7 +93,7 @@ class _Conversions:
             self._latest[id(tensor)] = (
                 tensor,
                 new,
-            )  # with the old one, so that its id stays its own
+            )  # the old one stays alive, so that its id stays its own
         return new
 
 
@@ -145,7 +145,7 @@ class _OneDevice(TorchFunctionMode):
         if kwargs.get("device") is not None:
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
-        # A device by its name or number stands only in `to`; elsewhere texts are of another kind.
+        # Only `to` takes a device by name or number; elsewhere texts and numbers mean other things.
         kinds = (str, int, torch.device) if func is Tensor.to else (torch.device,)
         devices = (isinstance(a, kinds) and not isinstance(a, bool) for a in args)
         args = [torch.device("cpu") if d else a for d, a in zip(devices, args, strict=True)]
@@ -192,7 +192,7 @@ class _Values(TorchDispatchMode):
         return torch.Size(size).numel() <= SMALL
 
     def _forget(self, func: Any, args: Any) -> None:
-        """A real tensor that takes values that are not known has none any more."""
+        """Note that real tensors into which unknown values are written have no known values now."""
         for value, argument in zip(args, func._schema.arguments, strict=False):
             written = argument.alias_info is not None and argument.alias_info.is_write
             if written and isinstance(value, Tensor) and not is_fake(value):

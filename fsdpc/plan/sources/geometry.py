@@ -92,7 +92,7 @@ def _preset(name: str, *sizes: int, **more: Any) -> Geometry:
 
 
 def _gpt2(hidden: int, ffn: int, positions: int) -> dict[str, Any]:
-    """What GPT-2 has otherwise: biases, learned positions, two matrices in the MLP."""
+    """How GPT-2 differs: biases, learned positions, two matrices in the MLP."""
     biases = (
         ("norms.bias", 2 * hidden),
         ("attention.bias", 4 * hidden),
@@ -145,7 +145,7 @@ def from_numbers(
     top_k: int = 2,
 ) -> Geometry:
     """A geometry from what is known; the rest from the preset that is nearest in size, with the MLP
-    as wide as ``params`` then needs. ``ValueError``: too little, or numbers that contradict.
+    as wide as ``params`` then needs. ``ValueError``: too few numbers, or numbers that contradict.
     """
     if params is None and (layers is None or hidden is None):
         raise ValueError("give a model (see --help), or --params, or --layers and --hidden")
@@ -192,7 +192,7 @@ def from_numbers(
 
 
 def count_of(text: str) -> float:
-    """A number such as ``7b``, ``6.57B``, ``350m`` or ``1e9``. ``ArgumentTypeError``: none."""
+    """A number such as ``7b``, ``350m`` or ``1e9``. ``ArgumentTypeError``: no such number."""
     scale = {"k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}.get(text[-1:].lower(), 1.0)
     try:
         return float(text[:-1] if scale != 1.0 else text) * scale
@@ -244,7 +244,7 @@ def saved_item_of(setup: Setup) -> float:
 
 
 class Saved(NamedTuple):
-    """A tensor that autograd saves of each token. ``packed``: in fewer bits with ``compress``."""
+    """A tensor that autograd saves per token. ``packed``: ``compress`` keeps it in fewer bits."""
 
     elements: int
     item: int
@@ -253,9 +253,9 @@ class Saved(NamedTuple):
 
 def attention_tensors(g: Geometry, setup: Setup) -> list[Saved]:
     """Rotated q and k, v, what is inside, and the output (kept once as the output projection's
-    input). Inside flash saves a log-sum-exp per head in fp32, eager attention the probabilities.
-    ``compress`` leaves what attention and softmax save as it is; what the operations beside them
-    save of the same tensors is compressed, and there are two of these then.
+    input). Inside, flash attention saves a log-sum-exp per head in fp32, eager attention its
+    probabilities. ``compress`` leaves what attention and softmax save as it is, but compresses what
+    other operations save of the same tensors, one of which is then kept twice.
     """
     c, flash = item_of(setup), setup.attention == "flash"
     q, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
@@ -297,8 +297,8 @@ def block_saved(g: Geometry, setup: Setup) -> int:
 
 
 def packing_bytes(g: Geometry, setup: Setup) -> int:
-    """What one pass of a micro-batch reads and writes to pack saved activations, or to unpack them:
-    each in both of its forms. Of a checkpointed block nothing is packed.
+    """Bytes that a micro-batch reads and writes to pack saved activations, or to unpack them: each
+    tensor's plain and packed bytes. In checkpointed blocks nothing is packed.
     """
     whole, packed = item_of(setup), saved_item_of(setup)
     if not setup.compress or packed >= whole:
@@ -309,8 +309,8 @@ def packing_bytes(g: Geometry, setup: Setup) -> int:
 
 
 def offloaded(g: Geometry, setup: Setup) -> tuple[Away, list[int]]:
-    """What ``activations.offload`` has where after the forward of all blocks, in bytes, and what of
-    each block is not copied.
+    """Bytes that ``activations.offload`` has in each memory after the forward of all blocks, and
+    bytes of each block that are not copied.
     """
     tokens = setup.micro_batch * setup.sequence
     plain = block_tensors(g, replace(setup, compress=""))
@@ -358,7 +358,7 @@ def build(g: Geometry, setup: Setup, wrap: str = "blocks") -> Model:
 
 
 def _in_flight(moments: tuple[Moment, ...], setup: Setup) -> tuple[Moment, ...]:
-    """Beside what a pipeline's first stage has saved of earlier micro-batches (1F1B)."""
+    """The moments, with what a pipeline's first stage has saved of earlier micro-batches (1F1B)."""
     earlier = min(setup.pipeline, setup.accumulation) - 1
     saved = sum(m.delta for m in moments if m.phase == "forward" and m.unit.startswith("blocks"))
     if not earlier:
@@ -395,9 +395,9 @@ def part_of(g: Geometry, setup: Setup) -> Geometry:
 
 
 def doubt(g: Geometry, setup: Setup) -> float:
-    """How much more the blocks of transformers save than the formula's, whose norms, rotary
-    embeddings, dropout and GELU are fused, and whose eager softmax is not in fp32: at most, of
-    Llama, Mistral, Qwen2, Mixtral and, without a gate, GPT-2.
+    """How much more transformers' blocks save than the formula says, at most, for Llama, Mistral,
+    Qwen2, Mixtral and, without a gate, GPT-2. The formula has fused norms, rotary embeddings,
+    dropout and GELU, and an eager softmax that is not in fp32.
     """
     if not g.gated:
         return 2.0
@@ -411,8 +411,8 @@ def _doubted(g: Geometry, setup: Setup) -> str:
 
 
 def flops(g: Geometry, setup: Setup, tokens: int) -> float:
-    """Of forward and backward: 6 per active parameter and token (the embedding is an indexed read),
-    and causal attention.
+    """FLOPs of forward and backward: 6 per active parameter and token (the embedding is an indexed
+    read), and causal attention.
     """
     dense = 6.0 * (g.active - (0 if g.tied else g.vocab * g.hidden)) * tokens
     return dense + 6.0 * g.layers * g.heads * g.head_dim * setup.sequence * tokens
@@ -426,7 +426,7 @@ def is_checkpointed(i: int, layers: int, ratio: float) -> bool:
 
 def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Iterator[Moment]:
     hidden, saved = tokens * g.hidden * c, tokens * block_saved(g, setup)
-    recomputed = tokens * block_saved(g, replace(setup, compress=""))  # one block, as it is
+    recomputed = tokens * block_saved(g, replace(setup, compress=""))  # one block, not compressed
     inside = tokens * c * (3 * g.ffn * (g.top_k or 1) + 2 * g.hidden)
     grads = sum(p.numel for p in g.block()) * c
     chosen = [is_checkpointed(i, g.layers, setup.checkpointing) for i in range(g.layers)]
@@ -434,7 +434,7 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     first, last = [max(each, inside) for each in kept], [0] * g.layers
     if setup.offload_activations:
         gone, kept = offloaded(g, setup)
-        # From the first block on the GPU has the last tensors that were saved.
+        # From the first block on, the GPU has the tensors that were saved last.
         others = max(gone.moving - gone.resident, 0)
         first = [each + max(others, inside) for each in kept]
         first[0] += min(gone.moving, gone.resident)
@@ -472,12 +472,12 @@ def _moments(g: Geometry, setup: Setup, tokens: int, c: int, wrap: str) -> Itera
     yield Moment("backward", "embedding", 0, -held - hidden, held)
 
 
-# Model types of which a block has the parameters of ``Geometry.block`` and those named here.
+# Model types whose blocks have the parameters of ``Geometry.block`` and those named below.
 _KNOWN = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "gpt2")
 
 
 def geometry_of(config: dict[str, Any], name: str) -> Geometry:
-    """Of a transformers configuration as a dict. ``ValueError`` names the model type that is not
+    """The sizes in a transformers configuration. ``ValueError`` names the model type that is not
     known here, or the key that is missing.
     """
     kind = config.get("model_type")

@@ -1,4 +1,4 @@
-"""What a run holds on this rank, and how a plan has the same: lines of the ledger from trees, from
+"""What a run holds on this rank, beside the plan for it: lines of the ledger from trees, from
 optimizers and from torch's allocator.
 """
 
@@ -46,7 +46,7 @@ def engine_lines(trees: Iterable[Any]) -> list[Line]:
 
 
 def planned_by_unit(tree: Any) -> list[dict[str, Any]]:
-    """The footprint of each unit of a tree, in its order."""
+    """The footprint of each unit of a tree, in the tree's order."""
     found: dict[int, dict[str, Any]] = {}
     for places, memory in _memories(tree, False):
         found.update(zip(places, memory.by_unit, strict=True))
@@ -54,7 +54,7 @@ def planned_by_unit(tree: Any) -> list[dict[str, Any]]:
 
 
 def _memories(tree: Any, local: bool) -> Iterator[tuple[list[int], EngineMemory]]:
-    """Group by group, as their ranks may differ in number: places of units, and their memory."""
+    """For each group, as numbers of ranks may differ: places of its units, and their memory."""
     plans = plans_of(tree, local)
     for group in dict.fromkeys(unit.group for unit, _ in plans):
         places = [i for i, (unit, _) in enumerate(plans) if unit.group == group]
@@ -82,7 +82,7 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
     if comm.device is not None:
         gpu = _C.cuda_device(comm.device)
         where = {"align_bytes": gpu["align_bytes"], "range_grain": gpu["grain_bytes"]}
-    blocks = comm.kind == "c10d" and not comm.flies  # such a wire has no more slots than others
+    blocks = comm.kind == "c10d" and not comm.flies  # such a wire has 2 slots, not 3
     if comm.kind == "c10d" and comm.device is None:
         where.update(transport="wire", senders=comm.senders, receivers=comm.receivers)
     return Setup(
@@ -100,7 +100,7 @@ def setup_of(comm: Any, replicate: Any, local: bool) -> Setup:
 
 
 def _reduced(plan: Unit, unit: Any, setup: Setup) -> Unit:
-    """With the dtype in which this run sends gradients where the user named none."""
+    """The plan, with the dtype in which this run sends gradients if the user named none."""
     if unit.reduce_dtype is not None or setup.transport != "stream" or unit.param_dtype is None:
         return plan
     return replace(plan, reduce=dtype_name(default_dtype(unit.param_dtype, unit.groups.shard)))
@@ -125,7 +125,7 @@ def state_tensors(values: Any) -> list[torch.Tensor]:
 
 
 def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
-    """Those of the units' parameters, found among all objects: nothing keeps a list of them."""
+    """The optimizers of units' parameters, found among all objects: nobody keeps a list."""
     owned = {id(param) for unit in units for param in unit.shard_params}
     return [
         one
@@ -139,19 +139,19 @@ def optimizers_of(units: Iterable[Any]) -> list[torch.optim.Optimizer]:
 
 
 def gpu_of(tree: Any) -> torch.device | None:
-    """The GPU of a tree, if torch's allocator has its memory."""
+    """The GPU of a tree, if torch can use it."""
     device = tree.units[0].device
     return device if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def cache_line(device: torch.device) -> str:
-    """``fragmentation`` of a GPU that torch can use."""
+    """The sentence of ``fragmentation`` for a GPU that torch can use."""
     return fragmentation(torch.cuda.memory_stats(device), torch.cuda.memory_snapshot())
 
 
 def largest_free(segments: Sequence[dict[str, Any]]) -> int:
-    """The largest block that torch's cache could hand out without the driver, in bytes: of
-    ``torch.cuda.memory_snapshot()``.
+    """The largest block that torch's cache could hand out without the driver, in bytes.
+    ``segments``: from ``torch.cuda.memory_snapshot()``.
     """
     blocks = (block for segment in segments for block in segment["blocks"])
     return max((b["size"] for b in blocks if b["state"] == "inactive"), default=0)

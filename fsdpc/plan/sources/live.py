@@ -26,7 +26,7 @@ class LiveBytes(TorchDispatchMode):
         self._ids = {id(storage) for storage in self._known}
 
     def start(self) -> None:
-        """Begin a part of which ``top`` is the maximum."""
+        """Begin a part: from now on ``top`` is the maximum of this part."""
         self.top = self.bytes
 
     def __torch_dispatch__(

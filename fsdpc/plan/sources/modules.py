@@ -57,7 +57,7 @@ class _StandIn(nn.Module):
 def _wrapped(
     root: nn.Module, policy: Any, mixed: MixedPrecision | None, ignored: Ignored
 ) -> Iterator[_StandIn]:
-    """``root`` with stand-ins where FSDP instances would be; put back on exit."""
+    """``root`` with stand-ins where FSDP instances would be; its modules are back on exit."""
     classes = tuple(mixed._module_classes_to_ignore) if mixed is not None else ()
     made: list[_StandIn] = []
 
@@ -123,7 +123,7 @@ def _unit(
 
 def units_of_calls(module: nn.Module, shard: Callable[[nn.Module], Any]) -> tuple[Unit, ...]:
     """The units that ``shard(module)`` makes by calls of ``fsdpc.fully_shard``, in module order,
-    the root's first. Local; as ``units_of``. ``ValueError``: there are no calls, or none for
+    the root's first. Local; as in ``units_of``. ``ValueError``: there are no calls, or none for
     ``module`` itself.
     """
     with planning() as calls:
@@ -179,7 +179,7 @@ def _param(name: str, param: nn.Parameter) -> Param:
 
 
 def units_of_tree(tree: Any) -> tuple[Unit, ...]:
-    """The units of an engine's tree, as the engine has made them: either front end."""
+    """The units of an engine's tree, as the engine has made them, for either front end."""
     groups: dict[int, str] = {}
     found = []
     for unit, depth in zip(tree.units, tree.depths, strict=True):

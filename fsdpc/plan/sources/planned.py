@@ -20,7 +20,7 @@ from fsdpc._fsdp2.module import PLANNERS
 
 @dataclass
 class Call:
-    """One call, in the place of a ``State``. ``reshard_after_forward`` as the call had it."""
+    """One call, kept in the place of a ``State``. ``reshard_after_forward``: as it was given."""
 
     modules: list[nn.Module]
     infos: list[ParamInfo]

@@ -22,18 +22,18 @@ from fsdpc._torch import tree_leaves
 from fsdpc.plan.model import Moment
 from fsdpc.plan.sources.live import LiveBytes
 
-FEW = 3  # modules in a row that are not yet a list of repeated blocks
+FEW = 3  # a list of so many modules is not one of repeated blocks yet
 
 
 @dataclass(frozen=True)
 class Training:
     """What a user's function returns, as a dict with these keys or a tuple of the first three.
 
-    ``inputs``: positional arguments, or a dict of keywords. ``loss``: of (output, inputs), or of
-    the output alone, a scalar; None: ``loss_of_output``. ``shard(model)`` returns the sharded model
-    (default: FSDP with a unit per repeated block). For ``fsdpc check``: ``optimizer``, one or a
-    function of the sharded model (default: SGD, 0.1), and ``clip(model)``, called between backward
-    and step, on either model.
+    ``inputs``: positional arguments, or a dict of keywords. ``loss``: a function of (output,
+    inputs) or of the output alone, to a scalar; None: ``loss_of_output``. ``shard(model)`` returns
+    the sharded model (default: FSDP with a unit per repeated block). For ``fsdpc check``:
+    ``optimizer``, an optimizer or a function of the sharded model that makes one (default: SGD,
+    lr 0.1), and ``clip(model)``, called for both models between backward and step.
     """
 
     model: nn.Module
@@ -44,7 +44,7 @@ class Training:
     clip: Callable[[nn.Module], Any] | None = None
 
     def forward(self, model: nn.Module | None = None) -> Tensor:
-        """The loss of one forward of a copy of the model, or of the model itself."""
+        """The loss of one forward of ``model``; None: of the training's own model."""
         inputs, run = self.inputs, self.model if model is None else model
         if isinstance(inputs, dict):
             output = run(**inputs)
@@ -169,7 +169,7 @@ def trace(run: Training, units: dict[str, list[nn.Parameter]], cast: Any = None)
             stack.callback(post.remove)
         recorder.watch_gradients(stack)
         recorder.live = stack.enter_context(LiveBytes(known))
-        if cast is not None:  # as the root's forward does: nobody else has the copies
+        if cast is not None:  # as the root's forward casts: only it has the copies
             inner = run.model.register_forward_pre_hook(
                 lambda m, args, kwargs: cast_arguments(cast, args, kwargs), with_kwargs=True
             )

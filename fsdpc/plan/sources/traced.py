@@ -37,7 +37,7 @@ _KEYS = [field.name for field in fields(_trace.Training)]
 
 def load(text: str) -> Factory:
     """The function that ``module:function`` names; the current folder is on the path.
-    ``ValueError``: no such module, function, or not of this form.
+    ``ValueError``: there is no such module or function, or ``text`` is not of this form.
     """
     module_name, colon, name = text.partition(":")
     if not (colon and module_name and name):
@@ -54,7 +54,7 @@ def load(text: str) -> Factory:
 
 
 def training_of(made: Any) -> _trace.Training:
-    """What the user's function returned. ``TypeError``: something else."""
+    """What the user's function returned, as a ``Training``. ``TypeError``: it cannot be one."""
     if isinstance(made, dict) and isinstance(made.get("model"), nn.Module):
         return _trace.Training(**{k: v for k, v in made.items() if k in _KEYS})
     parts = made if isinstance(made, tuple) else (made,)
@@ -68,7 +68,7 @@ def training_of(made: Any) -> _trace.Training:
 
 def policy_for(module: nn.Module, wrap: str) -> Any:
     """A wrap policy by name: ``blocks`` (the classes of repeated blocks), ``whole`` (None), or
-    class names with commas between them. ``ValueError``: no module of such a class.
+    class names with commas between them. ``ValueError``: no module is of such a class.
     """
     classes = classes_for(module, wrap)
     return ModuleWrapPolicy(classes) if classes else None
@@ -121,11 +121,11 @@ def _splits_a_tie(module: nn.Module, kind: type[nn.Module]) -> bool:
 def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str = "") -> Model:
     """The planner's model of what ``factory`` makes. ``wrap``: a name for ``policy_for``, or a
     policy; ``api``: ``fully_shard``, or the wrapper class. What the factory gives as ``shard`` is
-    planned instead of these. ``ValueError``: the factory raises; its line is in the message.
+    planned instead of these. ``ValueError``: the factory raises; the message names the line.
     """
     with faking():
         made = _made(factory)
-        sized = hasattr(made, "model_type") and hasattr(made, "to_dict")  # of transformers
+        sized = hasattr(made, "model_type") and hasattr(made, "to_dict")  # a transformers config
         if sized:
             made = configs.step_of(made, setup)
         run = training_of(made)
@@ -146,7 +146,7 @@ def build_traced(factory: Factory, setup: Setup, wrap: Any = "blocks", api: str 
         packed = _packed(module)
         values = sum(u.numel for u in units) + packed
         trained = sum(p.numel for u in units for p in u.params if p.trainable)
-        forward = 2.0 * tokens * (values - idle)  # and twice that backward, half of it if frozen
+        forward = 2.0 * tokens * (values - idle)  # backward: twice that, once where frozen
         return Model(
             name=type(module).__name__,
             units=units,
@@ -176,7 +176,7 @@ def _made(factory: Factory) -> Any:
 def _step(
     run: _trace.Training, units: tuple[Unit, ...], setup: Setup
 ) -> tuple[tuple[Moment, ...], str]:
-    """The moments of a step, and why there are none."""
+    """The moments of a step, and, if there are none, the reason."""
     nothing = "activations are not in the plan: "
     if run.inputs is None:
         return (), nothing + "no inputs were given"
@@ -253,7 +253,7 @@ def _moments(run: _trace.Training, units: tuple[Unit, ...], setup: Setup) -> lis
 
 
 def _cast(module: nn.Module, dtype: torch.dtype) -> None:
-    """Parameters in the compute dtype, as modules see them; batch norms compute in fp32."""
+    """Cast parameters to the compute dtype, as modules see them; batch norms compute in fp32."""
     kept = [
         m
         for m in module.modules()

@@ -21,10 +21,10 @@ void sim_unlock(void);
 /* Waits for sim_wake_locked() or `ms`, with the lock given back meanwhile. */
 void sim_pause(int ms);
 void sim_wake_locked(void);
-/* Counts the call and plays the planted faults. Not SUCCESS: sim_leave(it) at once. */
+/* Counts the call and plays the planted faults. Where it is not SUCCESS, sim_leave(it) at once. */
 CUresult sim_enter(enum sim_entry entry, bool needs_context);
 CUresult sim_leave(CUresult result);
-/* Entry points leave at once with what is not SUCCESS; between SIM_ENTER and there the lock is held. */
+/* Entry points leave at once with what is not SUCCESS; from SIM_ENTER until they leave they hold the lock. */
 #define SIM_TRY(call)                 \
     do {                              \
         CUresult tried_ = (call);     \
@@ -37,9 +37,9 @@ CUresult sim_leave(CUresult result);
 void sim_forget_faults(void);
 bool sim_has_context(void);
 const char *sim_intern(const char *text);
-/* One line, kept, printed and, if so set, fatal. */
+/* Reports one line: it is kept, printed and, if so set, fatal. */
 void sim_say(bool race, const char *format, ...) __attribute__((format(printf, 2, 3)));
-/* Numbers moments of the program. */
+/* A number for each moment of the program. */
 uint64_t sim_now(void);
 void *sim_alloc(size_t count, size_t bytes);
 void *sim_grow(void *block, int count, int *capacity, size_t bytes);
@@ -60,7 +60,7 @@ typedef struct sim_segment {
     int read_count, read_capacity;
 } sim_segment;
 
-/* History of a piece of physical memory. */
+/* The history of a piece of physical memory. */
 typedef struct sim_space {
     sim_segment *segments; /* sorted, without overlap */
     int count, capacity;
@@ -71,8 +71,8 @@ struct simgpu_task {
     uint64_t time;
     const uint64_t *clock;
     const char *what;
-    uint64_t stamp; /* when it was put on its stream */
-    bool counted;   /* bytes go into the counters */
+    uint64_t stamp; /* the moment at which it was put on its stream */
+    bool counted;   /* its bytes go into the counters */
     bool broken;
 };
 
@@ -89,8 +89,8 @@ bool sim_is_pinned(uintptr_t address, size_t bytes);
 /* Memory that was given back counts as what it was reserved for: the device's. */
 enum sim_place { SIM_ELSEWHERE, SIM_ON_DEVICE, SIM_ON_HOST };
 enum sim_place sim_place_of(uintptr_t address);
-/* Between begin and run, accesses are noted; between run and end, other pages are unreadable. End
- * reports bytes that changed without having been declared. */
+/* Between begin and run, accesses are noted; between run and end, pages without a noted access are
+ * unreadable. End reports bytes that changed without having been declared. */
 void sim_verify_begin(void);
 void sim_verify_run(void);
 void sim_verify_end(const char *kernel);
@@ -117,29 +117,29 @@ struct CUstream_st {
 
 typedef struct sim_dep {
     int actor;
-    uint64_t time; /* 0: none */
+    uint64_t time; /* 0: no dependency */
 } sim_dep;
 
 extern sim_actor sim_actors[SIM_ACTORS];
 
 int sim_processor(void);               /* the calling thread's processor */
-int sim_stream_actor(CUstream stream); /* -1: no live stream */
+int sim_stream_actor(CUstream stream); /* -1: the stream is not live */
 const char *sim_actor_name(int actor);
 CUresult sim_push(int actor, const simgpu_work *work, sim_dep dep, const uint64_t *clock,
                   bool counted);
-/* Runs until this has been done. LAUNCH_TIMEOUT: it never was. */
+/* Runs until (actor, time) is done. LAUNCH_TIMEOUT: it never was. */
 CUresult sim_demand(int actor, uint64_t time);
-/* One piece of work towards it. */
+/* Runs one piece of work towards (actor, time). */
 void sim_nudge(int actor, uint64_t time);
 CUresult sim_demand_all(void);
-/* The processor asks whether this is done (NOT_READY), or waits for it; then it has seen the clock. */
+/* The processor asks whether `at` is done (NOT_READY), or waits for it; then it has seen the clock. */
 CUresult sim_look(sim_dep at, const uint64_t *clock, bool wait);
-/* The processor has seen that this is done. */
+/* The processor has seen as done what has this clock. */
 void sim_observe(const uint64_t *clock);
 void sim_streams_reset(void);
 void sim_streams_lose_helper(void); /* in a forked process */
 int sim_stream_leaks(char *text, size_t bytes);
-/* For entry points: the stream is looked up, the legacy stream's order is kept. */
+/* For entry points: they look the stream up and keep the legacy stream's order. */
 CUresult sim_enqueue_counted(CUstream stream, const simgpu_work *work);
 CUresult sim_enqueue_plain(CUstream stream, const simgpu_work *work, sim_dep dep,
                            const uint64_t *clock);
@@ -148,18 +148,18 @@ void sim_touch(int actor, uintptr_t address, size_t bytes, bool write, const cha
 /* --- captures: sim_capture.c -------------------------------------------------------------------- */
 
 typedef struct sim_captured {
-    uint64_t id; /* 0: recorded outside */
+    uint64_t id; /* 0: recorded outside of a capture */
     uint64_t behind[SIM_ACTORS];
 } sim_captured;
 
 bool sim_captures(int actor);
-/* Work that is captured and not run. */
+/* Notes work that is captured and not run. */
 void sim_capture_work(int actor);
 void sim_capture_record(int actor, sim_captured *event);
 /* Makes the stream part of the capture. */
 CUresult sim_capture_wait(int actor, const sim_captured *event);
 CUresult sim_capture_query(const sim_captured *event);
-/* A call that may not be made while another stream captures, but in relaxed mode. */
+/* For a call that may not be made while another stream captures, except in relaxed mode. */
 CUresult sim_capture_unsafe(const char *call);
 CUresult sim_capture_copy(int actor, bool pinned);
 void sim_capture_reset(void);
@@ -173,7 +173,7 @@ int sim_event_leaks(char *text, size_t bytes);
 
 void sim_kernels_reset(void);
 int sim_kernel_leaks(char *text, size_t bytes);
-/* Kernels of this project: filled from their parameter structs (sim_declare.c). */
+/* Kernels of this project: their accesses follow from their parameter structs (sim_declare.c). */
 const struct sim_declared *sim_find_declared(const char *name);
 typedef struct sim_declared {
     const char *name;

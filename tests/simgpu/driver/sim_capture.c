@@ -12,12 +12,12 @@
 
 typedef struct member {
     bool in;
-    uint64_t work;               /* put on it inside */
-    uint64_t behind[SIM_ACTORS]; /* work of others that comes before */
+    uint64_t work;               /* pieces of work put on the stream in the capture */
+    uint64_t behind[SIM_ACTORS]; /* work of each stream that comes before */
 } member;
 
 static struct {
-    uint64_t id; /* 0: none is on its way */
+    uint64_t id; /* 0: no capture is on its way */
     int origin;
     unsigned mode;
     bool broken;
@@ -62,7 +62,7 @@ sim_capture_unsafe(const char *call)
     return break_capture(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, why);
 }
 
-/* A graph copies again whenever it runs, long after the program's own memory may be gone. */
+/* Refuses memory that is not pinned: a graph copies whenever it runs, when that memory may be gone. */
 CUresult
 sim_capture_copy(int actor, bool pinned)
 {
@@ -146,7 +146,7 @@ cuStreamEndCapture(CUstream stream, CUgraph *graph)
     return sim_leave(result);
 }
 
-/* The id, and no graph: none of its nodes can be had. */
+/* Gives the id, and no graph: nothing can be asked of its nodes. */
 SIM_EXPORT CUresult
 cuStreamGetCaptureInfo(CUstream stream, unsigned *status, uint64_t *id, void *graph, void *nodes,
                        void *count)

@@ -47,7 +47,7 @@ insert(sim_space *space, int at, sim_segment segment)
     return &space->segments[at];
 }
 
-/* So that no segment lies on both sides of `at`. */
+/* Cuts segments so that none lies on both sides of `at`. */
 static void
 cut(sim_space *space, uint64_t at)
 {
@@ -122,7 +122,7 @@ keep_read(sim_segment *segment, sim_mark mark)
     segment->reads[segment->read_count++] = mark;
 }
 
-/* A write is behind all that was there, or was reported: its history is all that remains. */
+/* Replaces the history by the write: it is behind all that was there, or that was reported. */
 static void
 keep_write(sim_space *space, uint64_t lo, uint64_t hi, sim_mark mark)
 {

@@ -69,7 +69,7 @@ sim_now(void)
     return ++moments;
 }
 
-/* Without memory a test cannot go on. */
+/* Ends the program without memory, as a test cannot go on then. */
 void *
 sim_alloc(size_t count, size_t bytes)
 {
@@ -96,7 +96,7 @@ sim_grow(void *block, int count, int *capacity, size_t bytes)
     return block;
 }
 
-/* Texts live as long as the process: histories point to them. */
+/* Keeps a text as long as the process lives, as histories point to it. */
 const char *
 sim_intern(const char *text)
 {
@@ -122,7 +122,7 @@ sim_intern(const char *text)
 
 typedef struct plant {
     int entry;
-    int64_t call; /* of this number */
+    int64_t call; /* the number of the call that is skipped or fails */
     CUresult result;
 } plant;
 
@@ -197,7 +197,7 @@ sim_forget_faults(void)
 }
 
 static bool initialised;
-static bool forked; /* from a process that used the driver: here it is of no use any more */
+static bool forked; /* by a process that used the driver: it is of no use here */
 
 /* The forking thread holds the lock, so that the parent's helper thread is not in the middle of its work. The child has
  * no helper thread, and takes a new mutex and a new condition variable: the old mutex belongs to the parent's thread,
@@ -214,7 +214,7 @@ in_child(void)
 
 /* --- environment ------------------------------------------------------------------------------- */
 
-/* "entry:k[:code][,...]" */
+/* Reads planted faults: "entry:k[:code][,...]" */
 static void
 read_plants(const char *variable, bool skip)
 {

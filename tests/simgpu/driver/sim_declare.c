@@ -42,7 +42,7 @@ declare_scale(simgpu_task *task, const void *params, const simgpu_launch *launch
     return known;
 }
 
-/* From the lowest to the highest element; with negative strides the data lies in between. */
+/* Reads from the lowest to the highest element; with negative strides the first one lies in between. */
 static bool
 read_view(simgpu_task *task, const fsdpc_cuda_view *view, int type)
 {
@@ -83,7 +83,7 @@ declare_pack_entry(simgpu_task *task, const fsdpc_cuda_pack_params *p,
     const int type = (int)(word >> FSDPC_CUDA_SOURCE_TYPE_SHIFT & 15);
     if (word & FSDPC_CUDA_SOURCE_ADD) {
         if (!address && dst == (const char *)p->base + entry->base_offset) {
-            return true; /* stays as it is */
+            return true; /* the destination stays as it is */
         }
         if (!declare_base(task, p, entry)) {
             return false;
@@ -276,7 +276,7 @@ declare_unpack8(simgpu_task *task, const void *params, const simgpu_launch *laun
     return declare_activation(task, params, false);
 }
 
-/* Piece by piece, as the padding between pieces is nobody's. */
+/* Declares the codes piece by piece, as the padding between pieces belongs to nobody. */
 static bool
 declare_coded(simgpu_task *task, const fsdpc_cuda_coding *c, int64_t pieces, bool encode)
 {

@@ -12,9 +12,9 @@ struct CUevent_st {
 };
 
 static struct CUevent_st *events;
-static struct CUevent_st *destroyed; /* apart: each call looks through the others */
+static struct CUevent_st *destroyed; /* kept apart: each call looks through `events` */
 
-/* The link to an event, or to nothing. */
+/* The link that leads to the event, or the last link if there is no such event. */
 static struct CUevent_st **
 link_to(CUevent event)
 {
@@ -43,7 +43,7 @@ cuEventCreate(CUevent *event, unsigned flags)
     return sim_leave(CUDA_SUCCESS);
 }
 
-/* Its handle is never given out again, so a later use is found. */
+/* An event's handle is never given out again, so a later use is found. */
 SIM_EXPORT CUresult
 cuEventDestroy(CUevent event)
 {

@@ -2,7 +2,7 @@
  *
  * Kernels come from tests (simgpu_kernel) or from the project's own sources compiled for the host:
  * $SIMGPU_KERNELS names that library, NAME__host is kernel NAME, and sim_declare.c says what each
- * touches. One without such a row cannot be found: it would escape the check.
+ * touches. A kernel without such a row cannot be found: it would escape the check.
  */
 #include <dlfcn.h>
 #include <stdio.h>

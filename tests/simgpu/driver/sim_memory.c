@@ -2,7 +2,7 @@
  *
  * physical   a piece of memory and its history; from cuMemCreate (a memfd, so that two ranges can
  *            show it), cuMemAlloc or cuMemHostAlloc
- * range      reserved addresses, unreadable
+ * range      reserved addresses, unreadable where nothing is mapped
  * mapping    addresses behind which a physical piece lies, with rights
  *
  * Fresh device memory is full of NaN. Addresses that were given back are kept, unreadable, for the
@@ -80,7 +80,7 @@ find_handle(uint64_t handle)
     return NULL;
 }
 
-/* Memory once given, now given back: kept unreadable. */
+/* True for memory that was given and then given back: it is kept, unreadable. */
 static bool
 was_ours(uintptr_t address)
 {
@@ -115,7 +115,7 @@ simgpu_label(const void *ptr, size_t bytes, const char *text)
     while (i < label_count && (labels[i].base != (uintptr_t)ptr || labels[i].bytes != bytes)) {
         i++;
     }
-    if (i < label_count) { /* to the end: the last one wins */
+    if (i < label_count) { /* moves to the end, as the last label wins */
         memmove(&labels[i], &labels[i + 1], (size_t)(label_count - i - 1) * sizeof *labels);
         label_count--;
     }
@@ -232,7 +232,7 @@ sim_place_of(uintptr_t address)
                                                                           : SIM_ON_HOST;
 }
 
-/* Nothing that the processor has not seen end may still use the memory that it takes away. */
+/* Reports work that may still use memory which the processor takes away: all that it has not seen end. */
 static void
 check_unused(const mapping *gone, const char *act)
 {
@@ -308,7 +308,7 @@ add_mapping(uintptr_t base, size_t bytes, physical *memory, size_t offset, int r
     memory->mappings++;
 }
 
-/* The addresses stay reserved. */
+/* Unmaps the memory; its addresses stay reserved. */
 static void
 remove_mapping(mapping *gone)
 {
@@ -451,7 +451,7 @@ cuMemMap(CUdeviceptr ptr, size_t bytes, size_t offset, CUmemGenericAllocationHan
                    offset > memory->bytes || bytes > memory->bytes - offset ||
                    !find_range((uintptr_t)ptr, bytes),
                CUDA_ERROR_INVALID_VALUE);
-    /* As driver 580 does on an H200: memory is mapped as a whole, as often as one likes. */
+    /* Memory is mapped as a whole only, but as often as one likes, as by driver 580 on an H200. */
     SIM_REFUSE(offset || bytes != memory->bytes, CUDA_ERROR_NOT_SUPPORTED);
     for (int i = 0; i < sim_mapping_count; i++) {
         if (sim_mappings[i].base < ptr + bytes &&
@@ -532,7 +532,7 @@ cuMemSetAccess(CUdeviceptr ptr, size_t bytes, const CUmemAccessDesc *desc, size_
 
 /* --- plain memory ------------------------------------------------------------------------------------- */
 
-/* At an address of its own; takes the memory, frees it and returns 0 where there are no addresses. */
+/* Gives the memory an address of its own. Without addresses left it frees the memory and returns 0. */
 static uintptr_t
 map_anonymous(physical *memory)
 {
@@ -568,7 +568,7 @@ find_start(uintptr_t address, kind wanted)
     return found && found->base == address && found->memory->kind == wanted ? found : NULL;
 }
 
-/* The driver waits for the whole device here. */
+/* Here a real driver waits for the whole device. */
 SIM_EXPORT CUresult
 cuMemFree(CUdeviceptr ptr)
 {
@@ -628,7 +628,7 @@ cuMemGetInfo(size_t *free_bytes, size_t *total)
     return sim_leave(CUDA_SUCCESS);
 }
 
-/* Of the processor's own memory the driver knows nothing. */
+/* The driver knows nothing of the processor's own memory. */
 SIM_EXPORT CUresult
 cuPointerGetAttribute(void *value, int attribute, CUdeviceptr address)
 {
@@ -668,7 +668,7 @@ sim_memory_leaks(char *text, size_t bytes)
     return count;
 }
 
-/* Here the addresses are given back as well: the next test starts afresh. */
+/* Gives the addresses back as well: the next test starts afresh. */
 void
 sim_memory_reset(void)
 {

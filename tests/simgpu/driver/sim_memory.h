@@ -26,8 +26,8 @@ typedef struct mapping {
     size_t bytes, offset;
     physical *memory;
     int rights;     /* PROT_* */
-    uint64_t since; /* the moment of mapping */
-    use *last;      /* through these addresses, by each actor */
+    uint64_t since; /* the moment at which it was mapped */
+    use *last;      /* the last use through these addresses, by each actor */
 } mapping;
 
 extern mapping *sim_mappings;

@@ -37,7 +37,7 @@ static host main_host, rank_hosts[SIM_ACTORS / 2];
 static int rank_host_count;
 static __thread host *own_host;
 static __thread uint64_t own_epoch;
-static uint64_t epoch; /* counts resets: a thread's host does not outlive one */
+static uint64_t epoch; /* counts resets, as a thread's host does not outlive a reset */
 static struct CUstream_st *handles;
 static int streams_made, waiting_works;
 static bool helper_started;
@@ -58,7 +58,7 @@ new_actor(const char *name)
         if (actor->used && (actor->live || actor->head)) {
             continue;
         }
-        /* Numbers go on where the place's former holder stopped: old marks stay old. */
+        /* Numbers of work go on where the place's former holder stopped, so that old marks stay old. */
         actor->used = actor->live = true;
         actor->at_once = actor->blocking = actor->processor = false;
         actor->order = -1;
@@ -139,8 +139,8 @@ simgpu_label_stream(CUstream stream, const char *text)
     sim_unlock();
 }
 
-/* What a thread sees that only looks after things (it is neither the program's own nor a rank) is not
- * what the program knows: else it would hide, now and then, what nothing orders. */
+/* What the processor has seen as done. A thread that only looks after things (neither the program's own nor a
+ * rank) is left out: else what it sees would hide, now and then, what nothing orders. */
 void
 sim_observe(const uint64_t *clock)
 {
@@ -165,7 +165,7 @@ runnable(int actor)
     return head && dep_done(head->dep);
 }
 
-/* False: other ranks must come first. */
+/* Runs the first piece of work of an actor. False: other ranks must come first. */
 static bool
 run_head(int index)
 {
@@ -195,7 +195,7 @@ run_head(int index)
     return true;
 }
 
-/* The actor whose head is the first piece of work on the way to (actor, time); -1: that is done. */
+/* The actor whose first piece of work is next on the way to (actor, time); -1: (actor, time) is done. */
 static int
 next_towards(int actor, uint64_t time)
 {
@@ -284,7 +284,7 @@ host_in_order(void)
     return false;
 }
 
-/* After each call that put work somewhere. */
+/* Called after each call that put work somewhere: runs what the policy lets go. */
 static void
 let_go(void)
 {
@@ -303,7 +303,7 @@ let_go(void)
     }
 }
 
-/* One piece of work, because (actor, time) is demanded. */
+/* Runs one piece of work, because (actor, time) is demanded. */
 static bool
 run_one_for(int actor, uint64_t time)
 {
@@ -453,7 +453,7 @@ simgpu_policy(const char *text)
 
 /* --- work for other ranks ----------------------------------------------------------------------------- */
 
-/* What another rank waits for, and what was begun and can now end. */
+/* Runs what another rank waits for, and what was begun and can now end. */
 static bool
 serve_peers(void)
 {
@@ -496,7 +496,7 @@ start_helper(void)
     }
 }
 
-/* Threads do not come along into a forked process. */
+/* Called in a forked process, which has no helper thread. */
 void
 sim_streams_lose_helper(void)
 {
@@ -613,7 +613,7 @@ simgpu_point_demand(const simgpu_point *point)
     return done;
 }
 
-/* For the driver's own entry points. */
+/* For the driver's own entry points: bytes of the work go into the counters. */
 CUresult
 sim_enqueue_counted(CUstream stream, const simgpu_work *work)
 {
@@ -733,7 +733,7 @@ cuStreamCreateWithPriority(CUstream *stream, unsigned flags, int priority)
     return sim_leave(CUDA_SUCCESS);
 }
 
-/* Its work still runs, as on a device. */
+/* The stream's work still runs, as on a device. */
 SIM_EXPORT CUresult
 cuStreamDestroy(CUstream stream)
 {
@@ -812,7 +812,7 @@ sim_stream_leaks(char *text, size_t bytes)
     return count + sim_event_leaks(text, bytes);
 }
 
-/* Threads that are ranks have ended by then. */
+/* Called when threads that are ranks have ended. */
 void
 sim_streams_reset(void)
 {

@@ -19,7 +19,7 @@ typedef struct declared {
 static declared *declares;
 static int declare_count, declare_capacity;
 static bool noting;
-static char **copies; /* of each mapping before the kernel */
+static char **copies; /* the bytes of each mapping before the kernel */
 
 void
 sim_verify_note(uintptr_t address, size_t bytes, bool write, const mapping *found)

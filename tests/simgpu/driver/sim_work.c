@@ -66,7 +66,7 @@ cuMemcpyDtoDAsync(CUdeviceptr dst, CUdeviceptr src, size_t bytes, CUstream strea
                                 .src_tracked = true}));
 }
 
-/* From memory that is not pinned the driver first takes a copy of its own. */
+/* Where the source is not pinned, the driver first takes a copy of its own. */
 SIM_EXPORT CUresult
 cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream stream)
 {
@@ -89,7 +89,7 @@ cuMemcpyHtoDAsync(CUdeviceptr dst, const void *src, size_t bytes, CUstream strea
     return sim_leave(put(stream, "copy to the device", made));
 }
 
-/* To memory that is not pinned the call lasts until the copy is done. */
+/* Where the destination is not pinned, the call lasts until the copy is done. */
 SIM_EXPORT CUresult
 cuMemcpyDtoHAsync(void *dst, CUdeviceptr src, size_t bytes, CUstream stream)
 {

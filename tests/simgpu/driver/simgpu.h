@@ -25,18 +25,18 @@
 
 /* --- schedules ------------------------------------------------------------------------------- */
 
-/* Order of streams by their number of creation (0 = the first). SIMGPU_HOST parts them: streams
- * before it run all they can at every call; those behind it are held back until something demands
- * their work, and then go in this order. Streams that are not named are held back, too. */
+/* The order of streams, by their number of creation (0 = the first). SIMGPU_HOST parts them: streams before
+ * it run all they can at every call; streams behind it are held back until something demands their work, and
+ * then run in this order. Streams that are not named are held back, too. */
 enum { SIMGPU_HOST = -1 };
-void simgpu_policy_eager(void); /* at once, where legal */
-void simgpu_policy_lazy(void);  /* only what is demanded; the default */
+void simgpu_policy_eager(void); /* runs work at once, where that is legal */
+void simgpu_policy_lazy(void);  /* runs only what is demanded; the default */
 void simgpu_policy_random(uint64_t seed);
 void simgpu_policy_order(const int *streams, int count);
 /* "eager", "lazy", "random:SEED", "order:1,host,0"; also in $SIMGPU_POLICY. False: not understood. */
 bool simgpu_policy(const char *text);
-/* Runs everything that was put on any stream, in the policy's order; no counted synchronisation and
- * nothing that the processor observes. False: something cannot run. */
+/* Runs everything that was put on any stream, in the policy's order. Counts as no synchronisation, and the
+ * processor observes nothing. False: something cannot run. */
 bool simgpu_drain(void);
 /* Back to the state of a fresh process: everything is drained and freed, all reports forgotten. */
 void simgpu_reset(void);
@@ -48,13 +48,13 @@ void simgpu_thread_is_rank(const char *name);
 /* torch's operators on the compute stream. `what` names the operator. */
 void simgpu_host_read(const void *ptr, size_t bytes, const char *what);
 void simgpu_host_write(void *ptr, size_t bytes, const char *what);
-/* The same for the operators on any stream; they run when the call is made. */
+/* An operator's access on any stream; it runs when the call is made. */
 void simgpu_stream_access(CUstream stream, const void *ptr, size_t bytes, bool write,
                           const char *what);
-/* An operator over memory that may be the device's, pinned, or neither: as host_read or host_write,
- * as cpu_read or cpu_write, or not at all. True: it was declared. */
+/* An operator's access to memory that may be the device's (as host_read, host_write), pinned (as cpu_read,
+ * cpu_write), or neither (nothing is declared). True: it was declared. */
 bool simgpu_host_operator(const void *ptr, size_t bytes, bool write, const char *what);
-/* The processor itself, in pinned memory. */
+/* Accesses of the processor itself, to pinned memory. */
 void simgpu_cpu_read(const void *ptr, size_t bytes, const char *what);
 void simgpu_cpu_write(void *ptr, size_t bytes, const char *what);
 /* Names for reports; a later label of the same bytes wins. */
@@ -65,11 +65,11 @@ void simgpu_label_stream(CUstream stream, const char *text);
 
 /* The k-th call from now (1 = the next) of this entry point returns success and does nothing. */
 bool simgpu_skip(const char *entry, int k);
-bool simgpu_skip_wait(int k); /* cuStreamWaitEvent */
-/* The k-th call from now fails with this code. Also in $SIMGPU_SKIP and $SIMGPU_FAIL:
+bool simgpu_skip_wait(int k); /* simgpu_skip of cuStreamWaitEvent */
+/* The k-th call from now fails with this code. Skips and failures also in $SIMGPU_SKIP and $SIMGPU_FAIL:
  * "cuStreamWaitEvent:3", "cuMemCreate:1:2". */
 bool simgpu_fail(const char *entry, int k, CUresult code);
-/* Calls so far; -1 for an unknown entry point. */
+/* How often an entry point was called so far; -1 for an unknown one. */
 int64_t simgpu_calls(const char *entry);
 
 typedef struct simgpu_options {
@@ -78,13 +78,13 @@ typedef struct simgpu_options {
     bool abort_on_report; /* abort() at the first race or fault; $SIMGPU_ABORT */
     bool quiet;           /* reports are kept but not printed */
     bool verify;          /* kernels may touch only what they declare; slow; $SIMGPU_VERIFY */
-    int driver_version;   /* 13000 */
-    int devices;          /* 1 */
-    size_t memory_bytes;  /* 1 GiB */
-    size_t foreign_bytes; /* of it, what contexts and libraries hold; 0 */
-    size_t granule;       /* of virtual memory: 2 MiB, or $SIMGPU_GRANULE; smaller is faster */
+    int driver_version;   /* 13000 by default */
+    int devices;          /* 1 by default */
+    size_t memory_bytes;  /* of the device; 1 GiB by default */
+    size_t foreign_bytes; /* of memory_bytes, held by contexts and libraries; 0 by default */
+    size_t granule;       /* of virtual memory; 2 MiB, or $SIMGPU_GRANULE; smaller is faster */
     bool forks;           /* a forked child may go on; false by default, as on a GPU */
-    double stall_s;       /* a wait for other ranks ends after this, as an error; 30 */
+    double stall_s;       /* a wait for other ranks ends after this, as an error; 30 by default */
 } simgpu_options;
 simgpu_options *simgpu_get_options(void); /* to be changed in place, before the calls concerned */
 
@@ -113,7 +113,7 @@ int simgpu_reports(void);
 int simgpu_leaks(char *text, size_t bytes);
 /* True if every byte can be read (written) now by work on the device. */
 bool simgpu_accessible(const void *ptr, size_t bytes, bool write);
-/* All of it is mapped from virtual memory management's pieces. */
+/* True if all of it is mapped from pieces of virtual memory management. */
 bool simgpu_is_virtual(const void *ptr, size_t bytes);
 
 /* Launches, copies, fills and collectives in the last capture. */
@@ -123,7 +123,7 @@ int64_t simgpu_captured(void);
 
 typedef struct simgpu_task simgpu_task;
 
-/* Say what a piece of work touches, before it does. False: it may not, the work must not run. */
+/* These say what a piece of work touches, before it does. False: it may not, the work must not run. */
 bool simgpu_task_read(simgpu_task *task, const void *ptr, size_t bytes);
 bool simgpu_task_write(simgpu_task *task, void *ptr, size_t bytes);
 
@@ -137,8 +137,8 @@ typedef void (*simgpu_launcher)(const void *params, unsigned gx, unsigned gy, un
 void simgpu_kernel(const char *name, size_t params_bytes, simgpu_launcher launcher,
                    simgpu_declare declare);
 
-/* Work of a library above the driver (collectives). `run` is called until it says DONE; BLOCKED
- * means that other ranks must come first, `wanted` (optional) that one of them waits for this. */
+/* Work of a library above the driver (collectives). `run` is called until it says DONE; BLOCKED means that
+ * other ranks must come first; `wanted` (optional): whether another rank waits for this one. */
 enum simgpu_progress { SIMGPU_DONE, SIMGPU_BLOCKED };
 typedef struct simgpu_work {
     const char *name;
@@ -147,18 +147,18 @@ typedef struct simgpu_work {
     bool (*wanted)(void *context);
     void (*drop)(void *context); /* (optional) after the last run */
 } simgpu_work;
-/* A place in a stream's queue; zero-initialised: nothing. */
+/* A place in a stream's queue; zero-initialised: no place. */
 typedef struct simgpu_point {
     int actor;
     uint64_t time;
     uint64_t clock[64];
 } simgpu_point;
-/* `after` (may be NULL): also ordered behind this point; becomes the new work's point. */
+/* `after` (may be NULL): the work is also ordered behind this point, which becomes the point of the work. */
 CUresult simgpu_enqueue(CUstream stream, const simgpu_work *work, simgpu_point *after);
 bool simgpu_point_done(const simgpu_point *point);
-/* Runs what leads to it, as another piece of work waiting for it would. False: it never came. */
+/* Runs what leads to the point, as another piece of work that waits for it would. False: it never came. */
 bool simgpu_point_demand(const simgpu_point *point);
-/* For such libraries: reports a fault of their own, and wakes whoever waits for a state change. */
+/* For such libraries: reports a fault of the library's own; wakes all that wait for a state change. */
 void simgpu_fault(const char *format, ...) __attribute__((format(printf, 1, 2)));
 void simgpu_wake(void);
 

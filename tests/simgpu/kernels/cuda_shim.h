@@ -38,9 +38,9 @@ extern thread_local shim_index gridDim, blockDim, blockIdx, threadIdx;
 /* All threads of the block come here, or none: anything else ends the program. */
 void __syncthreads(void);
 
-/* The largest of a warp's values; here all threads of the block come as often, so that a barrier serves. */
+/* The largest of a warp's values. Here all threads of the block must come, so that a barrier serves. */
 int __reduce_max_sync(unsigned lanes, int value);
-/* Their sum, in the same way. */
+/* The sum of a warp's values, in the same way. */
 unsigned __reduce_add_sync(unsigned lanes, unsigned value);
 
 /* The bytes of all __shared__ variables, as this thread sees them. */
@@ -50,7 +50,7 @@ struct shim_bytes {
 const shim_bytes &shim_shared(void);
 [[noreturn]] void shim_stop(const char *what);
 
-/* On a GPU an instruction for global memory, which reads something else from a shared address. */
+/* On a GPU an instruction for global memory: from a shared address it would read something else. */
 template <typename T>
 static inline T
 __ldcs(const T *from)

@@ -220,7 +220,7 @@ delist(struct ncclComm *comm)
     simgpu_get_options()->foreign_bytes -= comm->held_bytes;
 }
 
-/* Opens what (process, fd) names, which stays open there until all have met. */
+/* Opens the file that (process, fd) names; that process keeps it open until all ranks have met. */
 static bool
 open_segment(struct ncclComm *comm, int process, int fd)
 {
@@ -273,7 +273,7 @@ ncclGetVersion(int *version)
     return FSDPC_NCCL_SUCCESS;
 }
 
-/* The descriptor stays open as long as this process: an id may be used at any time. */
+/* The descriptor stays open as long as this process lives, as an id may be used at any time. */
 NCCL_EXPORT fsdpc_nccl_result
 ncclGetUniqueId(fsdpc_nccl_id *id)
 {
@@ -319,7 +319,7 @@ ncclCommInitRankConfig(fsdpc_nccl_comm *out, int world, fsdpc_nccl_id id, int ra
 
 /* --- splitting ---------------------------------------------------------------------------------------- */
 
-/* Ranks of a color, ordered by (key, rank); the place of this one. */
+/* Lists the ranks of a color in the order of (key, rank); returns how many there are. */
 static int
 group_of(const struct ncclComm *parent, int color, int *members)
 {
@@ -391,7 +391,7 @@ ncclCommSplit(fsdpc_nccl_comm parent, int color, int key, fsdpc_nccl_comm *out,
     }
     api_unlock();
     met = met && wait_joined(comm) == FSDPC_NCCL_SUCCESS;
-    close(mine->fd); /* nobody has to find it any more */
+    close(mine->fd); /* all ranks have opened it */
     if (!met) {
         return FSDPC_NCCL_SYSTEM_ERROR;
     }
@@ -414,8 +414,8 @@ nccl_enter(struct ncclComm *comm, const char *call)
     return FSDPC_NCCL_SUCCESS;
 }
 
-/* A thread of the real library's writes the communicator once more when the start is over, also one that
- * was given up. */
+/* When the start of a communicator is over, also of one that was given up, a thread of the real library
+ * writes the communicator to the caller's place once more. */
 static void
 be_born(struct ncclComm *comm)
 {
@@ -433,7 +433,7 @@ put_late(struct ncclComm *comm)
     return call ? nccl_put_all(call) : FSDPC_NCCL_SUCCESS;
 }
 
-/* One look at a call that is in progress. Lock held. */
+/* Looks once at a call in progress, and returns the communicator's state. Lock held. */
 static fsdpc_nccl_result
 state_of(struct ncclComm *comm)
 {
@@ -456,7 +456,7 @@ state_of(struct ncclComm *comm)
     return error ? error : atomic_load(&comm->error);
 }
 
-/* A call on a blocking communicator ends with its result. */
+/* Waits for the call of a blocking communicator, and returns its result. */
 fsdpc_nccl_result
 nccl_await(struct ncclComm *comm)
 {
@@ -489,7 +489,7 @@ ncclCommGetAsyncError(fsdpc_nccl_comm comm, fsdpc_nccl_result *error)
     return result;
 }
 
-/* Waits for what is on its way, and so for the peers. */
+/* Waits for the collectives that are on their way, and so for the peers. */
 static fsdpc_nccl_result
 demand_all(struct ncclComm *comm, const char *call)
 {
@@ -504,7 +504,7 @@ demand_all(struct ncclComm *comm, const char *call)
     return result;
 }
 
-/* In a real library it ends only when all graphs with collectives of the communicator are gone. */
+/* Like the real library's, it ends only when all graphs with collectives of the communicator are gone. */
 NCCL_EXPORT fsdpc_nccl_result
 ncclCommFinalize(fsdpc_nccl_comm comm)
 {
@@ -547,7 +547,7 @@ ncclCommDestroy(fsdpc_nccl_comm comm)
     return result;
 }
 
-/* Before it lets go of anything, an abort waits for the graphs: nothing ends that. */
+/* Before it lets go of anything, an abort waits until the graphs are gone; nothing else ends that wait. */
 static void
 await_graphs(const struct ncclComm *comm)
 {

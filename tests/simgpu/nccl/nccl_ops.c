@@ -22,7 +22,7 @@ count_call(const nccl_call *call)
     nccl_counters.bytes_sent += (int64_t)(call->request.count * item * pieces);
 }
 
-/* The larger side decides: what all ranks bring together, or get together. */
+/* Looks up the registration of the larger buffer: what all ranks send together, or get together. */
 static void
 look_up(nccl_call *call)
 {
@@ -69,7 +69,7 @@ is_captured(CUstream stream)
            state != 0;
 }
 
-/* Takes the call over. Lock held. */
+/* Puts the collective on its stream and takes the call over. Lock held. */
 fsdpc_nccl_result
 nccl_put(nccl_call *call)
 {
@@ -92,7 +92,7 @@ nccl_put(nccl_call *call)
     return result ? FSDPC_NCCL_UNHANDLED_CUDA_ERROR : FSDPC_NCCL_SUCCESS;
 }
 
-/* What is simulated of sends and receives: one of each with every other rank, of equal size. */
+/* True for what is simulated of sends and receives: one of each with each other rank, of equal size. */
 static bool
 is_whole(const nccl_call *call)
 {
@@ -103,7 +103,7 @@ is_whole(const nccl_call *call)
     return whole;
 }
 
-/* All of a group. Lock held. */
+/* Puts all collectives of a group on their streams. Lock held. */
 fsdpc_nccl_result
 nccl_put_all(nccl_call *call)
 {
@@ -123,7 +123,7 @@ nccl_put_all(nccl_call *call)
     return result;
 }
 
-/* In place means this rank's own part; anything else that overlaps is undefined. */
+/* A send buffer may be this rank's own part of the result; anything else that overlaps is undefined. */
 static bool
 overlaps(const nccl_call *call)
 {
@@ -246,7 +246,7 @@ ncclBroadcast(const void *send, void *recv, size_t count, fsdpc_nccl_type type, 
                  (nccl_request){.kind = BROADCAST, .type = type, .root = root, .count = count});
 }
 
-/* The group's sends and receives of a communicator are one piece of work, which begins with the first of them. */
+/* A group's sends and receives on a communicator are one collective, which begins with the first one. */
 static fsdpc_nccl_result
 transfer(fsdpc_nccl_comm handle, const char *send, char *recv, size_t bytes, int peer,
          fsdpc_cu_stream stream)

@@ -75,7 +75,7 @@ place(const struct ncclComm *comm, int rank, uint64_t round)
     return (char *)comm->segment + header + ((size_t)rank * 2 + round % 2) * ROUND_BYTES;
 }
 
-/* Items of a piece that go in one round. */
+/* How many items of a piece go in this round. */
 static size_t
 round_items(const nccl_call *call)
 {
@@ -133,7 +133,7 @@ kind_name(int kind)
     return kind >= 0 && kind < NCCL_KINDS ? nccl_kind_names[kind] : "(unknown)";
 }
 
-/* A real library hangs here, or mixes up the bytes. */
+/* True if all ranks ask for the same; where they do not, a real library hangs or mixes up the bytes. */
 static bool
 agreed(nccl_call *call)
 {
@@ -159,14 +159,14 @@ agreed(nccl_call *call)
     return true;
 }
 
-/* Whose part comes `step`-th, from 1 on, into the sum for a rank. */
+/* The rank whose part comes `step`-th, from 1 on, into the sum for the rank `destination`. */
 static int
 source_of(const struct ncclComm *comm, int destination, int step)
 {
     return nccl_options.rank_order ? step - 1 : (destination + step) % comm->world;
 }
 
-/* The symmetric kernels' way: low precision only. */
+/* Sums as the symmetric kernels do; false if they would not, as for other types than low precision. */
 static bool
 take_wide_sum(const nccl_call *call, char *to, size_t items, int destination, size_t offset)
 {
@@ -274,7 +274,7 @@ nccl_run(void *context, simgpu_task *task)
     nccl_call *call = context;
     struct ncclComm *comm = call->comm;
     if (atomic_load(&comm->aborted)) {
-        return SIMGPU_DONE; /* the kernel ends, and the bytes are whatever they are */
+        return SIMGPU_DONE; /* the kernel ends; the bytes are undefined */
     }
     if (call->stuck) {
         int none = FSDPC_NCCL_SUCCESS;

@@ -29,14 +29,14 @@ extern const char *const nccl_kind_names[NCCL_KINDS];
 typedef struct nccl_request {
     int kind, type, op, root;
     uint64_t count;
-    uint64_t place; /* in which window, and where in it; 0: in none */
+    uint64_t place; /* in which window the buffer is, and where; 0: in none */
 } nccl_request;
 
 typedef struct nccl_rank {
     _Atomic int joined;
-    _Atomic uint64_t at;      /* collectives that it has come to */
-    _Atomic uint64_t arrived; /* rounds laid out */
-    nccl_request asked[2];    /* of the last two rounds */
+    _Atomic uint64_t at;      /* how many collectives it has come to */
+    _Atomic uint64_t arrived; /* how many rounds it has laid out */
+    nccl_request asked[2];    /* what it asked for in the last two rounds */
     _Atomic uint64_t splits, windows;
     int color, key, fd;
     pid_t process;
@@ -52,7 +52,7 @@ typedef struct nccl_registration {
     uintptr_t base;
     size_t bytes;
     bool window;
-    uint64_t number; /* of the window, the same on all ranks */
+    uint64_t number; /* of the window; the same on all ranks */
 } nccl_registration;
 
 /* A window on its way. */
@@ -69,7 +69,7 @@ struct ncclComm {
     size_t held_bytes; /* of device memory */
     bool born;         /* the start is over */
     bool finalizing;
-    struct ncclComm **out; /* whoever started it, until it is born */
+    struct ncclComm **out; /* where to write the communicator when it is born */
     nccl_segment *segment;
     size_t segment_bytes;
     _Atomic int users; /* the handle and the work in queues */
@@ -88,18 +88,18 @@ struct ncclComm {
 };
 
 typedef struct nccl_call {
-    struct nccl_call *next; /* in a group */
+    struct nccl_call *next; /* the next call of the group */
     struct ncclComm *comm;
     nccl_request request;
     const char *send;
     char *recv;
-    const char *sends[NCCL_RANKS]; /* ALL_TO_ALL: to and from each other rank */
+    const char *sends[NCCL_RANKS]; /* ALL_TO_ALL: for each other rank */
     char *recvs[NCCL_RANKS];
     fsdpc_cu_stream stream;
     uint64_t number;
-    uint64_t done_items; /* of a piece */
+    uint64_t done_items; /* how many items of a piece are done */
     bool begun, laid, stuck;
-    bool windowed; /* summed in F32 and rounded once */
+    bool windowed; /* low precision is summed in F32 and rounded once */
     int stuck_error;
     int64_t not_before_ms;
 } nccl_call;
@@ -112,17 +112,17 @@ void api_unlock(void);
 int64_t nccl_now_ms(void);
 /* The value planted for this event, or -1. Counts the event. Lock held. */
 int nccl_planted(enum simnccl_fault fault, int rank);
-/* A call that a real library would not survive: reported. */
+/* Reports a call that a real library would not survive. */
 fsdpc_nccl_result nccl_misuse(struct ncclComm *comm, const char *format, ...)
     __attribute__((format(printf, 2, 3)));
-/* NULL with a misuse reported when it is not alive. Lock held. */
+/* The communicator if it is alive; else reports a misuse and returns NULL. Lock held. */
 struct ncclComm *nccl_check(struct ncclComm *comm, const char *call);
 /* The registered memory that these bytes lie in, or NULL. Lock held. */
 const nccl_registration *nccl_registered(const struct ncclComm *comm, const void *at, size_t bytes);
 /* What becomes of a call before anything is done: the communicator's error, which stays, or a misuse while
  * another call is in progress. Lock held. */
 fsdpc_nccl_result nccl_enter(struct ncclComm *comm, const char *call);
-/* Without the lock: the state that a blocking call ends with. */
+/* Waits until no call is in progress, and returns the communicator's state. Without the lock. */
 fsdpc_nccl_result nccl_await(struct ncclComm *comm);
 void nccl_unuse(struct ncclComm *comm);
 size_t nccl_item(int type);

@@ -7,22 +7,22 @@
 
 enum simnccl_fault {
     SIMNCCL_STOP,        /* the rank never comes to its k-th collective, nor to later ones */
-    SIMNCCL_SLOW,        /* it comes `value` milliseconds late */
+    SIMNCCL_SLOW,        /* the rank comes `value` milliseconds late to its k-th collective */
     SIMNCCL_ASYNC_ERROR, /* the k-th collective never ends, and the communicator's error is `value` */
     SIMNCCL_REFUSE,      /* the k-th call of a collective returns `value` at once */
     SIMNCCL_INIT_STALL,   /* the k-th communicator never meets the others */
     SIMNCCL_ABORT_BLOCKS, /* the k-th abort lasts `value` milliseconds, or until aborts_end */
-    SIMNCCL_WINDOW_FAILS  /* the k-th window comes to this error, which stays */
+    SIMNCCL_WINDOW_FAILS  /* the k-th window ends in the error `value`, which stays */
 };
 /* k counts from now (1 = the next), over all communicators of that rank in this process; rank -1
  * means any. */
 bool simnccl_plant(enum simnccl_fault fault, int rank, int k, int value);
 
 typedef struct simnccl_options {
-    int version; /* 22803; what becomes of windows depends on it */
+    int version; /* 22803 by default; what becomes of windows depends on it */
     int in_progress; /* a call on a non-blocking communicator takes effect only after so many polls; 1 */
     int stall_ms;     /* blocking waits for other ranks end after this, as an error; 30000 */
-    int window_error; /* what a window comes to, and stays the communicator's error; 0: none */
+    int window_error; /* the error in which each window ends, then the communicator's; 0: none */
     _Atomic bool aborts_end; /* aborts that block end now */
     bool graphs_live;        /* graphs outlive their capture, until simnccl_drop_graphs() */
     bool symmetric;          /* windows can be had: all GPUs see each other's memory; true */
@@ -35,18 +35,18 @@ simnccl_options *simnccl_get_options(void);
 typedef struct simnccl_counters {
     int64_t all_gathers, reduce_scatters, all_reduces, broadcasts;
     int64_t all_to_alls;               /* groups of sends and receives */
-    int64_t joined;                    /* of these, put before the end of a group that had begun */
-    int64_t bytes_sent;                /* what this process's ranks put before the others */
+    int64_t joined;                    /* calls of a group after its first one */
+    int64_t bytes_sent;                /* what this process's ranks sent to the others */
     int64_t mismatches;                /* collectives in which ranks asked for different things */
     int64_t misuses;                   /* calls that a real library would not survive */
-    int64_t registered, communicators; /* alive now */
+    int64_t registered, communicators; /* how many are alive now */
     int64_t direct, windowed;          /* collectives on registered memory; on windows among them */
     int64_t aborts, aborts_ended;
 } simnccl_counters;
 simnccl_counters simnccl_count(void);
 /* Forgets faults, options and counters. */
 void simnccl_reset(void);
-/* The graphs that hold collectives are gone: until then no communicator in them ends, nor an abort. */
+/* The graphs that hold collectives are gone now; before, no communicator in them ends, nor does an abort. */
 void simnccl_drop_graphs(void);
 
 #endif

@@ -10,7 +10,7 @@ GRANULE = 64 * 1024  # of virtual memory; the 2 MiB of a GPU would fill megabyte
 
 
 def missing() -> str | None:
-    """One line for a skip where the libraries are not built."""
+    """Why tests must be skipped where libraries are not built, in one line; None if all are."""
     absent = [name for name in (CUDA, NCCL, KERNELS) if not (LIBRARIES / name).exists()]
     return f"{', '.join(absent)} not built: make simlibs" if absent else None
 

@@ -107,7 +107,7 @@ def as_dict(values: ctypes.Structure) -> dict[str, int]:
 
 
 def policy(text: str) -> None:
-    """ "eager", "lazy", "random:SEED", "order:1,host,0"."""
+    """ "eager", "lazy", "random:SEED" or "order:1,host,0"."""
     assert cuda().simgpu_policy(text.encode()), f"no such policy: {text}"
 
 
@@ -138,13 +138,13 @@ def calls(entry: str) -> int:
 
 
 def plant_nccl(fault: str, rank: int, k: int, value: int = 0) -> None:
-    """A fault of simnccl.h: "STOP", "SLOW", "ASYNC_ERROR", "REFUSE", "INIT_STALL", ..."""
+    """Plants a fault of simnccl.h: "STOP", "SLOW", "ASYNC_ERROR", "REFUSE", "INIT_STALL", ..."""
     number = constants("nccl/simnccl.h", "simnccl_fault")[f"SIMNCCL_{fault}"]
     assert nccl().simnccl_plant(number, rank, k, value), fault
 
 
 def options() -> Any:
-    """simgpu_options, to be changed in place."""
+    """The simulator's simgpu_options, to be changed in place."""
     return cuda().simgpu_get_options().contents
 
 
@@ -156,7 +156,7 @@ def nccl_options() -> Any:
 
 
 def count() -> dict[str, int]:
-    """simgpu_counters."""
+    """The simulator's simgpu_counters."""
     return as_dict(cuda().simgpu_count())
 
 
@@ -172,17 +172,17 @@ def counting() -> Iterator[dict[str, int]]:
     grown.update({name: value - before[name] for name, value in count().items()})
 
 
-_known = 0  # reports that a test has taken
+_known = 0  # how many reports a test has taken
 
 
 def reports() -> list[str]:
-    """Races and faults since they were taken last."""
+    """Races and faults that were reported since reports were taken last."""
     library = cuda()
     return [library.simgpu_report(i).decode() for i in range(_known, library.simgpu_reports())]
 
 
 def take_reports() -> list[str]:
-    """The same; they will not fail the test any more."""
+    """Returns ``reports()`` and takes them: they will not fail the test any more."""
     global _known
     found = reports()
     _known += len(found)
@@ -197,7 +197,7 @@ def leaks() -> list[str]:
 
 
 def label(tensor: Any, text: str) -> None:
-    """A name for a tensor's memory in reports."""
+    """Names a tensor's memory for reports."""
     cuda().simgpu_label(tensor.data_ptr(), tensor.numel() * tensor.element_size(), text.encode())
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# They take a tensor for its shape or dtype.
+# Operators that take a tensor only for its shape or dtype.
 ONLY_LOOK_PREFIXES = ("aten::new_", "aten::sym_", "aten::_has_", "aten::size", "aten::stride")
 ONLY_LOOK_NAMES = {"aten::is_same_size", "aten::set_", "aten::resize_", "prim::device"}
 
@@ -39,14 +39,14 @@ class Operators(TorchDispatchMode):
         super().__init__()
         self.everywhere = everywhere
         self.declare = simgpu.cuda().simgpu_host_operator
-        self.seen = 0  # accesses to the device's memory
+        self.seen = 0  # how many accesses to the device's memory there were
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if any(issubclass(t, FakeTensor) for t in types):
-            return func(*args, **kwargs)  # shapes only
+            return func(*args, **kwargs)  # it has only shapes
         if any(t is not Tensor and t.__torch_dispatch__ is not _DISABLED for t in types):
             return NotImplemented  # the subclass makes plain operators of it, which come here
         touches = touches_of(func)
@@ -77,8 +77,8 @@ class Operators(TorchDispatchMode):
 def watched(drain: bool = True) -> Iterator[None]:
     """A rank of a test on the simulated GPU: AssertionError with what the simulator reported.
 
-    `drain`: what is held back at the end is run first; not where ranks may have left. Without
-    `FSDPC_TEST_WATCH=0` operators are watched; `FSDPC_TEST_WATCHED`, names of test modules, has the
+    `drain`: at the end runs what is held back; False where ranks may have left. Operators are
+    watched unless `FSDPC_TEST_WATCH` is 0: `FSDPC_TEST_WATCHED`, names of test modules, has the
     harness set that in all other modules.
     """
     if not simgpu.is_on():
@@ -98,7 +98,7 @@ Touches = Callable[[tuple[Any, ...], dict[str, Any]], Iterator[tuple[Tensor, boo
 
 @functools.cache
 def touches_of(func: Any) -> Touches | None:
-    """From an operator's arguments to its (tensor, written?); None: it touches no memory."""
+    """What a call of the operator touches: (tensor, written?). None: it touches no memory."""
     schema = func._schema
     name = schema.name
     writes = {a.name: bool(a.alias_info and a.alias_info.is_write) for a in schema.arguments}
