@@ -24,7 +24,7 @@ dtypes are stated where they are not torch's. A name that is not here is private
 Which of torch's names is the same, better or refused: [compatibility.md](compatibility.md).
 """
 
-# What calls return, and base classes whose methods are the user's: beside the names in `__all__`.
+# Shown beside the names in `__all__`: what calls return, and base classes with methods for users.
 MORE = {
     "fsdpc": ("fsdpc.plan.report.MemoryReport", "fsdpc.plan.profiled.Profile"),
     "fsdpc.optim": ("fsdpc.optim._base.FusedOptimizer",),
@@ -114,7 +114,7 @@ def listed(base: type) -> bool:
 
 
 def written(name: str, signature: inspect.Signature, context: bool) -> str:
-    """As a ``def`` without its colon; a parameter per line where one line is too long."""
+    """A signature as a ``def`` without its colon; one parameter a line where it is too long."""
     parts, kind = [], None
     for parameter in signature.parameters.values():
         if parameter.kind is parameter.KEYWORD_ONLY and kind not in (
@@ -154,7 +154,7 @@ def default(value: Any) -> str:
 
 
 def markdown(doc: str) -> str:
-    """Text of a docstring: code in single backticks, ``Args:`` and the like as lists."""
+    """A docstring as Markdown: code in single backticks, ``Args:`` and the like as lists."""
     doc = re.sub(r"``(.+?)``", r"`\1`", doc, flags=re.DOTALL)
     blocks = re.split(r"^(Args|Raises):\n((?:[ ]{4}.*\n?|\n(?=[ ]{4}))+)", doc, flags=re.MULTILINE)
     out = [blocks[0]]
@@ -169,7 +169,7 @@ def as_item(match: re.Match[str]) -> str:
 
 
 def anchor(heading: str) -> str:
-    """As the sites that show Markdown make of a heading."""
+    """The anchor that sites that show Markdown make of a heading."""
     return re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
 
 
@@ -194,7 +194,7 @@ def at_top(entry: Entry) -> bool:
 
 
 def borrowed(module: str) -> list[str]:
-    """What a module shows under its name of torch, or of the top level."""
+    """Names that a module shows, but that are torch's or the top level's."""
     own = {e.name.rpartition(".")[2] for e in entries(module)}
     all_names = import_module(module).__all__
     return [n for n in all_names if n not in own and not n.startswith("_")]

@@ -24,7 +24,7 @@ from typing import Any
 
 MODES = {"all": 0, "pairs": 2, "each": 1}  # how many axes must have all their values together
 VARIABLE = "FSDPC_TEST_COMBINATIONS"
-FOLDERS = ("dist", "parity", "fault", "clients", "fuzz")  # of tests of several ranks
+FOLDERS = ("dist", "parity", "fault", "clients", "fuzz")  # folders with tests of several ranks
 
 Row = dict[str, Hashable]  # axis -> value
 Goal = tuple[tuple[str, Hashable], ...]  # values that must occur together
@@ -68,14 +68,14 @@ def axes_of(item: Any) -> tuple[Hashable, Row] | None:
     callspec = getattr(item, "callspec", None)
     if callspec is None:
         return None
-    case_of = getattr(item.function, "case_of", None)  # of tests/conformance
+    case_of = getattr(item.function, "case_of", None)  # tests of tests/conformance have it
     if case_of is not None:
         function, arguments = case_of(**callspec.params)
         return (item.path, item.originalname, function), arguments
-    by_ranks = hasattr(item.function, "rank_function")  # of dist/harness.py
+    by_ranks = hasattr(item.function, "rank_function")  # dist/harness.py sets it
     if not by_ranks and item.path.parent.name not in FOLDERS:
         return None
-    ids = getattr(callspec, "_idlist", ())  # one for each of the parametrize calls
+    ids = getattr(callspec, "_idlist", ())  # one id for each parametrize call
     calls = [mark.args[0] for mark in item.iter_markers("parametrize")]
     if len(calls) < 2 or len(calls) != len(ids):
         return None

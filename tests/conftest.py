@@ -130,8 +130,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def run_again(path: Path) -> pytest.MarkDecorator:
-    """One more run for a failure that a slow machine explains: of a test that kills or stops ranks
-    at a moment, or a harness deadline. A wrong value fails at once.
+    """One more run for failures that a slow machine explains: in a test that kills or stops ranks
+    at a moment, or at a harness deadline. A wrong value fails at once.
     """
     slow = [r"RankFailure.*no end within", r"Gloo connectFullMesh failed"]
     return pytest.mark.flaky(reruns=1, only_rerun=None if kills_ranks(path) else slow)

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent / "unit"))
 from test_layering import LAYERS, ROOT, SOURCES, includes, path_of  # noqa: E402
 
 PICTURE = ROOT / "docs" / "layers.svg"
-WIDE, HIGH, LEFT = 120, 34, 20  # of a box; of the page's edge
+WIDE, HIGH, LEFT = 120, 34, 20  # a box's width and height; from the page's edge
 # Each step is an include: a folder calls what the next one declares.
 WAYS = {
     "a gather": ("#2b6cb0", "py/step py/unit tree exchange unit device kernels"),
@@ -62,7 +62,7 @@ def short(folder: str) -> str:
 
 
 def floors(uses: dict[str, set[str]]) -> dict[str, int]:
-    """One more than the highest floor of what a folder includes."""
+    """A folder's floor is one more than the highest floor of the folders that it includes."""
     found: dict[str, int] = {}
 
     def floor(folder: str) -> int:

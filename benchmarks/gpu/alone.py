@@ -42,7 +42,7 @@ def child(job: Job, options: dict[str, Any], out: Connection) -> None:
 def run_part(job: Job, options: dict[str, Any], seconds: float) -> dict[str, Any]:
     """Runs job(device, options, tell) in a fresh process, with a deadline; returns its result.
 
-    `options["dry"]` says which device; an error is added to what the job told before.
+    `options["dry"]` chooses the device; an error is added to what the job told before.
     """
     ours, theirs = mp.get_context("spawn").Pipe()
     process = mp.get_context("spawn").Process(
@@ -58,7 +58,7 @@ def run_part(job: Job, options: dict[str, Any], seconds: float) -> dict[str, Any
 
 
 def listen(pipe: Connection, process: Any, seconds: float) -> dict[str, Any]:
-    """What a part sends until its end or its deadline."""
+    """What a part has told until its end or its deadline, with the error if there was one."""
     known: dict[str, Any] = {}
     until = time.monotonic() + seconds
     while pipe.poll(max(until - time.monotonic(), 0)):

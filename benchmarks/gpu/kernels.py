@@ -8,7 +8,7 @@ Sizes are those of the float32 side. Bytes are counted once read and once writte
 1 MiB moves 2 MiB; a share is the kernel's bytes per second over those of a device-to-device copy
 (torch's copy_ between tensors of one type, which is the driver's) of the same number of bytes
 moved, in the same round. A time is that of many calls in a row between two events, divided by their
-number: what the host needs to queue one shows in the small sizes' figures. Calls rotate among
+number: what the host needs to queue a call shows in the small sizes' figures. Calls rotate among
 buffers of `ROTATE_MIB` together, so that the caches do not hold them.
 """
 
@@ -37,7 +37,7 @@ Memory = Callable[[str, int], torch.Tensor]  # dtype, number -> tensor of this s
 
 @dataclass(frozen=True)
 class Kernel:
-    """What moves per float32 element of the size, and what makes a call from one set of buffers."""
+    """The bytes that move per float32 element, and what makes a call from one set of buffers."""
 
     bytes_per_item: float
     make: Callable[[Memory], Call]
@@ -53,7 +53,7 @@ def cast(src: str, dst: str, scale: float = 1.0) -> Kernel:
 
 
 def scale_by(dtype: str) -> Kernel:
-    """x *= factor, a number on the device."""
+    """x *= factor, where the factor is a number on the device."""
 
     def make(memory: Memory) -> Call:
         x = memory(dtype, 0)
@@ -64,7 +64,7 @@ def scale_by(dtype: str) -> Kernel:
 
 
 def reduce(count: int, src: str, add: bool) -> Kernel:
-    """acc = (src[0] + ...) * 0.5, or that added to acc."""
+    """acc = (src[0] + ...) * 0.5, or with `add` acc += that."""
 
     def make(memory: Memory) -> Call:
         acc, sources = memory("float32", 9), [memory(src, s) for s in range(count)]
@@ -74,7 +74,7 @@ def reduce(count: int, src: str, add: bool) -> Kernel:
 
 
 def pack(src: str, dst: str, transposed: bool = False) -> Kernel:
-    """A unit's gradients into one buffer by one launch; one of them transposed."""
+    """Packs a unit's gradients into one buffer by one launch; `transposed`: one of them is so."""
 
     def make(memory: Memory) -> Call:
         flat, out = memory(src, 0), memory(dst, 9)
@@ -164,7 +164,7 @@ class Buffers:
 
 
 def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable[[], float]:
-    """Returns what measures seconds per call once, after warming up."""
+    """Warms up; returns a function that measures the seconds per call once."""
 
     def once(repeats: int) -> float:
         begin = device.mark()
@@ -180,7 +180,7 @@ def timed(device: machine.Device, calls: list[Call], seconds: float) -> Callable
 def measure_size(
     device: machine.Device, mib: float, names: list[str], rounds: int, seconds: float
 ) -> dict[str, Any]:
-    """Measures one size; shares are the medians of quotients of one round."""
+    """Measures one size; shares are medians of the rounds' quotients."""
     n = int(mib * MIB) // 4
     sets = max(1, min(MOST_SETS, int((2 if device.dry else ROTATE_MIB) / (2 * mib))))
     buffers = Buffers(device.device, n, sets)

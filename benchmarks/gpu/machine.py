@@ -1,6 +1,6 @@
 """The GPU as benchmarks and tests see it, and the CPU in its place for dry runs.
 
-All that they ask of torch.cuda goes through here, so that every other line of them runs on a
+Benchmarks and tests call torch.cuda only through here, so that every other line of them runs on a
 machine without a GPU: `open_device(dry=True)` answers with the CPU, whose figures mean nothing.
 """
 
@@ -35,10 +35,10 @@ class Device(Protocol):
         """A point in time on the current stream."""
 
     def milliseconds(self, begin: Any, end: Any) -> float:
-        """Between two marks; the host waits for the second."""
+        """The time between two marks; the host waits for the second one."""
 
     def forget_peak(self) -> None:
-        """Peaks count from now on; what torch caches is given back first."""
+        """Gives back what torch caches; peaks count from now on."""
 
     def memory(self) -> dict[str, int]:
         """Bytes: allocated, peak_allocated, peak_reserved (torch's), in_use (the whole device)."""
@@ -167,7 +167,7 @@ def nccl_version() -> str | None:
 def start_group(device: Device, rank: int = 0, world: int = 1, folder: str | None = None) -> None:
     """Makes the default process group: nccl on a GPU, gloo in a dry run; needs no network.
 
-    One rank where NCCL does not start gets gloo, which says so: fsdpc alone needs no more.
+    A lone rank gets gloo if NCCL does not start, and this is printed: fsdpc alone needs no NCCL.
     """
     folder = folder or tempfile.mkdtemp(prefix="fsdpc-gpu-")
     if not device.dry:

@@ -44,7 +44,7 @@ GB = 1e9
 
 
 def changed(training: Any, choice: str) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
-    """The training with one thing changed, and what surrounds its forward."""
+    """The training with one thing changed, and a context for its forward."""
     from fsdpc import activations, optim
 
     model = training.model
@@ -61,7 +61,7 @@ def changed(training: Any, choice: str) -> tuple[Any, Callable[[], AbstractConte
 
 
 def build(choice: str, work: Any) -> tuple[Any, Callable[[], AbstractContextManager[Any]]]:
-    """fsdpc's training of a choice."""
+    """fsdpc's training of a choice, and a context for its forward."""
     from engines import fsdpc
     from torch.distributed.fsdp import CPUOffload
 
@@ -70,7 +70,7 @@ def build(choice: str, work: Any) -> tuple[Any, Callable[[], AbstractContextMana
 
 
 def stepped(training: Any, batch: Any, around: Callable[[], AbstractContextManager[Any]]) -> Any:
-    """One step, whose forward alone is surrounded; returns its loss."""
+    """One step, whose forward alone runs in the context; returns its loss."""
     from torch.nn import functional as F
 
     with around():
@@ -148,7 +148,7 @@ def save_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]
 
 
 def measure(args: argparse.Namespace, save: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Every choice, then the saves; `save` is called after each."""
+    """Measures every choice, then the saves; `save` is called after each of them."""
     options = {
         "tokens": step.TINY_TOKENS[-1] if args.tiny else args.tokens,
         **{key: getattr(args, key) for key in ("rounds", "tiny", "dry", "folder")},

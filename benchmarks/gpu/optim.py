@@ -94,7 +94,7 @@ def copy_rate(device: machine.Device, dry: bool) -> float:
 def measure(
     device: machine.Device, count: int, numel: int, names: list[str], rounds: int, copy: float
 ) -> dict[str, Any]:
-    """All cases of one size, those of each dtype on the same parameters."""
+    """Measures all cases of one size; the cases of one dtype step the same parameters."""
     found: dict[str, Any] = {}
     for dtype in dict.fromkeys(CASES[name][0] for name in names):
         chosen = [name for name in names if CASES[name][0] == dtype]

@@ -22,7 +22,7 @@ import common
 
 from gpu import machine, report, step, timeline
 
-# Beginning of a kernel's name -> what it is in the picture; the first that fits.
+# The beginning of a kernel's name -> its kind in the picture; the first that fits counts.
 KINDS = (
     ("fsdpc_cuda_cast", "gather: cast"),
     ("fsdpc_cuda_pack", "pack"),
@@ -48,7 +48,7 @@ MOVERS = ("gather: cast", "pack", "reduce", "NCCL")
 
 
 def kind_of(name: str) -> str:
-    """What a kernel is in the picture."""
+    """The kind that a kernel has in the picture."""
     return next((kind for begin, kind in KINDS if name.startswith(begin)), "compute")
 
 
@@ -110,7 +110,7 @@ def min_begin(work: list[timeline.Interval], stream: int) -> float:
 def draw_lanes(
     axis: Any, work: list[timeline.Interval], streams: list[int], window: tuple[float, float]
 ) -> None:
-    """One lane a stream; times from the window's begin."""
+    """Draws one lane per stream; times count from the window's begin."""
     first, last = window
     for lane, stream in enumerate(streams):
         for kind, color in COLORS.items():
@@ -139,7 +139,7 @@ def profile_steps(
     batch = random_batch(work, 0)
     for _ in range(step.WARMUP_STEPS):
         training.step(batch)
-    timeline.record(lambda: training.step(batch), device)  # the profiler warms up, too
+    timeline.record(lambda: training.step(batch), device)  # warms the profiler up, too
     before = step.engine_waits(training.model)
     found = timeline.record(lambda: training.step(batch), device)
     waits = step.engine_waits(training.model) - before

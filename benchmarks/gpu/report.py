@@ -106,7 +106,7 @@ def figure(values: dict[str, float] | None, digits: int) -> str:
 
 
 def step_tables(report: dict[str, Any]) -> Iterator[Table]:
-    """The tables of one result of step.py, those that it has."""
+    """The tables of one result of step.py, as far as it has their figures."""
     for tokens, one in report.get("tokens", {}).items():
         rows = [
             [
@@ -269,7 +269,7 @@ def print_step(report: dict[str, Any]) -> None:
 def facts(
     step: dict[str, Any], kernels: dict[str, Any], profile: dict[str, Any]
 ) -> list[tuple[str, str]]:
-    """Names and texts of the figures that matter, of those that were measured."""
+    """Names and texts of the figures that matter and that were measured."""
     rows = [*kernel_facts(kernels), *step_facts(step)]
     for kind, one in profile.get("kinds", {}).items():
         if one.get("hidden") is not None:

@@ -46,9 +46,9 @@ class Part:
     command: list[str]
     seconds: int
     results: tuple[str, ...] = ()
-    shows: bool = False  # its output is part of the report, not only when it fails
-    sums_up: bool = False  # its last line goes into the table
-    after_failure_of: str = ""  # run only then
+    shows: bool = False  # the part's output is in the report, even if it passes
+    sums_up: bool = False  # the last line of the part's output goes into the table
+    after_failure_of: str = ""  # the part runs only if the part of this name failed
     env: dict[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +59,7 @@ class Ended:
     part: Part
     status: str  # "ok", "failed (1)", "late", "left out: ..."
     seconds: float
-    lines: list[str] = field(default_factory=list)  # of its log
+    lines: list[str] = field(default_factory=list)  # lines of the part's log
 
     @property
     def passed(self) -> bool:
@@ -75,7 +75,7 @@ def parts(args: argparse.Namespace, folder: Path) -> list[Part]:
         return [python, "-m", f"gpu.{name}", *dry, "--json", str(folder / result), *more]
 
     def tests(name: str, seconds: int, *which: str) -> Part:
-        """A process a group: a fault of the GPU is the end of all tests of its process."""
+        """One process per group of tests: a fault of the GPU ends all tests of its process."""
         options = "-v -rfE --tb=short -p no:cacheprovider -o faulthandler_timeout=60".split()
         return Part(name, [python, "-m", "pytest", *options, *which], seconds, sums_up=True)
 
@@ -142,20 +142,20 @@ def gpu_in_sight() -> bool:
 
 
 def find_nvcc() -> str | None:
-    """As setup.py looks for it."""
+    """Looks for nvcc as setup.py does."""
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"]
     folders = [os.environ.get("PATH", ""), *(f"{home}/bin" for home in homes if home)]
     return shutil.which(os.environ.get("NVCC") or "nvcc", path=os.pathsep.join(folders))
 
 
 def environment(dry: bool) -> dict[str, str]:
-    """For all parts; in a dry run the simulated GPU's, whose libraries `make simlibs` builds."""
+    """All parts' environment; a dry run's is for the simulated GPU, built by `make simlibs`."""
     found = dict(os.environ)
     found["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(ROOT), str(BENCHMARKS), os.environ.get("PYTHONPATH")])
     )
     found["PYTHONUNBUFFERED"] = found["PYTHONFAULTHANDLER"] = "1"
-    found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else is installed there
+    found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # whatever else the machine has
     found.setdefault("FSDPC_TIMEOUT", "60")
     for variable in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         found.setdefault(variable, "lo")  # all ranks are here, and there may be no other network
@@ -171,7 +171,7 @@ def environment(dry: bool) -> dict[str, str]:
 
 
 def usable(env: dict[str, str], dry: bool) -> bool:
-    """Whether an extension is there that serves, whoever built it."""
+    """Whether there is an extension that can be used, whoever built it."""
     question = f"import sys, fsdpc._C as c; sys.exit(not ({dry} or c.cuda_image_bytes()))"
     command = [sys.executable, "-c", question]
     try:
@@ -215,7 +215,7 @@ def end_group(process: subprocess.Popen) -> None:
 
 
 def reason_to_leave_out(part: Part, ended: list[Ended], left: float) -> str | None:
-    """Why a part does not run."""
+    """Why a part does not run; None: it runs."""
     before = {one.part.name: one for one in ended}
     if part.after_failure_of:
         first = before.get(part.after_failure_of)
@@ -234,7 +234,7 @@ def run_all(
     save: Callable[[list[Ended]], None],
 ) -> list[Ended]:
     """Runs one part after the other; later ones get what time is left. After a failed build with
-    nothing usable from before, the rest is left out. `save(ended)` is called after each that ran.
+    nothing usable from before, the rest is left out. `save(ended)` is called after each part run.
     """
     ended: list[Ended] = []
     for part in chosen:
@@ -257,7 +257,7 @@ def run_all(
 
 
 def reasons(one: Ended) -> list[str]:
-    """Lines of a failed part's log that say why: pytest's list of failures, else its end."""
+    """Lines of a failed part's log that say why: pytest's list of failures, else the log's end."""
     listed = [line for line in one.lines if line.startswith(("FAILED ", "ERROR "))]
     chosen = listed[:REASON_LINES] if listed else one.lines[-REASON_LINES:]
     if len(listed) > REASON_LINES:
@@ -266,7 +266,7 @@ def reasons(one: Ended) -> list[str]:
 
 
 def load(folder: Path, name: str) -> dict:
-    """A result file, or nothing."""
+    """What a result file holds; {} if there is none, or if it is not JSON."""
     try:
         return json.loads((folder / name).read_text())
     except (OSError, ValueError):
@@ -274,7 +274,7 @@ def load(folder: Path, name: str) -> dict:
 
 
 def facts(folder: Path, ended: list[Ended]) -> list[tuple[str, str]]:
-    """The figures that matter, of the result files that this run has left."""
+    """The figures that matter, from the result files that this run has left."""
     from gpu import report
 
     left = {name for one in ended for name in one.part.results}
@@ -296,7 +296,7 @@ def print_end(ended: list[Ended], folder: Path) -> None:
             rows.append((one.part.name, one.lines[-1].strip("= ")))
     try:
         rows += facts(folder, ended)
-    except Exception as error:  # the table comes in any case
+    except Exception as error:  # the table is printed in any case
         rows.append(("results", f"not readable: {type(error).__name__}: {error}"))
     rows += [(one.part.name, text) for one in ended if not one.passed for text in reasons(one)]
     width = max(len(name) for name, _ in rows)
@@ -307,8 +307,8 @@ def print_end(ended: list[Ended], folder: Path) -> None:
 
 
 def keep(ended: list[Ended], folder: Path, out: str) -> None:
-    """Writes how the parts ended and all logs in one; copies everything to a folder of the
-    caller's. After each part, as what calls this may be ended, too.
+    """Writes how the parts ended, and all logs into one; copies everything to a folder of the
+    caller's. Called after each part, as the caller may be ended, too.
     """
     ends = [
         {"part": one.part.name, "status": one.status, "seconds": round(one.seconds, 1),
@@ -356,7 +356,7 @@ def main() -> None:
     if importlib.util.find_spec("pytest") is None:
         chosen = [part for part in chosen if not part.sums_up]
     for file in [folder / name for part in chosen for name in part.results]:
-        file.unlink(missing_ok=True)  # an older run's
+        file.unlink(missing_ok=True)  # the file is an older run's
     env = environment(args.dry)
     ended = run_all(
         chosen, env, begin + args.seconds, args.dry, lambda some: keep(some, folder, args.out)

@@ -101,7 +101,7 @@ def build_all(names: list[str], work: Any, failures: dict[str, str]) -> dict[str
 def try_each(
     trainings: dict[str, Any], failures: dict[str, str], job: Any, order: list[str] | None = None
 ) -> dict[str, Any]:
-    """Runs job(training) for each; an engine that raises is named in `failures` and left out."""
+    """Runs job(training) for each training; an engine that raises is in `failures` and left out."""
     results = {}
     for name in order or list(trainings):
         if name in trainings:
@@ -114,15 +114,15 @@ def try_each(
 
 
 def rotated(names: list[str], turn: int) -> list[str]:
-    """Another one first each round."""
+    """The names in a circle: in each round another one comes first."""
     first = turn % max(len(names), 1)
     return names[first:] + names[:first]
 
 
 @contextmanager
 def reproducible() -> Iterator[None]:
-    """torch's deterministic algorithms, where there are any (attention's backward adds in any order
-    without); memory is not filled for it.
+    """torch's deterministic algorithms in the context, where torch has them (without, attention's
+    backward adds in any order); torch fills no memory for it.
     """
     import torch
 
@@ -190,7 +190,7 @@ def time_rounds(
 
     names = list(trainings)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for turn in range(-1, rounds):  # the first round of a size warms it up
+    for turn in range(-1, rounds):  # the first round of a size is a warm-up
         for name, value in try_each(trainings, failures, one, rotated(names, turn)).items():
             if turn >= 0:
                 times[name].append(value)
@@ -201,7 +201,7 @@ def time_rounds(
 
 
 def memory_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, Any]:
-    """Peaks of one engine in bytes; the largest number of tokens of the run."""
+    """Peaks of one engine in bytes, for the largest number of tokens of the run."""
     import gc
 
     import torch
@@ -235,7 +235,7 @@ def memory_job(device: Any, options: dict[str, Any], tell: Tell) -> dict[str, An
 
 
 def engine_memory(model: Any) -> dict[str, int]:
-    """fsdpc's own figures by purpose; empty for the others."""
+    """fsdpc's own figures by purpose; empty for other engines."""
     if not type(model).__module__.startswith("fsdpc"):
         return {}
     import fsdpc

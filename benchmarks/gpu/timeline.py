@@ -82,7 +82,7 @@ def read(events: list[dict], dry: bool) -> Timeline:
 
 
 def within_job(events: list[dict]) -> list[dict]:
-    """Those that begin while the host is in the job, on any thread."""
+    """The events that begin while the host is in the job, on any thread."""
     job = next(e for e in events if e["name"] == JOB and e.get("cat") == "user_annotation")
     first = float(job["ts"])
     last = first + float(job["dur"])
@@ -90,7 +90,7 @@ def within_job(events: list[dict]) -> list[dict]:
 
 
 def outermost(events: list[dict]) -> list[dict]:
-    """Leaves out operators that another one of the same thread called."""
+    """Leaves out operators that another operator of the same thread called."""
     found: list[dict] = []
     ends: dict[object, float] = {}
     for event in sorted(events, key=lambda one: (float(one["ts"]), -float(one["dur"]))):

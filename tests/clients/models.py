@@ -21,7 +21,7 @@ both_models = pytest.mark.parametrize("name", ["llama", "gpt2"])
 
 
 def llama() -> LlamaForCausalLM:
-    """Grouped attention, and input and output embeddings apart."""
+    """A Llama with grouped attention, and with input and output embeddings apart."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -38,7 +38,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def gpt2() -> GPT2LMHeadModel:
-    """Tied embeddings, Conv1D weights, learned positions; dropout off, so that runs are equal."""
+    """A GPT-2: tied embeddings, Conv1D weights, learned positions; no dropout, for equal runs."""
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY,
@@ -72,7 +72,7 @@ def shard(name: str, model: torch.nn.Module, **options) -> FSDP:
 
 
 def shard_in_place(name: str, model: torch.nn.Module, **options) -> torch.nn.Module:
-    """By fully_shard; the root's own unit holds the embeddings, tied or not, and the head."""
+    """Shards by fully_shard; the root's unit holds the embeddings, tied or not, and the head."""
     for module in list(model.modules()):
         if isinstance(module, MODELS[name][1]):
             fully_shard(module, **options)

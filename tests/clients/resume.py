@@ -19,8 +19,8 @@ FULL = (
 
 
 def with_state(optimizer: torch.optim.Optimizer) -> None:
-    """accelerate reads a SHARDED optimizer into the state that the optimizer has. A new one has
-    none and, over torch's FSDP too, silently gets none: so a step of nothing comes first.
+    """accelerate reads a SHARDED optimizer into the state that the optimizer has. A new optimizer
+    has none and, over torch's FSDP too, silently gets none: so a step of nothing comes first.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -30,7 +30,7 @@ def with_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def save(form, model, optimizer, folder):
-    """The scripts' ways: one file, a distributed checkpoint, and ``get_state_dict``. Collective."""
+    """Saves as scripts do: one file, a distributed checkpoint or ``get_state_dict``. Collective."""
     if form == "one file":
         with FSDP.state_dict_type(model, *FULL):
             state = {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
@@ -47,7 +47,7 @@ def save(form, model, optimizer, folder):
 
 
 def load(form, model, optimizer, folder):
-    """Into a new model and a new optimizer. Collective."""
+    """Loads what `save` wrote into a new model and a new optimizer. Collective."""
     if form == "one file":
         state = torch.load(folder / "checkpoint.pt", weights_only=True)
         with FSDP.state_dict_type(model, *FULL):

@@ -30,8 +30,8 @@ both_forms = pytest.mark.parametrize("form", ["FULL_STATE_DICT", "SHARDED_STATE_
 def accelerator_of(kind: str, precision: str = "no", **plugin) -> Accelerator:
     """kind "ddp" is accelerate as it runs on CPU ranks by itself; "fsdpc" has its FSDP plugin.
 
-    accelerate offers the plugin on several accelerators only. The one patch: it is told that the
-    CPU ranks are some. Device, process group and everything else stay what they are.
+    accelerate offers the plugin on several accelerators only. The one patch tells accelerate that
+    the CPU ranks are accelerators. Device, process group and everything else stay what they are.
     """
     PartialState(cpu=True)
     common = {
@@ -100,7 +100,7 @@ def on_ddp():
 @both_ways
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_training_equals_ddp(use_orig_params, strategy):
-    """Accumulation, clipping, a schedule; then the whole state dict, on rank 0."""
+    """With accumulation, clipping and a schedule; then the whole state dict on rank 0, too."""
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
     got = run_ranks(run, 2, kind="fsdpc", **options)
     expected = on_ddp()
@@ -135,7 +135,7 @@ def test_options_of_the_plugin(name):
 @both_ways
 def test_a_bf16_model_is_trained_in_fp32(use_orig_params):
     """Under mixed precision accelerate raises low-precision parameters to fp32, through torch's
-    private handle: to the bit what an fp32 model with the same values does.
+    private handle: training then equals, to the bit, that of an fp32 model with the same values.
     """
     options = {"kind": "fsdpc", "precision": "bf16", "use_orig_params": use_orig_params}
     got = run_ranks(run, 2, dtype=torch.bfloat16, **options)
@@ -162,7 +162,7 @@ def wrap_by_hand_and_export(rank, world, folder, use_orig_params):
 
 @both_ways
 def test_a_model_wrapped_by_hand_is_exported(use_orig_params, tmp_path):
-    """prepare leaves it alone; ``save_model`` writes safetensors that a plain model loads."""
+    """prepare leaves the model alone; ``save_model`` writes safetensors that plain models load."""
     run_ranks(wrap_by_hand_and_export, 2, folder=str(tmp_path), use_orig_params=use_orig_params)
 
 
@@ -187,8 +187,8 @@ def load_and_train(rank, world, folder, **plugin):
 @both_forms
 def test_resuming_gives_the_same_losses(use_orig_params, form, tmp_path):
     """``save_state`` in one set of processes, ``load_state`` in another: model, optimizer, schedule
-    and random states. Losses and norms after it to the bit, also over torch's collectives; with the
-    parameters shown the other way, where the optimizer's loops differ, to rounding.
+    and random states. Later losses and norms equal the first run's to the bit, over torch's
+    collectives, too; with parameters shown the other way (other optimizer loops), up to rounding.
     """
     options = {"folder": str(tmp_path), "use_orig_params": use_orig_params, "state_dict_type": form}
     expected = run_ranks(train_and_save, 2, **options)
@@ -201,7 +201,7 @@ def test_resuming_gives_the_same_losses(use_orig_params, form, tmp_path):
 
 
 def save_and_go_back(rank, world, folder, **plugin):
-    """What the same processes do after ``load_state``, with what is in the model by then."""
+    """Losses after ``save_state``, and those after ``load_state`` into the model trained so far."""
     accelerator = accelerator_of("fsdpc", **plugin)
     parts = prepared(accelerator)
     train(accelerator, *parts)

@@ -22,7 +22,7 @@ from toys import toy  # noqa: E402
 
 def sharding(precision: str = "no", **plugin) -> Accelerator:
     """accelerate offers FSDP2 on several accelerators only: the one patch tells it that the CPU
-    ranks are some.
+    ranks are accelerators.
     """
     PartialState(cpu=True)
     fsdpc.install("fully_shard")

@@ -33,7 +33,7 @@ def printed(rank: int, world: int, name: str, options: list[str]) -> str:
 
 
 def lines_of(name: str, *options: str, needs: str) -> list[str]:
-    """What rank 0 of 2 prints, on the harness's ranks: torchrun's would import all of it anew."""
+    """What rank 0 of 2 prints, on the harness's ranks: torchrun's would import everything anew."""
     for library in needs.split():
         pytest.importorskip(library, reason=f"{library} is not installed")
     return run_ranks(printed, 2, env=ELASTIC, name=name, options=list(options))[0].splitlines()
@@ -68,7 +68,7 @@ def test_checkpoints_in_frameworks():
 
 
 def test_step_statistics():
-    """As its first lines say, with torchrun."""
+    """The example runs as its first lines say, with torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     root = os.pathsep.join([str(EXAMPLES.parent), os.environ.get("PYTHONPATH", "")])

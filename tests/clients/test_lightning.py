@@ -58,7 +58,7 @@ class Tiny(pl.LightningModule):
         self.validated.append(self.loss(batch).item())
 
     def configure_optimizers(self):
-        # Lightning asks for this with use_orig_params=False, and it holds for every strategy
+        # Lightning asks for the module's own parameters with use_orig_params=False; that suits all
         params = self.trainer.model.parameters()
         optimizer = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.1, eps=1e-3)
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)]
@@ -142,7 +142,7 @@ def whole(trainer):
 
 
 def close(got, expected):
-    """Lightning's DDP averages after, fsdpc before it divides once: one rounding apart."""
+    """DDP and fsdpc average gradients in different ways: results are equal up to roundings."""
     torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(got[1], expected[1], rtol=1e-5, atol=0.0)
     torch.testing.assert_close(got[2], expected[2], rtol=1e-5, atol=1e-6)
@@ -175,8 +175,8 @@ def test_losses_equal_ddp(case):
 
 
 def check_resumed(fit, folder, **options):
-    """Saved after one epoch and continued by a new Trainer: the losses of one that never stopped,
-    to the bit.
+    """A run saved after one epoch and continued by a new Trainer has the losses of a run that never
+    stopped, to the bit.
     """
     file = str(folder / "checkpoint")
     straight = run_ranks(fit, 2, env=ELASTIC, **options)
@@ -198,7 +198,7 @@ def test_resume(form, use_orig_params, tmp_path):
 
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_a_full_checkpoint_is_one_of_the_plain_module(tmp_path, use_orig_params):
-    """Written by two fsdpc ranks, read by DDP ranks and by Lightning without any strategy."""
+    """Two fsdpc ranks write a file that DDP ranks, and Lightning without a strategy, can read."""
     file = str(tmp_path / "checkpoint")
     options = {"auto_wrap_policy": {Block}, "use_orig_params": use_orig_params}
     straight = on_ddp()
@@ -227,7 +227,7 @@ def test_a_ddp_checkpoint_is_continued_on_fsdpc(tmp_path):
 
 @ranks(2, env=ELASTIC)
 def test_bf16(rank, world):
-    """bf16-mixed computes and reduces in bf16, storage stays fp32: losses differ by its digits."""
+    """bf16-mixed computes and reduces in bf16, storage stays fp32: losses differ by roundings."""
     seen, _, _, _ = fit(rank, world, "fsdpc", precision="bf16-mixed", auto_wrap_policy={Block})
     expected, _, _, _ = fit(rank, world, "ddp")
     torch.testing.assert_close(seen, expected, rtol=0.02, atol=0.0)

@@ -51,7 +51,7 @@ def test_tensor_parallel_layers(rank, world):
 @ranks(2)
 @both_models
 def test_resuming_gives_the_same_losses(rank, world, name, tmp_path):
-    """Through torch.distributed.checkpoint into another model and optimizer: to the bit."""
+    """torch.distributed.checkpoint into another model and optimizer: the next losses to the bit."""
     model = shard(name, build(name))
     optimizer = adamw(model)
     steps(model, optimizer, rank, 0, 3)

@@ -69,7 +69,7 @@ def train(model, of, width=64):
 @ranks(2)
 @every_door
 def test_bitsandbytes(rank, world, door):
-    """Double quantisation, in every storage dtype; then the state, with the library's own keys."""
+    """Double quantisation, in every storage dtype; then a state with bitsandbytes' own keys."""
     import bitsandbytes as bnb
 
     def make(storage):
@@ -135,7 +135,7 @@ def test_adapters_of_peft_are_saved_and_merged(rank, world, tmp_path):
 @needs_torchao
 @ranks(2)
 def test_torchao(rank, world):
-    """Float8 training and an NF4 base on fully_shard as unsharded; refused by name elsewhere."""
+    """On fully_shard, float8 and an NF4 base train as unsharded; elsewhere, refused by name."""
     import torchao.float8 as ao
     from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4, to_nf4
 

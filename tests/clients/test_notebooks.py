@@ -11,7 +11,7 @@ import pytest
 
 HERE = Path(__file__).resolve().parents[2] / "benchmarks" / "notebooks"
 NAMES = ["1_a_step", "2_where_memory_goes", "3_what_fits"]
-LARGEST = 300_000  # bytes that code hosts show
+LARGEST = 300_000  # bytes: code hosts show files of this size
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -41,7 +41,7 @@ def with_adapters(name: str) -> PeftModel:
 
 
 def peft_policy(name: str, model: PeftModel):
-    """peft's own: blocks, and every module whose one parameter is trainable alone."""
+    """peft's own policy: blocks, and every module without children whose weight is trainable."""
     os.environ["FSDP_TRANSFORMER_CLS_TO_WRAP"] = MODELS[name][1].__name__
     return fsdp_auto_wrap_policy(model)
 
@@ -60,7 +60,7 @@ def trained(model: torch.nn.Module) -> torch.optim.AdamW:
 @both_ways
 @pytest.mark.parametrize("policy", ["blocks", "peft"])
 def test_training_equals_ddp(rank, world, name, use_orig_params, policy):
-    """To the bit, and the frozen parameters stay where they were."""
+    """Losses equal DDP's to the bit, and the frozen parameters stay where they were."""
     reference = DistributedDataParallel(with_adapters(name))
     expected = steps(reference, trained(reference), rank, 0, 5)
     model = shard(name, with_adapters(name), use_orig_params, policy)
@@ -82,8 +82,8 @@ def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path)
     """``save_pretrained`` of the adapters from the full state dict; a plain model and a sharded
     one load them and give the same losses, also in the steps after.
 
-    It is called on an unsharded skeleton: on modules with FSDP units inside, torch's or fsdpc's,
-    peft 0.21 finds no adapter under the names that it expects, and saves none.
+    ``save_pretrained`` is called on an unsharded skeleton: on modules with units inside, torch's or
+    fsdpc's, peft 0.21 finds no adapter under the names that it expects, and saves none.
     """
     model = shard(name, with_adapters(name), use_orig_params, "blocks")
     steps(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, 0, 3)
@@ -106,7 +106,7 @@ def test_adapters_saved_and_loaded(rank, world, name, use_orig_params, tmp_path)
 @both_ways
 @pytest.mark.parametrize("form", FORMS)
 def test_resuming_gives_the_same_losses(rank, world, use_orig_params, form, tmp_path):
-    """Frozen and trained parameters beside each other, the optimizer knows the trained alone; saved
+    """Frozen beside trained parameters; the optimizer knows the trained ones alone. Saved
     under one wrap policy and loaded under the other one.
     """
     model = shard("llama", with_adapters("llama"), use_orig_params, "blocks")

@@ -37,7 +37,7 @@ import fsdpc
 from fsdpc import checkpoint, lowbit
 from fsdpc.checkpoint import CheckpointError, load_pretrained, save
 
-ROWS = [  # what is in no other row: fused experts, expert tables, ties, prefixes, buffers, tables
+ROWS = [  # in no other row: fused experts, expert tables, ties, prefixes, buffers, tables
     ("mixtral", "fully_shard"),
     ("mixtral", "flat"),
     ("deepseek_v3", "fully_shard"),
@@ -134,7 +134,7 @@ def test_new_head(rank, world, door, tmp_path):
 
 @ranks(2)
 def test_prefixes(rank, world, tmp_path):
-    """A base model from a full one's files, and the other way round."""
+    """A base model loads a full model's files, and a full model a base model's."""
     folder = pretrained("llama", str(tmp_path), rank)
     with torch.device("meta"):
         base = LlamaModel(configuration("llama"))
@@ -173,8 +173,8 @@ def test_refusals(rank, world, tmp_path):
 
 @ranks(2)
 def test_ties(rank, world, tmp_path):
-    """accelerate's empty weights are not tied any more: tied here if nothing is sharded yet, and
-    refused afterwards. Different values for one parameter are refused.
+    """accelerate's empty weights are no longer tied: they are tied here if nothing is sharded yet,
+    and refused afterwards. Different values for one parameter are refused.
     """
     accelerate = pytest.importorskip("accelerate")
     folder = pretrained("llama-tied", str(tmp_path), rank)
@@ -200,7 +200,7 @@ def test_ties(rank, world, tmp_path):
 
 @ranks(2)
 def test_peft(rank, world, tmp_path):
-    """Adapters after the load; and before, with names as peft has them."""
+    """Adapters put in after the load; and before it, with names as peft has them."""
     peft = pytest.importorskip("peft")
     folder = pretrained("llama", str(tmp_path), rank)
     reference = LlamaForCausalLM.from_pretrained(folder)
@@ -227,8 +227,8 @@ def test_peft(rank, world, tmp_path):
 @ranks(2)
 @pytest.mark.parametrize("door", ["fully_shard", "flat"])
 def test_peft_on_meta(rank, world, door, tmp_path):
-    """Adapters put in before: the files' names are found inside of them, and what no file has is
-    peft's own: without effect, not what transformers gives a layer. With a head trained whole.
+    """Adapters put in before the load: files' weights go into the layers inside, and what no file
+    has starts as peft makes it (without effect), not transformers. Also with a head trained whole.
     """
     peft = pytest.importorskip("peft")
     folder = pretrained("llama", str(tmp_path), rank)
@@ -291,7 +291,7 @@ def test_bin_files_and_cache(rank, world, tmp_path):
 
 @ranks(2)
 def test_own_checkpoints(rank, world, tmp_path):
-    """A folder of `save` has checksums, which are compared first."""
+    """A folder of `save` has checksums: load_pretrained compares them first."""
     folder = pretrained("mixtral", str(tmp_path), rank)
     model = shard(on_meta("mixtral"), "fully_shard")
     load_pretrained(model, folder)
@@ -315,8 +315,8 @@ def test_own_checkpoints(rank, world, tmp_path):
                                             ("llama-tied", "orig"), ("llava", "fully_shard"),
                                             ("deepseek_v3", "hybrid"), ("t5", "flat")])  # fmt: skip
 def test_hf_folders(rank, world, name, door, tmp_path):
-    """`save(hf=True)` writes the tensors that `save_pretrained` does, and its small files; both
-    `from_pretrained` and `load_pretrained` read them.
+    """`save(hf=True)` writes the tensors and the small files that `save_pretrained` writes; both
+    `from_pretrained` and `load_pretrained` read the folder.
     """
     folder = pretrained(name, str(tmp_path), rank)
     model = shard(on_meta(name), door)
@@ -344,7 +344,7 @@ def test_hf_folders(rank, world, name, door, tmp_path):
 @ranks(2)
 @pytest.mark.parametrize("door", ["fully_shard", "flat", "orig"])
 def test_hf_folders_of_values_of_codes(rank, world, door, tmp_path):
-    """Of a base in codes: `from_pretrained` reads what layers decode."""
+    """A base in codes is saved as values: `from_pretrained` reads what its layers decode."""
     folder = pretrained("llama-tied", str(tmp_path), rank)
     coded = {"skip": (), "embeddings": True}
     model = shard(lowbit.quantize(on_meta("llama-tied"), **coded), door)

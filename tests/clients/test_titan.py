@@ -23,7 +23,7 @@ WIDTH, VOCABULARY = 6, 13
 
 
 class Decoder(nn.Module):
-    """The attributes that torchtitan's function reads."""
+    """A decoder with the attributes that torchtitan's function reads."""
 
     def __init__(self, tied: bool) -> None:
         super().__init__()

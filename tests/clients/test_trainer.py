@@ -35,16 +35,16 @@ class Recording(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint):
         form = (self.args.fsdp_config or {}).get("state_dict_type", "")
         if checkpoint is not None and "SHARDED" in form:
-            with_state(self.optimizer)  # without weight decay, no parameter moves
+            with_state(self.optimizer)  # parameters stay: there is no weight decay
         super()._load_optimizer_and_scheduler(checkpoint)
 
 
 def arguments(kind: str, name: str, folder: str, **options) -> TrainingArguments:
     """kind "ddp" is what Trainer does on CPU ranks by itself, "fsdpc" has its FSDP arguments.
 
-    Trainer leaves FSDP to accelerate, which offers it on several accelerators only. The one patch:
-    accelerate is told that the CPU ranks are some. ``sync_module_states`` is off, as accelerate
-    asks for an accelerator's index when it is on.
+    Trainer leaves FSDP to accelerate, which offers it on several accelerators only. The one patch
+    tells accelerate that the CPU ranks are such. ``sync_module_states`` is off, as accelerate
+    asks for an accelerator's index when that option is on.
     """
     config = {
         "version": 1,
@@ -143,7 +143,7 @@ def test_training_with_fully_shard_equals_ddp(name, tmp_path: Path):
 
 @pytest.mark.parametrize("use_orig_params", ["true", "false"])
 def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
-    """With a peft model Trainer changes accelerate's wrap policy to peft's."""
+    """Given a peft model, Trainer changes accelerate's wrap policy to peft's policy."""
     options = {"name": "llama", "adapters": True}
     check_equals_ddp(tmp_path, options, use_orig_params=use_orig_params)
 
@@ -160,7 +160,7 @@ def test_adapters_alone_are_trained(use_orig_params, tmp_path: Path):
     ],
 )
 def test_resuming_gives_the_same_losses(name, version, form, tmp_path: Path):
-    """From the checkpoint of the middle, in new processes: the second half to the bit."""
+    """Training goes on from its middle, in new processes: the second half is equal to the bit."""
     options = {"kind": "fsdpc", "name": name, "folder": str(tmp_path), "state_dict_type": form}
     options["version"] = version
     if form == "fsdpc":

@@ -25,7 +25,7 @@ DOORS = {
 @both_models
 @pytest.mark.parametrize("door", DOORS)
 def test_training_equals_ddp(rank, world, name, door):
-    """To the bit: two ranks' gradients have one order of summation."""
+    """Equal to the bit: the gradients of two ranks have one order of summation."""
     reference = DistributedDataParallel(build(name))
     model = DOORS[door](name, build(name))
     assert sum(isinstance(module, (FSDP, FSDPModule)) for module in model.modules()) == 3
@@ -93,8 +93,8 @@ def test_saved_for_from_pretrained(rank, world, name, tmp_path):
 @both_models
 @both_ways
 def test_only_rank_0_has_the_weights(rank, world, name, use_orig_params):
-    """The others build on the meta device and get parameters and buffers, rotary tables that no
-    state dict holds among them, from rank 0: the model of every rank equals rank 0's.
+    """The others build on the meta device and get parameters and buffers, also rotary tables which
+    no state dict holds, from rank 0: the model of every rank equals rank 0's.
     """
     with torch.device("cpu" if rank == 0 else "meta"):
         module = build(name)
@@ -114,8 +114,8 @@ def test_only_rank_0_has_the_weights(rank, world, name, use_orig_params):
 @both_ways
 @pytest.mark.parametrize("form", FORMS)
 def test_resuming_gives_the_same_losses(rank, world, name, use_orig_params, form, tmp_path):
-    """Saved after three steps; the next three to the bit, and with the parameters shown the other
-    way, too.
+    """Saved after three steps; the next three are equal to the bit, also with the parameters shown
+    the other way.
     """
     model = shard(name, build(name), use_orig_params=use_orig_params)
     optimizer = adamw(model)

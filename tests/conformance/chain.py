@@ -20,7 +20,7 @@ def inputs(lib, seed=0, requires_grad=False):
 
 
 class Chain(nn.Module):
-    """Runs its layers in the order that the caller gives."""
+    """A module that runs its layers in the order that the caller gives."""
 
     def __init__(self, count=3):
         super().__init__()

@@ -1,6 +1,6 @@
 """The table of where torch's class and fsdpc end differently, at the end of a run of pytest.
 
-A plugin of the whole run, because with pytest-xdist the process that prints it collects no tests.
+A plugin of the whole run: with pytest-xdist the process that prints the table collects no tests.
 """
 
 from __future__ import annotations

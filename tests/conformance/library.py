@@ -104,7 +104,7 @@ class Library:
         return tokens(self.rank, step, micro)
 
     def summing(self, model: Any, sync: bool) -> AbstractContextManager[None]:
-        """Around a backward whose gradients are summed over the ranks, or kept."""
+        """A context for a backward whose gradients are summed over the ranks, or kept unsummed."""
         return nullcontext() if sync else model.no_sync()
 
     def gradients_after(self, model: Any, pattern: str = "1") -> dict[str, Any]:
@@ -117,7 +117,7 @@ class Library:
         return self.gradients(model)
 
     def check_gradients(self, model: Any, reference: Any) -> None:
-        """Against those of a `Reference`."""
+        """Asserts that the gradients equal those of a `Reference`."""
         text = difference(self.gradients(model), reference.gradients(), rtol=1e-5)
         assert not text, f"gradients: {text}"
 

@@ -81,7 +81,7 @@ class Record:
         )
 
     def short(self) -> str:
-        """For the table."""
+        """The ending in a few words, for the table."""
         if self.kind == "raises":
             line = (self.text.strip().splitlines() or [""])[0]
             return f"wrong: {line}" if self.ours else f"{self.errors[0]}: {line}"

@@ -113,5 +113,5 @@ def wholes(state):
 
 
 def shown(model):
-    """What the modules show now: names of sharded parameters."""
+    """Names of the parameters that the modules show as sharded now."""
     return [n for n, p in model.named_parameters() if isinstance(p, DTensor)]

@@ -53,7 +53,7 @@ def run_cases(
 
 
 def is_stated(record: Record, allowed: tuple[Expected, ...]) -> bool:
-    """A value, or an exception that all ranks were to raise. After any other exception ranks are in
+    """True for a value or an exception that all ranks were to raise. After any other, ranks are in
     different places and their collectives have no partners: new ranks take the remaining cases.
     """
     return record.kind == "value" or (len(allowed) == 1 and allowed[0].kind == "raises")
@@ -89,7 +89,7 @@ def run_case(cases: Any, case: Any, lib: Any) -> Record:
 
 
 def plain(value: Any) -> Any:
-    """Raises here, in the case's own name, what pickle would raise later. Tensors of a GPU come to
+    """Raises in the case's own name what pickle would raise later, and moves tensors of a GPU to
     host memory.
     """
     value = tree_map(lambda x: x.cpu() if isinstance(x, torch.Tensor) and x.is_cuda else x, value)

@@ -10,12 +10,12 @@ A test module makes one `Cases` object, decorates functions with it and ends wit
 
     test_torch, test_fsdpc = case.tests()
 
-A function gets a `Library` (which of the two, rank, world) and returns plain values and tensors.
-What the documentation promises it asserts itself, or states as `raises`. Each case is two tests:
-torch's class behaves as stated, and fsdpc's outcome is equal on every rank. Where torch fails
+A function gets a `Library` (which of the two, rank, world) and returns plain values and tensors; it
+asserts what the documentation promises, or states it as `raises`. Each case is two tests: torch's
+class behaves as stated, and fsdpc's outcome is equal on every rank. Where torch fails
 (`torch=raises(...)`, `wrong(...)`, `HANGS`, `dies(...)`) or fsdpc deliberately refuses
 (`fsdpc=raises(...)`), the failure must be observed, and the pair goes into the table that
-`conftest.py` prints at the end.
+`conformance_table.py` prints at the end.
 
 A case with `doors=DOORS` is asked of both interfaces: of FullyShardedDataParallel with flat and
 with original parameters, and of fully_shard.
@@ -45,7 +45,7 @@ from torch.distributed.fsdp import FSDPModule, ShardingStrategy
 
 @dataclasses.dataclass
 class Case:
-    """One behaviour. `arguments` are what its row of a parametrised function adds."""
+    """One behaviour. `arguments`: what this row of a parametrised function passes."""
 
     name: str
     function: str
@@ -58,10 +58,10 @@ class Case:
     alone: float
     fsdpc_does: str
     env: dict[str, str]
-    door: str  # of DOORS, or "" for the interface of the module
+    door: str  # one of DOORS, or "" for the module's interface
 
 
-# For `over`: values that many cases use.
+# Values that many cases give to `over`.
 BOTH = [True, False]
 S = ShardingStrategy
 SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP, S.NO_SHARD]
@@ -108,8 +108,8 @@ class Cases:
 
         `raises`: both libraries raise it. `torch`, `fsdpc`: how that library ends, if the two
         differ; `fsdpc_does` says in the table what fsdpc does instead. `alone`: the case gets
-        ranks of its own, and torch's count as hanging after so many seconds. `needs`: without this
-        method of FSDPModule, or this class, torch has no such case.
+        ranks of its own, and torch's count as hanging after so many seconds. `needs`: a method of
+        FSDPModule, or a name of torch's package, without which the case is left out.
         """
         if needs and not (hasattr(FSDPModule, needs) or hasattr(torch_fsdp, needs)):
             return lambda function: function
@@ -167,14 +167,14 @@ class Cases:
         return test_torch, test_fsdpc
 
     def case_of(self, name: str) -> tuple[str, dict[str, str]]:
-        """A case's function, and its row of that function's axes."""
+        """The name of a case's function, and the case's row of that function's axes."""
         case = self.cases[name]
         axes = {**case.arguments, **({"door": case.door} if case.door else {})}
         return case.function, {axis: label(value) for axis, value in axes.items()}
 
     def check(self, name: str, library: str, records: list[Record]) -> None:
-        """The stated outcome: a value or an exception on all ranks; what goes wrong, hangs or dies
-        may do so on one.
+        """Asserts the stated outcome: a value or an exception on all ranks; what goes wrong, hangs
+        or dies need do so on one rank only.
         """
         allowed = getattr(self.cases[name], library)
         met = [any(record.meets(expected) for expected in allowed) for record in records]
@@ -184,7 +184,7 @@ class Cases:
         assert any(met) if some else all(met), f"expected {allowed} of {library}, but\n{story}"
 
     def library_of(self, name: str, *about: Any) -> Library:
-        """What the case's function gets; `about`: the first fields of a `Library`."""
+        """The `lib` that the case's function gets; `about`: the first fields of a `Library`."""
         door = self.cases[name].door
         if door == "rows":
             from rows_library import RowsLibrary
@@ -218,8 +218,8 @@ class Cases:
         return self.records[name, library]
 
     def died_unexpectedly(self, name: str) -> bool:
-        """A rank of torch's half has died of a damaged heap inside gloo: a death there counts if
-        a second run, alone, ends so, too.
+        """True if a rank of torch's died where it should not: gloo sometimes damages the heap. Such
+        a death counts if a second run, of this case alone, ends so, too.
         """
         died = any(record.kind == "dies" for record in self.records[name, "torch"])
         return died and all(expected.kind != "dies" for expected in self.cases[name].torch)
@@ -230,7 +230,7 @@ class Cases:
             names = [n for n in names if n not in done]
 
     def run_set(self, names: list[str], library: str, deadline: float) -> set[str]:
-        """Runs the cases in one set of ranks, up to the one that ends it; keeps the records."""
+        """Runs the cases in one set of ranks, up to a case that ends the set; keeps the records."""
         case = self.cases[names[0]]
         with tempfile.TemporaryDirectory(prefix="fsdpc-conform-") as folder:
             story, ends = "", [Record("hangs")] * case.world
@@ -280,7 +280,7 @@ def note_difference(title: str, theirs: str, ours: str) -> None:
 
 
 def worst(records: list[Record]) -> str:
-    """For the table. SIGKILL is not the library's: a case sent it."""
+    """For the table: the worst rank. SIGKILL comes last, as the case itself sent that signal."""
     order = {"dies": 0, "hangs": 1, "raises": 2, "value": 3}
     killed = [r.kind == "dies" and r.text == "SIGKILL" for r in records]
     ranked = sorted(range(len(records)), key=lambda i: (killed[i], order[records[i].kind]))
@@ -306,7 +306,7 @@ def as_tuple(expected: Expected | tuple[Expected, ...]) -> tuple[Expected, ...]:
 
 
 def end_of(outcome: harness.Outcome) -> Record:
-    """What a rank without a record of a case did: it died, or its partner did and it was ended."""
+    """How a rank without a record of a case ended: it died, or its partner did and it was ended."""
     if outcome.exit_signal is not None:
         import signal
 

@@ -52,7 +52,7 @@ def containers(lib, kind):
 
 @case()
 def a_container_in_a_list(lib):
-    """Its children run in another module's forward."""
+    """A container has no forward of its own: its children run in another module's forward."""
     model = nn.Module()
     model.first, model.more = linear(3, 3), nn.ModuleList([linear(3, 3, 1)])
     lib.fully_shard([model.first, model.more])
@@ -264,7 +264,7 @@ def training_with_replicas(lib, shape):
 
 @case(world=4)
 def a_dimension_of_a_larger_mesh(lib):
-    """Two separate trainings, one per row of a 2-D mesh."""
+    """Two separate trainings, each on one row of a 2-D mesh."""
     mesh = lib.mesh(2, 2)
     return lib.train(lib.shard_blocks(toy(), mesh=mesh["shard"]))
 
@@ -308,7 +308,7 @@ SPMD = {
 
 
 def spmd(names):
-    """A module of DTensors on a mesh with these dimensions."""
+    """A mesh with these dimensions, and a module of DTensors on the mesh."""
     shape, placements = SPMD[names]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=tuple(names.split(", ")))
     model = linear(6, 4)
@@ -404,7 +404,7 @@ def training_with_resharding_to_some_ranks(lib, value):
 
 @case(over={"value": [True, 2]})
 def what_modules_show_after_forward(lib, value):
-    """Of the root and of a block: sharded parameters."""
+    """Whether the root and a block show sharded parameters, and which shapes these have."""
     model = lib.shard_blocks(toy(), reshard_after_forward=value)
     model(lib.batch())
     shown = [model.head.weight, model.blocks[0].up.weight]
@@ -451,7 +451,7 @@ def by_last(param):
 
 
 class Mixed(nn.Module):
-    """Weights of two and three dimensions, of which two ranks cut the last."""
+    """Weights of two and three dimensions; two ranks cut the last dimension of each."""
 
     def __init__(self):
         super().__init__()
@@ -484,7 +484,7 @@ def training_by_columns_in_bfloat16(lib):
 
 @case(over={"fused": [None, True]}, rtol=1e-4)
 def training_by_columns(lib, fused, precision=None):
-    """Gradients that the program assigns, clipping, and states that it loads as full tensors."""
+    """The program assigns gradients, clips them, and loads states as full tensors."""
     model = by_columns(lib, mp_policy=precision or MixedPrecisionPolicy())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3, fused=fused)
     losses = []
@@ -538,7 +538,7 @@ def a_placement_beyond_the_last_dimension(lib, dim):
 
 @case(over={"value": [Replicate(), 0, "Shard(0)"]})
 def placements_that_are_none(lib, value):
-    """Any exception of the kinds that torch's documentation names."""
+    """Any exception of the two kinds that torch's documentation names."""
     try:
         lib.fully_shard(linear(), shard_placement_fn=lambda p: value)
     except (AssertionError, ValueError):
@@ -574,7 +574,7 @@ def what_the_placement_function_gets(lib):
 
 
 class Low(torch.Tensor):
-    """Travels in bfloat16, computes in float32."""
+    """A tensor that travels in bfloat16 and computes in float32."""
 
     def fsdp_pre_all_gather(self, mesh):
         return (self.as_subclass(torch.Tensor).bfloat16(),), None
@@ -653,7 +653,7 @@ def ignoring_everything(lib):
 
 @case()
 def ignoring_in_an_inner_call_only(lib):
-    """The outer call takes what the inner one left."""
+    """The outer call also takes the parameters that the inner call ignored."""
     model = toy()
     lib.fully_shard(model.blocks[0], ignored_params={model.blocks[0].up.weight})
     lib.fully_shard(model)

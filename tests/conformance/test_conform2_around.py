@@ -78,8 +78,8 @@ def export(lib):
 
 
 def pipeline(lib, schedule, stages_per_rank):
-    """Gradients of this rank's stages after each of two steps, in a group of one rank each, and
-    those of the whole model.
+    """Gradients of this rank's stages after each of two steps, and those of the whole model. Each
+    stage is sharded over a group of one rank.
     """
     torch.manual_seed(0)
     count = lib.world * stages_per_rank

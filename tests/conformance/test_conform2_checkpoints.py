@@ -78,7 +78,7 @@ def a_checkpoint_of_an_unsharded_model(lib):
 
 @case(over={"full": BOTH})
 def resuming_from_a_checkpoint(lib, full):
-    """Model and optimizer; further steps equal those without the interruption."""
+    """Model and optimizer resume; further steps equal those of an uninterrupted run."""
     model, optimizer = trained(lib)
     options = StateDictOptions(full_state_dict=full)
     folder = folder_of_rank_0()
@@ -132,7 +132,7 @@ def optimizer_state_flattened(lib, flatten):
 
 @case(over={"full": BOTH, "kind": ["frozen", "groups"]})
 def every_flag_of_the_options(lib, full, kind):
-    """The flags that change which keys there are, for a model with frozen parameters or groups."""
+    """Flags that change which keys there are, for models with frozen parameters or groups."""
     model = toy()
     model.blocks[0].requires_grad_(kind != "frozen")
     lib.shard_blocks(model)

@@ -132,7 +132,7 @@ def modes(lib, training):
 
 @case()
 def a_submodule_added_later(lib):
-    """Plain until another call shards it."""
+    """The submodule stays plain until another call shards it."""
     model = lib.fully_shard(linear(3, 3))
     model.more = linear(2, 3)
     return [type(p).__name__ for p in model.parameters()]
@@ -211,8 +211,8 @@ def what_forward_hooks_see(lib, order):
 
 
 def look_at_weights(model, kind, names=None):
-    """Registers hooks below the root; their list: (module, whether its weights are full, the sum of
-    the first)."""
+    """Registers hooks below the root; returns the list that they fill: (module, whether the first
+    Linear inside shows its full weight, the sum of that weight)."""
     seen = []
     for name, module in model.named_modules():
         weights = [child for child in module.modules() if isinstance(child, nn.Linear)]
@@ -228,7 +228,7 @@ def look_at_weights(model, kind, names=None):
 
 @case(over={"reshard": [None, True, False], "input_grad": [True, False]})
 def what_full_backward_hooks_see(lib, reshard, input_grad):
-    """Hooks of blocks and of the modules inside of them."""
+    """Full backward hooks of blocks and of the modules inside of blocks see full weights."""
     names = {n for n, _ in toy().named_modules() if n.startswith("blocks.1")}
     model = lib.shard_blocks(toy(), reshard_after_forward=reshard)
     seen = look_at_weights(model, "hook", names)
@@ -322,7 +322,7 @@ class Failing(Block):
 
 @case(needs="reset_iter_state", over={"at": [0, 1]})
 def going_on_after_an_exception_in_forward(lib, at):
-    """torch with reset_iter_state; on fsdpc this call is not necessary."""
+    """torch needs reset_iter_state to go on; fsdpc goes on with or without this call."""
     model = toy()
     model.blocks = nn.ModuleList([Failing(), Failing()])
     torch.manual_seed(0)
@@ -370,7 +370,7 @@ def going_on_after_an_exception_in_backward(lib):
 
 
 class Speaker(nn.Linear):
-    """forward and two more methods on the same parameters."""
+    """forward and two more methods use the same parameters."""
 
     def encode(self, x, *, scale=1.0):
         return nn.functional.linear(x, self.weight) * scale
@@ -424,7 +424,7 @@ def a_method_of_an_inner_unit(lib):
 
 @case()
 def a_method_of_a_plain_module(lib):
-    """Nothing happens."""
+    """A plain module stays as it was."""
     model = speaker()
     lib.name_of("register_fsdp_forward_method")(model, "encode")
     lib.name_of("register_fsdp_forward_method")(model, "missing")
@@ -438,7 +438,7 @@ def a_method_that_is_missing(lib):
 
 @case()
 def a_method_that_was_not_registered(lib):
-    """It meets sharded parameters."""
+    """Such a method meets sharded parameters."""
     model = lib.fully_shard(speaker(), reshard_after_forward=True)
     return lib.refuses(RuntimeError, model.encode, torch.ones(1, 3), words="DTensor")
 

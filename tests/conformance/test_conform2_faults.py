@@ -131,7 +131,7 @@ def a_divide_factor_with_replicas_of_whole_models(lib):
 
 
 class Choice(nn.Module):
-    """Uses one of two layers."""
+    """A module that uses one of its two layers."""
 
     def __init__(self):
         super().__init__()

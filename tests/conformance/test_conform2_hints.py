@@ -20,7 +20,7 @@ case = Cases(__name__, __file__, library=RowsLibrary)
 
 @case(over={"factor": [1.0, 2.0, 3.0, 8.0, 0.5], "name": ["gradient", "reduce_scatter"]})
 def divide_factors(lib, factor, name):
-    """With sums on the wire, which gloo needs for factors."""
+    """With sums on the wire, which gloo needs for divide factors."""
     model = lib.shard_blocks(toy())
     for module in model.modules():
         if isinstance(module, lib.FSDPModule):
@@ -87,7 +87,7 @@ def prefetching_of_plain_modules(lib, direction):
 
 @case(over={"direction": ["forward", "backward"]})
 def prefetching_in_the_wrong_order(lib, direction):
-    """A hint, never another result."""
+    """A prefetch is a hint: in a wrong order, too, it changes no result."""
     model = lib.shard_blocks(toy(blocks=3))
     blocks = list(model.blocks)
     for block in blocks:
@@ -96,7 +96,7 @@ def prefetching_in_the_wrong_order(lib, direction):
 
 
 EITHER = [{"recurse": True}, {"recurse": False}]
-# What set_NAME is called with.
+# NAME: what set_NAME is called with.
 SETTERS = {
     "force_sum_reduction_for_comms": (BOTH, [{}]),
     "allocate_memory_from_process_group_for_comm": (BOTH, [{}]),

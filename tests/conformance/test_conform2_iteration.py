@@ -14,7 +14,7 @@ case = Cases(__name__, __file__, library=RowsLibrary)
 
 
 def check_training(lib, model, steps=3):
-    """Against the unsharded reference that every rank trains beside it."""
+    """Trains, and compares with the unsharded reference that every rank trains beside the model."""
     reference = Reference(model)
     lib.shard_blocks(model)
     pairs = [(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (model, reference.master)]
@@ -96,7 +96,7 @@ def a_forward_whose_output_is_not_used(lib):
 
 @case()
 def a_contrastive_step(lib):
-    """Two passes through the same weights, their outputs compared."""
+    """Two passes through the same weights, whose outputs are compared."""
     model = chain(lib)
     a, b = model(inputs(lib)), model(inputs(lib, 1))
     nn.functional.mse_loss(a, b).backward()
@@ -113,7 +113,7 @@ def a_penalty_beside_the_loss(lib):
 
 @case(over={"first": [True, False], "none": [True, False]})
 def a_penalty_on_sharded_parameters(lib, first, none):
-    """In the graph before the forward, or after it."""
+    """The penalty enters the graph before the forward, or after the forward."""
     model = lib.shard_blocks(toy())
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.1)
@@ -141,7 +141,7 @@ def backward_of_a_kept_graph(lib, times, reshard):
 
 @case()
 def losses_of_parts_of_one_forward(lib):
-    """Two backwards through the first layer of one graph."""
+    """Each of two backwards goes through the first layer of one graph."""
     model = chain(lib)
     out = model(inputs(lib))
     out[0].sum().backward(retain_graph=True)
@@ -179,7 +179,7 @@ def a_unit_called_before_the_root(lib):
 
 
 def check_chain(lib, model, order=(0, 1, 2)):
-    """Gradients of one pass, against unsharded copies of all ranks' batches."""
+    """Compares one pass's gradients with those of an unsharded copy on all ranks' batches."""
     model.zero_grad()
     model(inputs(lib), order).sum().backward()
     got = lib.gradients(model)
@@ -223,7 +223,7 @@ def parameters_that_no_rank_uses(lib, inner):
 
 @case()
 def weight_decay_of_unused_parameters(lib):
-    """Without a gradient they do not move."""
+    """Without a gradient, unused parameters do not move."""
     model = lib.fully_shard(Optional())
     return lib.full_after(
         model,

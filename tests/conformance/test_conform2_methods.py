@@ -161,7 +161,7 @@ def shows_values(lib, model):
 
 @case()
 def gradients_without_sync_are_hidden(lib):
-    """None or zero."""
+    """Such gradients are None or zero."""
     model = lib.shard_blocks(toy())
     lib.backward(model, sync=False)
     return shows_values(lib, model)
@@ -183,7 +183,7 @@ def gradients_without_sync_that_are_cleared(lib):
 
 @case()
 def one_unit_without_sync(lib):
-    """A block keeps its gradients for the next backward; the others reduce theirs."""
+    """A block keeps its gradients for the next backward; the other units reduce their own."""
     model = lib.shard_blocks(toy())
     model.blocks[0].set_requires_gradient_sync(False)
     loss_of(model, lib.batch(0, 0)).backward()
@@ -204,7 +204,7 @@ def sync_of_the_root_alone(lib):
 
 
 def sum_by_turns(lib, model, pattern):
-    """One micro-batch per letter, each summing one block and, at the end, all: what shows."""
+    """A micro-batch per letter: a digit sums that block, "*" all, "-" none; what shows then."""
     seen = []
     for micro, unit in enumerate(pattern):
         model.set_requires_gradient_sync(unit == "*")
@@ -373,7 +373,7 @@ def reshard_after_forward_set_to_no_bool(lib, value):
 
 @case(over={"value": BOTH, "recurse": BOTH})
 def reshard_after_backward(lib, value, recurse):
-    """Between the micro-batches of a step."""
+    """set_reshard_after_backward(value) takes effect between the micro-batches of a step."""
     model = lib.shard_blocks(toy())
     model.set_reshard_after_backward(value, recurse=recurse)
     return lib.gradients_after(model, "01")
@@ -381,7 +381,7 @@ def reshard_after_backward(lib, value, recurse):
 
 @case(over={"value": BOTH})
 def unshard_in_backward(lib, value):
-    """For an embedding, whose weight backward does not read."""
+    """The unit is an embedding, whose weight backward does not read."""
     model = toy()
     lib.fully_shard(model.embed)
     model.embed.set_unshard_in_backward(value)

@@ -200,7 +200,7 @@ def an_average_of_parameters(lib):
 
 @case()
 def parameters_swapped_with_their_average(lib):
-    """Evaluation on other values, which are then put back."""
+    """Evaluation on other values, after which the parameters' own values are put back."""
     model = lib.shard_blocks(toy())
     params = list(model.parameters())
     saved = [p.detach().clone() for p in params]
@@ -370,7 +370,7 @@ def a_scaler_that_finds_an_overflow(lib, where):
 
 @case(world=4)
 def a_scaler_that_finds_an_overflow_in_one_shard(lib):
-    """Three ranks own finite or no elements."""
+    """One rank's shard overflows; the other three ranks own finite elements or none."""
     model = lib.fully_shard(linear(2, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

@@ -184,7 +184,7 @@ def requires_grad_between_steps(lib):
 
 @case(over={"evaluated": [None, torch.no_grad, torch.inference_mode]})
 def a_parameter_unfrozen_later(lib, evaluated):
-    """With or without an evaluation in front of the first step that trains it."""
+    """With or without an evaluation before the first step that trains the parameter."""
     model = toy()
     model.blocks[0].requires_grad_(False)
     lib.shard_blocks(model)
@@ -202,7 +202,7 @@ def a_parameter_unfrozen_later(lib, evaluated):
 
 @case()
 def attributes_that_the_user_set(lib):
-    """On the plain parameter, before sharding."""
+    """An attribute of the plain parameter, set before sharding, is kept or gone."""
     model = linear()
     model.weight.tag = "mine"
     lib.fully_shard(model)

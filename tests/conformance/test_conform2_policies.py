@@ -53,7 +53,7 @@ def dtypes_of_outputs(lib, output, param):
 
 
 class Nested(nn.Module):
-    """Returns the dtypes that reach its forward."""
+    """A module that returns the dtypes that reach its forward."""
 
     def __init__(self):
         super().__init__()
@@ -143,7 +143,7 @@ def dtypes_of_gradients_and_states(lib, optimizer):
 
 @case()
 def full_parameters_in_forward(lib):
-    """Their dtype."""
+    """The dtype of full parameters in a forward."""
     model, seen = linear(), []
     model.register_forward_pre_hook(lambda m, args: seen.append(str(m.weight.dtype)))
     lib.fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
@@ -172,7 +172,7 @@ def a_model_converted_around_sharding(lib, when):
 
 @case(over={"which": ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]})
 def fields_of_a_policy(lib, which):
-    """The same frozen class, with the same defaults."""
+    """Both libraries have the same frozen class, with the same defaults."""
     kind = lib.name_of("MixedPrecisionPolicy")
     assert kind is MixedPrecisionPolicy
     lib.refuses(dataclasses.FrozenInstanceError, setattr, kind(), which, None)

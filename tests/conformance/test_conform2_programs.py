@@ -50,7 +50,7 @@ class Adapted(nn.Module):
 
 @case(over={"dtype": [torch.float32, torch.bfloat16], "own": BOTH}, rtol=1e-2)
 def adapters(lib, dtype, own):
-    """The frozen base in its own unit, or beside its adapter."""
+    """The frozen base is a unit of its own, or in one unit with its adapter."""
     model = nn.Sequential(Adapted(dtype), nn.Tanh(), Adapted(dtype))
     for part in (model[0], model[2]):
         if own:
@@ -86,7 +86,7 @@ def training_the_head_then_everything(lib):
 
 @case()
 def an_adversarial_step(lib):
-    """The inputs' gradient first, then a step on the changed inputs."""
+    """The gradient of the inputs first, then a training step on the changed inputs."""
     model = nn.Sequential(linear(), nn.Tanh(), linear(seed=1))
     lib.fully_shard(model[0])
     lib.fully_shard(model)
@@ -111,7 +111,7 @@ def gradients_of_inputs_of_a_frozen_model(lib):
 
 @case()
 def a_learned_input(lib):
-    """A prompt outside of the model, trained with it."""
+    """A prompt outside of the model is trained together with the model."""
     model, prompt = lib.fully_shard(linear()), nn.Parameter(torch.ones(1, 4))
     optimizer = torch.optim.SGD([prompt, *model.parameters()], lr=0.1, foreach=False)
     for step in range(2):
@@ -270,7 +270,7 @@ def weights_used_twice_in_one_module(lib):
 
 
 class Reader(nn.Module):
-    """Its forward reads the weight of a unit."""
+    """A module whose forward reads the weight of a unit."""
 
     def __init__(self):
         super().__init__()
@@ -306,7 +306,7 @@ def a_weight_of_another_unit_on_one_rank(lib):
 
 
 class Asking(nn.Module):
-    """Its forward asks the weight of a unit, which is not gathered then."""
+    """A module whose forward asks for the weight of a unit, which is not gathered then."""
 
     def __init__(self, ask):
         super().__init__()
@@ -376,7 +376,7 @@ def part_of_a_weight_passed_to_the_forward(lib, times):
 
 @case()
 def a_full_checkpoint_by_hand(lib):
-    """full_tensor() on all ranks, torch.save on one, into an unsharded model."""
+    """full_tensor() on all ranks, torch.save on rank 0, a load into an unsharded model."""
     model = lib.shard_blocks(toy())
     lib.train(model, 1)
     full = {n: whole(v) for n, v in model.state_dict().items()}
@@ -432,7 +432,7 @@ def the_learning_rate_as_a_tensor(lib):
 
 @case()
 def gradients_scaled_by_the_tokens_of_all_ranks(lib):
-    """A sum over tokens, divided by their number over ranks after backward."""
+    """After backward, a sum over tokens is divided by the number of tokens of all ranks."""
     model = lib.shard_blocks(toy())
     batch = lib.batch()[:, : 3 + lib.rank]
     count = torch.tensor(float(batch.numel()))

@@ -116,7 +116,7 @@ def loading_under_swap_tensors(lib):
 
 @case()
 def a_parameter_that_the_user_replaced(lib):
-    """Between sharding and the first forward."""
+    """The user replaces the parameter between sharding and the first forward."""
     model = lib.fully_shard(linear())
     old = model.weight
     value = DTensor.from_local(

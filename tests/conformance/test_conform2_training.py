@@ -70,7 +70,7 @@ def activation_checkpointing(lib, reentrant, order):
 
 
 class Looped(nn.Module):
-    """One layer, called several times, each time checkpointed: backwards inside the backward."""
+    """A layer called several times, each time checkpointed: backwards inside the backward."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ def looped_steps(lib, model, ranks=None):
 
 @case(over={"first": BOTH})
 def a_checkpointed_layer_that_is_called_again(lib, first):
-    """In the first unit of the model, whose input does not train at first, or in a later one."""
+    """The layer is in the first unit, whose input does not train at first, or in a later unit."""
     torch.manual_seed(1)
     parts = [Looped(), nn.Linear(3, 3)] if first else [nn.Linear(3, 3), Looped(), nn.Linear(3, 3)]
     model = nn.Sequential(*parts)
@@ -316,7 +316,7 @@ def ten_steps(lib):
 
 @case()
 def two_models_in_turn(lib):
-    """A generator and a discriminator."""
+    """A generator and a discriminator train in turn."""
     g, d = chain(lib), lib.fully_shard(nn.Sequential(linear(3), nn.Tanh(), linear(1, 3)))
     og = torch.optim.SGD(g.parameters(), lr=0.1)
     od = torch.optim.SGD(d.parameters(), lr=0.1)
@@ -359,7 +359,7 @@ def generation_token_by_token(lib):
 
 @case()
 def batches_of_different_lengths(lib):
-    """Each rank's own."""
+    """Each rank's batches have a length of their own."""
     model = lib.shard_blocks(toy())
     return lib.full_after(
         model, lambda step: loss_of(model, lib.batch(step)[:, : 2 + lib.rank + step])
@@ -411,7 +411,7 @@ def convolutions(lib):
 
 @case()
 def dropout(lib):
-    """The same random numbers in forward and in a recomputation."""
+    """A recomputation draws the same random numbers as the forward."""
     model = nn.Sequential(linear(), nn.Dropout(0.5), linear(seed=1))
     model = lib.fully_shard(checkpoint_wrapper(model))
     torch.manual_seed(5)

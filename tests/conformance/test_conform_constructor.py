@@ -46,7 +46,7 @@ def a_flat_mesh_gives_its_group(lib):
 
 @case(world=3)
 def a_group_of_some_ranks(lib):
-    """Ranks outside of a group train on their own beside it."""
+    """Ranks outside of a group train on their own beside the group."""
     halves = [dist.new_group([0, 2]), dist.new_group([1])]
     model = lib.wrap_blocks(toy(), process_group=halves[lib.rank % 2])
     assert model.world_size == (2 if lib.rank % 2 == 0 else 1)
@@ -266,7 +266,7 @@ def a_root_without_parameters_of_its_own(lib):
 
 @case()
 def one_parameter_of_one_element(lib):
-    """Fewer elements than ranks."""
+    """The parameter has fewer elements than there are ranks."""
     model = nn.Linear(1, 1, bias=False)
     model = lib.wrap(model)
     model(torch.ones(1, 1)).sum().backward()

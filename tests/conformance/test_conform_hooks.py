@@ -21,7 +21,7 @@ SHARDED = [S.FULL_SHARD, S.SHARD_GRAD_OP]
 
 
 class Calls:
-    """A hook's state that counts."""
+    """A hook's state: counts its calls, and keeps the gradients' numbers of dimensions."""
 
     def __init__(self):
         self.count = 0
@@ -29,7 +29,7 @@ class Calls:
 
 
 def summing(state, grad, output=None):
-    """Sums without dividing."""
+    """A hook that sums over the ranks without dividing."""
     state.count += 1
     state.dims.add(grad.dim())
     if output is None:

@@ -27,7 +27,7 @@ class Batch:
 
 
 class Spy(nn.Module):
-    """Keeps what it was called with and what dtype its parameters had."""
+    """A module that keeps what it was called with, and which dtypes its parameters had."""
 
     def __init__(self, *children):
         super().__init__()

@@ -148,7 +148,7 @@ def a_shared_parameter_that_is_ignored(lib):
 
 
 class Filled(nn.Module):
-    """Resets itself to known values."""
+    """A module that resets itself to known values."""
 
     def __init__(self, value=0.5, device="meta"):
         super().__init__()
@@ -199,7 +199,7 @@ def an_init_function(lib):
 
 @case()
 def an_init_function_without_meta_parameters(lib):
-    """It is not called."""
+    """Without meta parameters, param_init_fn is not called."""
     asked = []
     values = lib.full(lib.wrap(toy(), param_init_fn=asked.append))
     return asked, values

@@ -149,8 +149,8 @@ def hyper_parameters_by_group(lib):
 
 
 def resumed(lib, state_of=None, **options):
-    """Losses that go on in another model (`options`) from what the first one saved, and those of
-    the first one. `state_of` makes what the other optimizer loads, or loads it.
+    """The losses of another model (`options`) that goes on from what the first one saved, and the
+    first one's. `state_of` makes the state for the other optimizer, or loads that state itself.
     """
     model, optimizer = make(lib)
     weights = model.state_dict()
@@ -169,7 +169,7 @@ def resumed(lib, state_of=None, **options):
 
 @case(over={"kind": [FULL, SHARDED]})
 def resuming(lib, kind):
-    """The same next losses."""
+    """The resumed run has the same next losses."""
     model, optimizer = make(lib)
     with lib.FSDP.state_dict_type(model, kind):
         weights = model.state_dict()
@@ -222,7 +222,7 @@ def resuming_from_rank_0_alone(lib):
 
 @case()
 def a_plain_models_state(lib):
-    """The unsharded optimizer's state under names, loaded into the sharded one."""
+    """The unsharded optimizer's state, by names, is loaded into the sharded optimizer."""
     plain = toy()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, eps=1e-3)
     batch = torch.arange(10).reshape(2, 5)

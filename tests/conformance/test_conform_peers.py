@@ -18,7 +18,7 @@ BROKEN = any_of(HANGS, wrong(), raises(RuntimeError), dies("SIGABRT"))
 
 
 def names_the_rank(call):
-    """Calls it on this rank alone; what comes must say whom it waited for."""
+    """Makes a call that rank 1 does not make: it must raise an error that names rank 1."""
     try:
         call()
     except Exception as error:
@@ -89,7 +89,7 @@ def options_that_differ(lib):
 
 
 class Swapped(nn.Module):
-    """Each rank runs two blocks in its own order."""
+    """A module in which each rank runs two blocks in its own order."""
 
     def __init__(self, swapped):
         super().__init__()

@@ -148,7 +148,7 @@ def configurations_are_torchs_own(lib):
 
 
 def shards(value):
-    """What this rank holds of a value, and of what whole."""
+    """The part of a value that this rank holds, with the whole value's type, size and dtype."""
     if hasattr(value, "local_shards"):
         return (
             type(value).__name__,

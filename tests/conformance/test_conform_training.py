@@ -159,7 +159,7 @@ def a_module_used_twice_in_a_forward(lib, orig):
 
 
 class Branches(nn.Module):
-    """Uses one of two branches."""
+    """A module that uses one of its two branches."""
 
     def __init__(self):
         super().__init__()
@@ -289,7 +289,7 @@ def a_step_after_an_exception_in_forward(lib):
 
 @case(over={"strategy": SHARDED})
 def equal_to_an_unsharded_model(lib, strategy):
-    """Both libraries against the model without FSDP."""
+    """Both libraries equal the model without FSDP."""
     reference = Reference(toy())
     model = lib.wrap_blocks(toy(), sharding_strategy=strategy)
     loss = loss_of(model, lib.batch())

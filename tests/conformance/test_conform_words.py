@@ -1,5 +1,5 @@
 """Code that catches an error reads its text: where both libraries raise the same type, fsdpc's text
-begins as torch's does. What the other modules refuse has other words of fsdpc's own.
+begins as torch's does. What the other modules refuse is worded in fsdpc's own way.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOCAL = StateDictType.LOCAL_STATE_DICT
 BLOCKS = ModuleWrapPolicy({Block})
 
 LOCAL_ON_A_MESH = "Found state_dict_type LOCAL_STATE_DICT"
-if hasattr(torch_fsdp, "DataParallelMeshDims"):  # before torch 2.13 an argument for each sentence
+if hasattr(torch_fsdp, "DataParallelMeshDims"):  # torch before 2.13: each sentence an argument
     LOCAL_ON_A_MESH += (
         ". DeviceMesh is not compatible with LOCAL_STATE_DICT. Please set state_dict_type to "
         "SHARDED_STATE_DICT to get DTensor state_dict."

@@ -127,7 +127,7 @@ def whole_of_one(value: Any, sharded: Iterator[Tensor]) -> Any:
 
 
 def whole_of_sharded(values: list[ShardedTensor]) -> list[Tensor]:
-    """By the shards' own metadata, and checked to cover every element once."""
+    """The values put together by the shards' metadata, which must cover every element once."""
     if not values:
         return []
     groups = {value._process_group for value in values}
@@ -151,7 +151,7 @@ def put_together(value: ShardedTensor, shards: list[tuple[list[int], Tensor]]) -
 
 
 def same(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal keys in equal order, equal dtypes, shapes and values; `got` may be distributed."""
+    """Checks for equal keys in equal order, dtypes, shapes and values; `got` may be distributed."""
     assert list(got) == list(expected)
     full = whole(dict(got))
     for key, value in expected.items():

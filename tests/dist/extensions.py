@@ -35,7 +35,7 @@ class Pair(TwoTensor):
 
 
 class Pair5(Pair):
-    """The same with the longer signature."""
+    """A Pair whose ``fsdp_pre_all_gather`` has the longer signature."""
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         assert isinstance(module, torch.nn.Linear) and outer_size == (
@@ -120,7 +120,7 @@ class Padded(Coded):
 
 
 class CodedEven(Coded):
-    """The same without padding, by the short signature."""
+    """A Coded whose gather has the short signature, which does not pad."""
 
     def fsdp_pre_all_gather(self, mesh):
         return self.encode(self._data, self._data.shape)

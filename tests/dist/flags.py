@@ -28,7 +28,7 @@ from toys import (
 )
 
 both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
-# Those that need no mesh.
+# The strategies that need no mesh.
 every_strategy = pytest.mark.parametrize(
     "strategy", list(ShardingStrategy)[:3], ids=lambda s: s.name
 )
@@ -123,7 +123,7 @@ class Pair:
         self.apply(zero=zero)
 
     def follow(self, *steps: str) -> None:
-        """One step per text, whose words come before its forward, or behind "|" between forward and
+        """One step per text. Words are done before its forward, or behind "|" between forward and
         backward: "+path" trains what is below a path ("all": everything), "-path" freezes it, a
         digit is a micro-batch without communication, "eval" a forward without gradients. "keep"
         leaves the gradients in place; "none": nothing is trained, so there is no backward.
@@ -155,7 +155,7 @@ class Pair:
         )
 
     def flat_aware(self, missing: set[str]) -> bool:
-        """Members of a flat parameter have zeros where an unsharded one has None."""
+        """True if `missing` gradients may be zeros instead of None, as inside a flat parameter."""
         return not missing or not self.model._use_orig_params
 
     def apply(self, *, zero: bool = True) -> None:

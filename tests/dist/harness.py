@@ -5,8 +5,8 @@ a template process, which is forked from the root, imports test modules and fork
 (a few milliseconds each), so that nothing a file does survives in the next one and no thread of
 pytest's own process is ever forked. Items of a file that `@ranks` runs on as many ranks with the
 same environment share them, one after the other, each in a process group of its own: what a process
-does for the first time is a third of what items cost. New ranks follow on an item that raised, that
-left a function of its own in a module's place, or that is `alone`.
+does for the first time is a third of what items cost. New ranks are forked after an item that
+raised, that left a function of its own in a module's place, or that is `alone`.
 Each rank has one intra-op thread, a gloo process group over a file store, a short FSDPC_TIMEOUT,
 FSDPC_POISON=1 and its own log. The template watches the ranks: it collects their results, delivers
 the signals that tests ask for, prints every Python stack when the deadline passes, and leaves no
@@ -56,10 +56,10 @@ from pathlib import Path
 from typing import Any
 
 DEADLINE_S = float(os.environ.get("FSDPC_TEST_DEADLINE", "120"))
-PEER_TIMEOUT_S = 30.0  # FSDPC_TIMEOUT of the ranks: below the deadline, so that it speaks first
+PEER_TIMEOUT_S = 30.0  # FSDPC_TIMEOUT of the ranks: below the deadline, so that ranks raise first
 GRACE_S = 5.0  # how long the other ranks may go on after the first one failed
 DUMP_S = 10.0  # how long a rank may take to begin to print its stacks before it is killed
-DUMPED_S = 0.3  # how long it may take to print the rest
+DUMPED_S = 0.3  # how long a rank may take to print the rest of its stacks
 TEMPLATE_ENV = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -68,7 +68,7 @@ TEMPLATE_ENV = {
     "TOKENIZERS_PARALLELISM": "false",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # asking for GPUs must not start CUDA before the fork
 }
-# Each would be imported again by every rank that uses its kind of model, checkpoint or optimizer.
+# Every rank that uses their kind of model, checkpoint or optimizer would import these otherwise.
 LOADED_BY_RANKS = """
     encodings.ascii jitter fsdpc._fsdp2.module fsdpc.plan.report fsdpc._companions.foreign
     fsdpc._companions.runs fsdpc._companions.stepping torch.profiler._cupti_monitor
@@ -88,14 +88,14 @@ class Outcome:
     rank: int
     value: Any = None
     error: str | None = None  # "Type: text" of the exception that left the function
-    error_types: tuple[str, ...] = ()  # names of its class and of the class's bases
+    error_types: tuple[str, ...] = ()  # names of the exception's class and of the class's bases
     traceback: str = ""
     finished_at: float = 0.0  # when the function returned or raised
     exit_signal: int | None = None  # the signal that ended the process, if one did
     signalled_at: float | None = None  # when a signal asked for by signal_rank was sent
-    stopped: bool = False  # SIGSTOP was sent to it and no SIGCONT after
-    expired: bool = False  # still running at the deadline
-    changed: bool = False  # whether functions of modules are others now
+    stopped: bool = False  # SIGSTOP was sent to the rank, and no SIGCONT after it
+    expired: bool = False  # the rank was still running at the deadline
+    changed: bool = False  # whether the call left a test's function or class in a module
     log: str = ""
 
     @property
@@ -115,8 +115,8 @@ def ranks(
     """Decorator: runs the test function once per rank, for each of the world sizes.
 
     The function gets `rank` and `world` and whatever pytest parametrises. Exceptions of any rank
-    fail the test. `env` is set in the ranks before the function is called. `alone`: in new ranks
-    that end with it, because it changes or measures what a process keeps.
+    fail the test. `env` is set in the ranks before the function is called. `alone`: in new ranks,
+    which end with the test, because it changes or measures what a process keeps.
     """
     import pytest
 
@@ -159,8 +159,8 @@ def run_ranks(
     Returns the ranks' return values, in rank order, and raises RankFailure if a rank did not
     return one. With `faults=True` ranks may raise, die or be stopped: returns list[Outcome], and
     only a rank that is still running at the deadline is a failure. With `on_device=False` the ranks
-    have no simulated GPU, whatever the option says. With `shared` ranks of an earlier call may run
-    it, and a later call may have them.
+    have no simulated GPU, whatever the option says. With `shared`, ranks of an earlier call may run
+    this one, and later calls may run on these ranks.
     """
     environment = {
         "FSDPC_TIMEOUT": str(PEER_TIMEOUT_S),
@@ -207,7 +207,7 @@ def gpu_environment(module: str = "") -> dict[str, str]:
     name = module.rpartition(".")[2]
     watched = name not in UNWATCHED and name in os.environ.get("FSDPC_TEST_WATCHED", name).split()
     watch = {} if watched else {"FSDPC_TEST_WATCH": "0"}
-    return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # the order of the references
+    return env.environment(**watch, SIMNCCL_RANK_ORDER="1")  # sums in the references' order
 
 
 def host_environment(world: int, env: dict[str, str]) -> dict[str, str]:
@@ -250,19 +250,19 @@ class Root:
     processes of pytest-xdist. The root imports nothing before the first template is asked for.
     """
 
-    VARIABLE = "FSDPC_TEST_ROOT"  # its socket's name, for the processes that pytest starts
+    VARIABLE = "FSDPC_TEST_ROOT"  # the name of the root's socket, for processes that pytest starts
     _process: subprocess.Popen[bytes] | None = None
 
     @classmethod
     def start(cls) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind("")  # a name of the kernel's choice, and no file
+            listener.bind("")  # the kernel chooses the name, and there is no file
             listener.listen()
             cls._process = subprocess.Popen(
                 [sys.executable, __file__, str(listener.fileno())],
                 pass_fds=[listener.fileno()],
                 env=template_environment(),
-                start_new_session=True,  # Ctrl-C is pytest's alone; our end of a socket says it
+                start_new_session=True,  # Ctrl-C goes to pytest alone, which then closes sockets
             )
             os.environ[cls.VARIABLE] = listener.getsockname().hex()
         atexit.register(cls.close)
@@ -309,7 +309,7 @@ class Template:
 
     def __init__(self) -> None:
         self.socket = Root.connect()
-        self.socket.settimeout(DEADLINE_S)  # the first one waits for imports
+        self.socket.settimeout(DEADLINE_S)  # the first template waits for imports
         send(self.socket, pickle.dumps(template_environment()))
         self.process = os.pidfd_open(pickle.loads(receive(self.socket)))
 
@@ -397,7 +397,7 @@ def run_rank(channel: socket.socket, request: dict[str, Any], rank: int, folder:
 
 
 def fields_of(request: dict[str, Any], rank: int, folder: str) -> dict[str, Any]:
-    """What the template gets to know of one call."""
+    """What the template is told about one call."""
     fields: dict[str, Any] = {"rank": rank}
     try:
         fields["value"] = call_function(request, rank, folder)
@@ -411,12 +411,12 @@ def fields_of(request: dict[str, Any], rank: int, folder: str) -> dict[str, Any]
         fields["error"] = f"{type(error).__name__}: {error}"
         fields["error_types"] = tuple(c.__name__ for c in type(error).__mro__)
         fields["traceback"] = traceback.format_exc()
-        sys.excepthook(type(error), error, error.__traceback__)  # as if it ended the process
+        sys.excepthook(type(error), error, error.__traceback__)  # as if the error ended the process
     return fields
 
 
 class Before:
-    """What a rank was before its first call, to which it comes back before each other one."""
+    """What a rank was before its first call; the rank comes back to this before each later call."""
 
     def __init__(self) -> None:
         import numpy
@@ -426,7 +426,7 @@ class Before:
         self.functions = functions_of_modules()
 
     def changed(self) -> bool:
-        """Whether the call put a function or class of its own in the place of another."""
+        """Whether the call put a function or class of a test in the place of another."""
         return any(
             space.get(name) is not value and not of_library(space.get(name))
             for space, before in self.functions
@@ -453,7 +453,7 @@ class Before:
 
 
 def of_library(value: Any) -> bool:
-    """Whether fsdpc or torch has defined it, which put some of theirs in place on first use."""
+    """Whether fsdpc or torch defined the value: both replace some functions on first use."""
     if hasattr(value, "__code__"):
         return not value.__code__.co_filename.startswith(str(Path(__file__).parents[1]))
     return str(getattr(value, "__module__", "")).partition(".")[0] in ("fsdpc", "torch")
@@ -501,7 +501,7 @@ def call_function(request: dict[str, Any], rank: int, folder: str) -> Any:
 
     from fsdpc.plan import noticed
 
-    noticed.PROCESS = os.getpid()  # else each model reads all pages' table in 5 ms
+    noticed.PROCESS = os.getpid()  # else each model reads the table of all pages, in 5 ms
     layout = laid_out(os.environ.get("FSDPC_TEST_LAYOUT", "flat"))
     delays = jitter.delays_of(rank, module.__name__)
     with device_watch(request["faults"]), delays, layout, warnings.catch_warnings():
@@ -588,13 +588,13 @@ class RankProcess:
     exit_signal: int | None = None
     stopped: bool = False
     signalled_at: float | None = None
-    story: str | None = None  # its log, once it has ended
+    story: str | None = None  # the rank's log, once it has ended
 
 
 class World:
     """The ranks of a test, or of several one after the other, from fork to the last one's end."""
 
-    kept: dict[Any, World] = {}  # that wait for a request, by what their ranks have in common
+    kept: dict[Any, World] = {}  # worlds that wait for a request, by what calls have in common
 
     def __init__(self, control: socket.socket) -> None:
         self.control = control
@@ -645,7 +645,7 @@ class World:
         for process in self.processes:
             process.outcome = process.signalled_at = None
             process.channel.setblocking(True)
-            with suppress(OSError):  # it has ended: its channel says so
+            with suppress(OSError):  # the rank has ended, which its channel tells
                 send(process.channel, pickle.dumps((self.request, folder)))
             process.channel.setblocking(False)
 
@@ -847,7 +847,7 @@ def import_for_templates() -> None:
             with suppress(ModuleNotFoundError):  # only some versions of torch have it
                 importlib.import_module(name)
     except ImportError:
-        traceback.print_exc()  # the tests that need it fail in their ranks, saying why
+        traceback.print_exc()  # the tests that need fsdpc fail in their ranks, saying why
     if os.environ.get("FSDPC_TEST_GPU") != "cuda":
         importlib.import_module("warm").up()
     gc.enable()

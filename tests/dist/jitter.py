@@ -1,5 +1,5 @@
 """Random delays in the ranks, so that races show: FSDPC_TEST_JITTER=seed, `pytest --jitter seed`.
-Tests whose graphs race most have them always, from seed 1; an empty FSDPC_TEST_JITTER disables all.
+Tests whose graphs race most always have delays (seed 1). An empty FSDPC_TEST_JITTER disables all.
 
 A rank sleeps for up to a few milliseconds before and after modules' forwards, before nodes of the
 autograd graph (those of outputs, and some above them, gradient accumulation too) and around the

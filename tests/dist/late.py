@@ -73,7 +73,7 @@ def _tensors(value):
 
 
 def slow_backward(rank, seconds):
-    """Delays what comes after it in a backward, on one rank."""
+    """A hook that delays what follows it in a backward, on rank 1."""
 
     def wait(grad):
         time.sleep(seconds if rank == 1 else 0)

@@ -21,11 +21,11 @@ import torch.distributed as dist
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import namespaces
 
-PLACES = "FSDPC_TEST_PLACES"  # of each rank: the name of its host
+PLACES = "FSDPC_TEST_PLACES"  # a variable with the name of each rank's host, in rank order
 COUNTED = "counted-as-"
 PORT = 29531
 missing = namespaces.missing
-_home = -1  # in a rank: the namespace that it came from
+_home = -1  # in a rank: the network namespace that the rank came from
 _kept = ExitStack()  # hosts are made once, and removed when pytest ends
 
 
@@ -55,8 +55,8 @@ def environment(hosts: namespaces.Hosts, ranks: Sequence[int]) -> dict[str, str]
 def environment_for(
     hosts: int, world: int, delay: float = 0.0, loss: float = 0.0
 ) -> dict[str, str]:
-    """The same for shared hosts, over which the ranks are spread; where there can be no hosts,
-    ranks count as being on some. ``delay`` and ``loss`` as for ``namespaces.Hosts``.
+    """As ``environment`` for shared hosts, over which the ranks are spread; where no hosts can be
+    made, ranks count as being on some. ``delay`` and ``loss`` as for ``namespaces.Hosts``.
     """
     ranks = spread(world, hosts)
     if missing():
@@ -72,7 +72,7 @@ def counted_as(hosts: str) -> dict[str, str]:
 
 
 def store_of(rank: int, world: int) -> dist.Store | None:
-    """In a rank: goes to its host, and returns the store of its group. None: the ranks only count
+    """In a rank: enters its host, and returns the store of its group. None: the ranks only count
     as ranks of other hosts.
     """
     global _home

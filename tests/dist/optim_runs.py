@@ -41,7 +41,7 @@ def both(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def on_rank_0(model: nn.Module) -> Any:
-    """Weights and states on rank 0 alone, while this lasts."""
+    """Weights and states are on rank 0 alone inside this context."""
     return type(model).state_dict_type(
         model,
         StateDictType.FULL_STATE_DICT,
@@ -108,7 +108,7 @@ def named(model: nn.Module, optim: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Same names, and values equal to the bit."""
+    """Checks for the same names, and for values equal to the bit."""
     assert got.keys() == expected.keys(), f"{sorted(got.keys() ^ expected.keys())}"
     for name, state in expected.items():
         assert got[name].keys() == state.keys(), name
@@ -123,7 +123,7 @@ def check_states(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the parameters. Pairs as lists, which torch.distributed.checkpoint makes of them."""
+    """The options of groups, without parameters; pairs as lists, which torch's checkpoints make."""
     return [
         {
             k: list(v) if isinstance(v, tuple) else v
@@ -135,7 +135,7 @@ def options_of(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def check_dict(got: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal states, and groups of the same parameters with the same options."""
+    """Checks for equal states, and for groups of the same parameters with the same options."""
     check_states(got["state"], expected["state"])
     for ours, theirs in zip(got["param_groups"], expected["param_groups"], strict=True):
         assert sorted(ours["params"]) == sorted(theirs["params"])
@@ -147,7 +147,7 @@ def save(run: Run) -> dict[str, Any]:
 
 
 def load(run: Run, saved: Any, **arguments: Any) -> None:
-    """Into the run's optimizer, which must leave `saved` alone."""
+    """Loads `saved` into the run's optimizer, which must not change `saved`."""
     before = copy.deepcopy(saved)
     to_load = type(run.model).optim_state_dict_to_load(run.model, run.optim, saved, **arguments)
     if saved is not None and saved:

@@ -75,7 +75,7 @@ class MoEBlock(nn.Module):
 
 
 class OddBlock(nn.Module):
-    """Every fifth of them saves more."""
+    """A block that saves more at every fifth place."""
 
     def __init__(self, width: int, place: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class OddBlock(nn.Module):
 
 
 class LSTMBlock(nn.Module):
-    """Its kernel saves a workspace."""
+    """A block whose LSTM kernel saves a workspace."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class LSTMBlock(nn.Module):
 
 
 class Branch(nn.Module):
-    """A tree of units; of some the matrix is frozen, so that their inputs need not be saved."""
+    """A tree of units; some have a frozen matrix, so that their inputs need not be saved."""
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """load_pretrained beside from_pretrained: small models of transformers, saved with random weights,
-loaded from the meta device into each kind of sharding; prints a row per model. Outputs are compared
-to the bit, and whole values too.
+loaded from the meta device into each kind of sharding; prints a row per model. Outputs and whole
+values are compared to the bit.
 
 torchrun --nproc-per-node=2 tests/dist/pretrained_table.py [--models llama,bert]
 """
@@ -96,7 +96,7 @@ def configuration(name: str) -> Any:
 
 
 def saved(name: str, folder: str, **options: Any) -> nn.Module:
-    """Save the model with random weights; every value is another one than an initialisation's."""
+    """Save the model with random weights; every value differs from an initialisation's."""
     import transformers
 
     torch.manual_seed(3)
@@ -116,7 +116,7 @@ def on_meta(name: str) -> nn.Module:
 
 
 def layers(model: nn.Module) -> list[nn.Module]:
-    """The items of lists of modules, of the outermost ones."""
+    """The items of the outermost ModuleLists."""
     found: list[nn.Module] = []
     for module in model.children():
         found += list(module) if isinstance(module, nn.ModuleList) else layers(module)

@@ -105,7 +105,7 @@ def test_counts():
     # Per block the input, what gelu saves, and its result; the loss's input. Each copied once.
     assert counts["tensors"] == 3 * BLOCKS + 1 and counts["nbytes"] == counts["tensors"] * EACH
     assert lane["bytes_out"] == counts["nbytes"]
-    planned = away([EACH] * counts["tensors"], 1024)  # what the planner counts with
+    planned = away([EACH] * counts["tensors"], 1024)  # the planner's count
     assert (counts["nbytes"], counts["pinned_bytes"]) == (planned.copied, planned.pinned)
     assert counts["resident"] * EACH == planned.resident and counts["late"] == 0
     assert lane["copies_in"] == counts["ahead"] == counts["tensors"] - counts["resident"]
@@ -134,7 +134,7 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
 
     def keeping(self: Any) -> None:
         fetch(self)
-        kept.append(self.here)  # else a late copy would overwrite another's memory
+        kept.append(self.here)  # else a late copy would write memory of another tensor
 
     offloading._Away.fetch = keeping  # type: ignore[method-assign]
     simgpu.policy("lazy")
@@ -157,14 +157,14 @@ def leave_out_each(rank: int, world: int) -> list[tuple[Any, list[str]]]:
         for right in (None, ("dropped", "nothing")):
             found.append((right, reports(right)))
         for left_out in (("dropped", "join"), *planted):
-            # It shows only where another tensor gets the memory, which is up to the allocator.
+            # It shows only where another tensor gets the memory, which the allocator decides.
             runs = (reports(left_out) for _ in range(8))
             found.append((left_out, next(filter(None, runs), [])))
     return found
 
 
 def backward_of(trained: Any, state: dict[str, Any], kept: list[Any], fails: bool) -> None:
-    """`fails`: what was on its way back then is freed without being used."""
+    """`fails`: backward raises, and what is then on its way back is freed without being used."""
     state["during"] = "forward"
     with offload(trained, min_bytes=1024):
         loss = trained(torch.randn(ROWS, WIDTH)).square().mean()

@@ -107,7 +107,7 @@ CONTEXTS: dict[str, Callable[[Any], AbstractContextManager[Any]]] = {
 }
 STEPS = ("dropout", "frozen", "accumulation")
 LOSSY = {"int8": 0.02, "bf16": 0.01}
-# Pairs, in the order in which they are applied, that raise, and with what.
+# Pairs that raise, in the order in which the features are applied, and the error.
 REFUSED = {
     ("checkpoint", "matmul"): (ValueError, "is checkpointed already"),
     ("matmul", "checkpoint"): (ValueError, "is checkpointed already"),
@@ -126,7 +126,7 @@ def gradients(features: tuple[str, ...], rank: int) -> dict[str, torch.Tensor]:
     for micro in range(micro_batches):
         generator = torch.Generator().manual_seed(10 * micro + rank)
         x = torch.randn(2, 32, WIDTH, generator=generator)
-        x.requires_grad_()  # torch's reentrant checkpoint needs one
+        x.requires_grad_()  # torch's reentrant checkpoint needs an input that wants a gradient
         with ExitStack() as stack:
             for name in features:
                 if name in CONTEXTS:
@@ -160,12 +160,12 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
 
 
 def expected_of(features: tuple[str, ...], rank: int, world: int) -> dict[str, torch.Tensor]:
-    """Those of an unsharded model, without what changes only how values are kept."""
+    """Gradients of an unsharded model without the features that only change how values are kept."""
     kept = tuple(f for f in features if f in ("autocast", *STEPS))
     return unsharded(kept, rank, world if any(name in DOORS for name in features) else 1)
 
 
-@functools.cache  # many pairs have the same features left
+@functools.cache  # many pairs are left with the same features
 def unsharded(features: tuple[str, ...], rank: int, world: int) -> dict[str, torch.Tensor]:
     found = gradients(features, rank)
     if world > 1:
@@ -176,7 +176,7 @@ def unsharded(features: tuple[str, ...], rank: int, world: int) -> dict[str, tor
 
 
 def check(features: tuple[str, ...], rank: int, world: int) -> str | None:
-    """What is wrong with the features together."""
+    """What is wrong with the features together; None: nothing."""
     if features in REFUSED:
         kind, text = REFUSED[features]
         try:
@@ -196,7 +196,7 @@ def check(features: tuple[str, ...], rank: int, world: int) -> str | None:
 
 
 def orders(pair: tuple[str, str]) -> list[tuple[str, ...]]:
-    """Both, where two of a kind are applied one after the other."""
+    """Both orders, if the features are of one kind (wraps, or contexts); else the pair."""
     same_kind = any(set(pair) <= kind.keys() for kind in (WRAPS, CONTEXTS))
     return list(permutations(pair)) if same_kind else [pair]
 
@@ -204,7 +204,7 @@ def orders(pair: tuple[str, str]) -> list[tuple[str, ...]]:
 @pytest.mark.long
 @ranks(1, 2)
 def test_pairs(rank: int, world: int):
-    """On one rank those without sharding, on two those with."""
+    """One rank runs the pairs without sharding, two ranks those with sharding."""
     torch.set_num_threads(1)
     offloading._said[:] = ["said"]
     wrong = {}

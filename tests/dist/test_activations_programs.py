@@ -74,7 +74,7 @@ class Model(nn.Module):
         self.gradient_checkpointing = False
 
     def gradient_checkpointing_enable(self) -> None:
-        """As transformers' models have it."""
+        """The method that transformers' models have."""
         self.gradient_checkpointing = True
 
     def forward(self, x: Tensor, step: int = 0) -> Tensor:
@@ -114,7 +114,7 @@ class ExpertsModel(Model):
         return x
 
 
-# How each is installed: what is done to the model once, and around a forward.
+# How each feature is installed: applied to the model once, or entered around each forward.
 WRAPS: dict[str, dict[str, Any]] = {"checkpoint": {"ratio": "2/3"}, "matmul": {"policy": "matmul"}}
 AROUND: dict[str, Callable[[Any], Any]] = {
     "offload": offload,
@@ -124,7 +124,7 @@ BOUNDS = {"checkpoint": 0.0, "matmul": 0.0, "offload": 0.0, "int8": 0.03}
 
 
 def install(name: str, model: Any) -> Callable[[], Any]:
-    """What to enter around each forward."""
+    """Install a feature; returns what to enter around each forward."""
     if name in WRAPS:
         checkpoint(model, **WRAPS[name])
         return nullcontext
@@ -171,7 +171,7 @@ def check(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float, w
 
 
 def compare(kind: type[Model], rank: int, world: int, between: Any = None) -> None:
-    """Every choice beside the model without, plain on one rank and sharded on several."""
+    """Compares every feature with a run without it: plain on one rank, sharded on several."""
     torch.set_num_threads(1)
     offloading._said[:] = ["said"]
     sharded = world > 1
@@ -212,7 +212,7 @@ def test_evaluation_and_generation_between_forward_and_backward(rank: int, world
 
 @ranks(1, 2)
 def test_gradient_checkpointing_enable_and_ours(rank: int, world: int):
-    """A model that checkpoints its blocks itself, inside and around ours."""
+    """A model that checkpoints its blocks itself, inside and around fsdpc's checkpoints."""
     torch.set_num_threads(1)
     expected = train(made(Model, world > 1), nullcontext, rank)
     for name, bound in BOUNDS.items():
@@ -254,7 +254,7 @@ def entered(*kinds: Callable[[], Any]) -> Iterator[None]:
 
 @ranks(1, 2)
 def test_second_derivatives(rank: int, world: int):
-    """Refused by torch where a policy keeps what operators returned."""
+    """torch refuses them where a policy keeps what operators returned."""
     torch.set_num_threads(1)
 
     def penalty(model: Any, around: Any) -> Tensor:
@@ -280,7 +280,7 @@ def test_second_derivatives(rank: int, world: int):
 
 @ranks(1, 2)
 def test_copies_and_names(rank: int, world: int):
-    """copy.deepcopy for averages, names in state dicts, torch.save of a model."""
+    """copy.deepcopy for averages, names in state dicts, and torch.save of a model."""
     torch.set_num_threads(1)
     plain = made(Model, world > 1)
     names = list(plain.state_dict())

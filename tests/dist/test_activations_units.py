@@ -89,7 +89,7 @@ def test_compression_leaves_gathered_parameters_alone(rank, world):
 
 @ranks(2)
 def test_gathered_parameters_are_not_compressed(rank, world):
-    """By neither interface: their errors would be in every gradient."""
+    """Neither interface compresses them: their errors would be in every gradient."""
     for door in ("FSDP", "fully_shard"):
         blocks = [nn.Sequential(nn.Linear(48, 48), nn.GELU()) for _ in range(3)]
         if door == "FSDP":
@@ -118,7 +118,7 @@ def sizes_packed():
 
 
 class Compressing(nn.Module):
-    """Compresses what it saves itself: ``what`` names the module it does so for, if any."""
+    """A block that may compress for itself; ``what`` names the module that it compresses."""
 
     def __init__(self, what):
         super().__init__()

@@ -169,8 +169,8 @@ def test_a_model_trains_on_it_and_says_what_it_holds(rank, world):
     held = memory_stats(model)
     kept = sum(held[f"{name}_bytes"] for name in ("master", "grad", "local"))
     slots = held["gather_bytes"] + held["reduce_bytes"]
-    assert kept <= cache.out() < kept + 2000  # and which parameters were used
-    # Slots are the driver's: what is shown behind several addresses no allocator has.
+    assert kept <= cache.out() < kept + 2000  # the rest: which parameters were used
+    # Slots come from the driver: no allocator has memory that is mapped at several addresses.
     assert held["gather_bytes"] % env.GRANULE == 0
     assert held["spare_bytes"] == 0
     device_bytes = simgpu.count()["device_bytes"] - before

@@ -85,7 +85,7 @@ def test_what_a_rank_kept_is_discarded_with_its_gradient(rank, world):
 
 @ranks(2, 3)
 def test_norms_and_clipping(rank, world):
-    """Also of a parameter that only one rank holds."""
+    """Also where a parameter is on one rank only."""
     model, plain = sharded(), toy()
     batches = [tokens(r, 0) for r in range(world)]
     sum(loss_of(plain, batch) for batch in batches).div(world).backward()
@@ -172,11 +172,11 @@ class Chain(nn.Module):
 @ranks(2, 3, env={"FSDPC_REDUCE_SLOTS": "1"})
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_units_without_elements(rank, world, use_orig_params):
-    """Their reductions overflow into memory of their own, of which they need none."""
+    """Reductions may overflow into extra memory. Units without elements need none of it."""
     model = wrap_blocks("fsdpc", Chain(), Empties, use_orig_params=use_orig_params)
     for step in range(6):
         if rank == step % 2:
             torch.manual_seed(step)
-            sum(i * i for i in range(200000))  # the others are ahead
+            sum(i * i for i in range(200000))  # so that the other ranks are ahead
         model(torch.ones(2, 3)).sum().backward()
         model.zero_grad()

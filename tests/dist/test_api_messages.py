@@ -23,7 +23,7 @@ BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 @BOTH
 @pytest.mark.parametrize("kind", [SHARDED, LOCAL], ids=lambda kind: kind.name)
 def test_our_own_calls_warn_of_nothing(rank, world, use_orig_params, kind):
-    """torch warns of ShardedTensor's use: of the user's, not of ours."""
+    """torch warns where the user uses a ShardedTensor, and not where fsdpc uses one."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     optimizer = torch.optim.Adam(model.parameters())
     loss_of(model, tokens(rank, 0)).backward()
@@ -78,7 +78,7 @@ def test_swapped_arguments_are_named(rank, world):
     for call, text in [
         (lambda: FSDP.optim_state_dict(optimizer, model), of_model.format("Adam")),
         (lambda: FSDP.optim_state_dict(model, state), of_optim.format("dict")),
-        # The order of older releases.
+        # The arguments in the order of older releases.
         (lambda: FSDP.optim_state_dict_to_load(state, model, optimizer), of_model.format("dict")),
         (lambda: FSDP.optim_state_dict_to_load(model, state, optimizer), of_optim.format("dict")),
         (lambda: FSDP.full_optim_state_dict(optimizer, model), of_model.format("Adam")),

@@ -328,7 +328,7 @@ def by_fully_shard(model):
 
 @ranks(2)
 def test_names_that_differ_between_ranks(rank, world):
-    """Only names: one warning, and the model trains; the same names in another order: refused."""
+    """Other names: one warning, and the model trains. The same names in another order: refused."""
     said = []
     for shard in (in_one_unit, in_units, by_fully_shard):
         results = []

@@ -219,7 +219,7 @@ def test_conversion_of_a_sharded_model(rank, world, use_orig_params):
         assert model.double() is model
         check_equal(values_of(model), values(toy().double()), "as double")
         assert all(a is b for a, b in zip(params, model.parameters(), strict=True))
-        optimizer = torch.optim.SGD(params, 0.5)  # as one that was made before the conversion
+        optimizer = torch.optim.SGD(params, 0.5)  # holds the objects from before the conversion
         loss_of(model, tokens(0, 0)).backward()
         reference = toy().double()
         loss_of(reference, tokens(0, 0)).backward()
@@ -266,7 +266,7 @@ def test_no_shard_shows_and_keeps_full_parameters(rank, world):
 @ranks(1, 2)
 @pytest.mark.parametrize("writeback", [True, False])
 def test_the_users_own_objects_show_full_values(rank, world, writeback):
-    """Marks and flags set inside stay, and an optimizer's state belongs to them."""
+    """Marks and flags set inside stay, and the objects keep their optimizer states."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     loss_of(model, tokens(rank, 0)).backward()
@@ -326,7 +326,7 @@ def test_a_whole_gradient_does_not_pass_for_a_shards(rank, world):
 @ranks(2)
 def test_gradients_that_ranks_clear_or_set_alone(rank, world):
     """Whole gradients have zeros for a rank that has cleared its part, and are None where the only
-    `.grad` is that of a rank without elements: what the memory held before was shown.
+    `.grad` is that of a rank without elements. Once, what the memory held before was shown.
     """
     model = wrap("fsdpc", nn.Linear(40, 40), use_orig_params=True)
     model(torch.ones(2, 40)).square().sum().backward()
@@ -347,7 +347,7 @@ def test_gradients_that_ranks_clear_or_set_alone(rank, world):
 
 
 def trains(model, rank, what):
-    """The model works as before: one step's gradients."""
+    """Checks that the model works as before: the gradients of one step."""
     model.zero_grad()
     reference = Reference(toy())
     loss_of(model, tokens(rank, 0)).backward()
@@ -514,7 +514,7 @@ def test_no_change_in_the_middle_of_a_pass(rank, world, use_orig_params):
 @ranks(2)
 @BOTH
 def test_every_way_out_by_an_exception(rank, world, use_orig_params):
-    """In the block, in a forward inside it, and by a value that cannot be written back."""
+    """An exception in the block, in a forward in it, or for a value that cannot be written back."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     with pytest.raises(KeyError), summon(model):
         raise KeyError

@@ -72,7 +72,7 @@ def test_asked_gradients_are_those_of_a_backward(rank, world, kind):
     second = torch.autograd.grad(loss_of(model, batches[2]), params, allow_unused=True)
     same(second, whole(expected[2]), "grad again")
     same(first, whole(expected[1]), "the first result after the second")
-    loss_of(model, batches[1]).backward()  # onto what was there
+    loss_of(model, batches[1]).backward()  # added to the gradients that were there
     summed = [None if a is None else a + b for a, b in zip(expected[0], expected[1], strict=True)]
     torch.testing.assert_close(
         [local(p.grad) for p in params if p.grad is not None],
@@ -111,7 +111,7 @@ def test_asked_beside_inputs_unused_and_refused(rank, world, kind):
         torch.autograd.grad(y, [*own, *unused])
 
     parts = [p.to_local() if kind == "fully_shard" else p for p in own]
-    penalty = sum(part.pow(2).sum() for part in parts)  # of the shards, not of gathered values
+    penalty = sum(part.pow(2).sum() for part in parts)  # uses the shards, not gathered values
     got = torch.autograd.grad(penalty, own, create_graph=True)
     same(got, [2 * local(p).detach() for p in own], "a loss of the shards alone")
 
@@ -132,7 +132,7 @@ def test_asked_beside_inputs_unused_and_refused(rank, world, kind):
     handle = params[0].register_post_accumulate_grad_hook(lambda p: None)
     refused("post-accumulate hooks", loss(), params)
     handle.remove()
-    loss().backward()  # goes on after each
+    loss().backward()  # works after all the refused calls
 
 
 @ranks(2)

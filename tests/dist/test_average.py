@@ -74,7 +74,7 @@ def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("kind", list(MAKERS))
 def test_equals_an_average_by_hand(rank, world, door, kind):
-    """And the values come back to the bit, also after an error."""
+    """The averages are equal in the block, and values come back to the bit, also after an error."""
     model = by_door(door, toy())
     optimizer = MAKERS[kind](list(model.parameters()))
     average, by_hand = Average(optimizer, 0.75), ByHand()
@@ -110,8 +110,8 @@ PASSES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("kind", list(PASSES))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_the_pass_of_the_step_takes_the_values(kind, dtype, monkeypatch):
-    """Every one but the first, to the bits of torch's lerp; in groups with rates of their own, and
-    with a parameter that gets a gradient in some steps only.
+    """Every value but a parameter's first, to the bits of torch's lerp; in groups with their own
+    decays, and with a parameter that gets no gradient in one step.
     """
     if dtype == torch.float64 and kind in ("AdamW8bit", "AdamMini", "AdamWBF16"):
         pytest.skip("float32 and narrower")
@@ -136,7 +136,7 @@ def test_the_pass_of_the_step_takes_the_values(kind, dtype, monkeypatch):
             decay = 0.3 if param is params[2] else 0.9
             wanted.setdefault(param, value.clone()).lerp_(value, 1 - decay)
             assert torch.equal(average.of(param), wanted[param])
-    assert seconds == [1]  # the parameter that rested
+    assert seconds == [1]  # outside the pass: only the parameter without a gradient
 
 
 def test_values_that_a_hook_changes_behind_the_step():
@@ -178,7 +178,7 @@ def test_a_parameter_that_is_used_late(kind):
 
 
 def test_loading_through_torchs_state_dict_functions():
-    """They step an optimizer that has no state, to have states to load into."""
+    """torch's functions step an optimizer that has no state, to have states to load into."""
 
     def made(steps):
         torch.manual_seed(0)
@@ -201,7 +201,7 @@ def test_loading_through_torchs_state_dict_functions():
 
 
 def test_rules_of_torch():
-    """torch's AveragedModel with its exponential and its uniform rule; a step in two, after two."""
+    """torch's AveragedModel with its exponential and its uniform rule, in steps 2, 4 and 6."""
     for decay, rule in (
         (0.9, torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)),
         (None, torch.optim.swa_utils.get_swa_multi_avg_fn()),
@@ -285,7 +285,7 @@ def load(rank, world, door, path, kind):
 @pytest.mark.parametrize("kind", ["AdamW", "AdamW8bit", "AdamMini"])
 @pytest.mark.parametrize("doors", [("orig", "fully_shard"), ("fully_shard", "flat")])
 def test_checkpoints_keep_averages(doors, kind, tmp_path):
-    """Also those of optimizers whose own states belong to whole parameters."""
+    """Averages are kept, also for optimizers whose own states belong to whole parameters."""
     run_ranks(save, 3, door=doors[0], path=str(tmp_path), kind=kind)
     run_ranks(load, 2, door=doors[1], path=str(tmp_path), kind=kind)
 
@@ -359,7 +359,7 @@ def test_units_that_step_in_backward(rank, world):
 @ranks(1, 2)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_a_backward_that_steps_units_in_a_block(rank, world, door):
-    """Refused before anything is stepped, and training goes on as if there had been none."""
+    """The backward is refused before anything is stepped, and training goes on as without it."""
     models = [by_door(door, toy()) for _ in range(2)]
     optimizers = [optim.in_backward(model, MAKERS["AdamW"]) for model in models]
     averages = [Average(optimizer, 0.5) for optimizer in optimizers]

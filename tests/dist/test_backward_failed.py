@@ -193,7 +193,7 @@ def everything(run):
     return {k: v.clone() for k, v in found.items() if isinstance(v, torch.Tensor)}
 
 
-# What is recomputed has its own tensors: there the version is right.
+# With "saved", what is recomputed has its own tensors, whose version is right: no fault.
 FAULTS_RECOMPUTED = [
     (kind, recompute)
     for kind in FAULTS
@@ -298,7 +298,7 @@ def test_gradients_that_the_user_put_in_place(rank, world, use_orig_params):
 @pytest.mark.parametrize("failing", [False, True], ids=["in no_sync", "in sync"])
 @pytest.mark.parametrize("after", [False, True], ids=["then no_sync", "then sync"])
 def test_accumulation_after_the_failure(rank, world, use_orig_params, to_none, failing, after):
-    """The failed backward sums over the ranks or not, and so does the next one."""
+    """Each of the two backwards, the failed one and the next, sums over the ranks or does not."""
     run, calm = (Run(rank, use_orig_params=use_orig_params) for _ in range(2))
     for each in (run, calm):
         each.step(0, to_none)
@@ -318,7 +318,7 @@ def test_accumulation_after_the_failure(rank, world, use_orig_params, to_none, f
 @ranks(2)
 @BOTH
 def test_kept_gradients_outlive_the_failure(rank, world, use_orig_params):
-    """A micro-batch that fails in no_sync, in a block whose backward is the first: left out."""
+    """A micro-batch fails in no_sync, in the block whose backward is first: it is left out."""
     torch.manual_seed(0)
     model = Model()
     reference = Reference(model, loss_of=squares)
@@ -338,7 +338,7 @@ def test_kept_gradients_outlive_the_failure(rank, world, use_orig_params):
 @ranks(2)
 @BOTH
 def test_one_rank_fails_in_no_sync(rank, world, use_orig_params):
-    """Nothing was sent: the others need not know, and the rank goes on without that micro-batch."""
+    """Nothing was sent: the other rank need not know, and this one goes on without the batch."""
     torch.manual_seed(0)
     model = Model()
     reference = Reference(model, loss_of=squares)
@@ -361,7 +361,7 @@ def test_one_rank_fails_in_no_sync(rank, world, use_orig_params):
 
 
 class Partial(Model):
-    """A unit that is not done before the backward has ended."""
+    """A model with a unit that is not done before the backward has ended."""
 
     def __init__(self):
         super().__init__()
@@ -371,7 +371,7 @@ class Partial(Model):
 @ranks(2)
 @BOTH
 def test_the_end_of_backward_fails(rank, world, use_orig_params):
-    """In the callback that torch calls when the graph has run."""
+    """The error comes in the callback that torch calls when the graph has run."""
     run, calm = (Run(rank, model=Partial(), use_orig_params=use_orig_params) for _ in range(2))
     fails = False
     shape = []
@@ -406,7 +406,7 @@ def test_the_end_of_backward_fails(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("recompute", ["", "reentrant", "saved"])
 def test_a_running_backward_refuses(rank, world, use_orig_params, recompute):
-    """In a hook, in the recomputation, in another thread meanwhile; and the step is sound."""
+    """Refused in a hook, in a recomputation and in another thread meanwhile; the step is sound."""
     run, calm = (Run(rank, recompute, use_orig_params=use_orig_params) for _ in range(2))
     refused = []
 
@@ -449,7 +449,7 @@ def test_the_end_of_backward_refuses(rank, world):
 @ranks(2)
 @BOTH
 def test_an_inner_backward_fails(rank, world, use_orig_params):
-    """In a hook of a backward that goes on: the state is that of the outer one."""
+    """The inner backward fails in a hook of an outer one: the state stays that of the outer one."""
     run, calm = (Run(rank, use_orig_params=use_orig_params) for _ in range(2))
     probe = torch.ones(3, requires_grad=True)
     refused = []
@@ -472,7 +472,7 @@ def test_an_inner_backward_fails(rank, world, use_orig_params):
 @BOTH
 @ZEROS
 def test_the_units_get_another_root(rank, world, use_orig_params, to_none):
-    """A failed backward under one root, then the model is a part of another one."""
+    """A failed backward under one root; then the model becomes a part of another root."""
     run, calm = (Run(rank, use_orig_params=use_orig_params) for _ in range(2))
     for each in (run, calm):
         each.step(0, to_none)
@@ -492,7 +492,7 @@ def test_the_units_get_another_root(rank, world, use_orig_params, to_none):
 
 @ranks(2)
 def test_memory_of_the_failed_backward_goes_at_once(rank, world):
-    """Gradients of gathered parameters: what runs out of memory makes room."""
+    """Gradients of gathered parameters are freed: a backward may have run out of memory."""
     run = Run(rank, use_orig_params=True)
     run.step(0)
     run.fail(1)

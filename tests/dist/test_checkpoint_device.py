@@ -53,7 +53,7 @@ def digest(path: Path) -> dict[str, str]:
 
 
 def save_all(rank: int, world: int, folder: str, steps: int = 2) -> None:
-    """In the foreground; in the background, one step further meanwhile; cast."""
+    """Saves: in the foreground; in the background beside one more step; with a cast."""
     staging.SLOT_BYTES = 1 << 16  # long ranges are cut
     run = Run(rank)
     for i in range(steps):
@@ -82,7 +82,7 @@ def load_and_save(rank: int, world: int, folder: str, to: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("world, more", [(1, {}), (2, {}), (2, BOUND)])
 def test_equal_to_processors(tmp_path: Path, world: int, more: dict[str, str]):
-    """Files of both are equal; of a snapshot, too, though the model has stepped since."""
+    """Files of GPUs and processors are equal, also of a snapshot whose model has stepped since."""
     for name, where in (("cpu", {}), ("gpu", ON_GPU | more)):
         run_ranks(save_all, world, env=where, on_device=bool(where), folder=str(tmp_path / name))
     for kind in ("now", "later", "cast"):
@@ -164,11 +164,11 @@ def count_a_save(rank: int, world: int, folder: str) -> dict[str, Any]:
 def test_counts(tmp_path: Path):
     found = run_ranks(count_a_save, 1, env=ON_GPU, folder=str(tmp_path))[0]
     print(found)
-    # A value and two moments of each element, 18 step counters, the norm's buffers.
+    # Three values per element (value, two moments), 18 step counters, the norm's buffers.
     elements = 16 * 64 + 64 + 3 * (2 * 64 * 96 + 64 + 96) + 64 * 4 + 4 + 2 * 16
     assert found["async"]["bytes_out"] == 12 * elements + 18 * 4 + 2 * 16 * 4 + 8
     assert found["save"]["bytes_out"] == found["async"]["bytes_out"]
-    # The stream waits for the buffers at once and for the rest before the step; the host never.
+    # The stream waits for buffers at once and for the rest before the step; the host never waits.
     assert {name: found["async"][name] for name in ("begins", "joins", "finishes")} == {
         "begins": 1,
         "joins": 2,
@@ -233,7 +233,7 @@ def round_of(run: Run, folder: str, name: str) -> None:
 
 
 def leave_out_waits_of_lanes() -> None:
-    """`_waits["left out"]`: a phase and a name; what is called so then does nothing."""
+    """Makes calls do nothing that `_waits["left out"]` names: a phase, and a method of Lane."""
     from fsdpc._companions.lane import Lane
 
     for name in ("begin", "join", "finish"):
@@ -270,7 +270,7 @@ def leave_out_each(rank: int, world: int, folder: str) -> list[tuple[Any, list[s
     simgpu.policy("lazy")
     simgpu.options().quiet = True
     found = []
-    # A run that is freed frees pinned memory, which is a host sync and would stand for a wait.
+    # Freeing a run frees pinned memory, a host sync, which could hide a wait that is left out.
     gc.disable()
     with Operators(everywhere=True):
         for number, planted in enumerate([None, *PLANTED]):
@@ -280,7 +280,7 @@ def leave_out_each(rank: int, world: int, folder: str) -> list[tuple[Any, list[s
             assert simgpu.cuda().cuCtxSynchronize() == 0
             simgpu.take_reports()
             _waits["left out"] = planted
-            # Counts of steps that come too late are odd numbers, of which a step raises.
+            # Step counts that come too late are odd numbers, and a step with them raises.
             with suppress(OverflowError, RuntimeError) if planted else nullcontext():
                 round_of(run, folder, str(number))
             _waits["left out"] = None

@@ -31,7 +31,7 @@ from fsdpc.checkpoint.ranks import ranks_of
 
 
 def digests(path: str) -> dict[str, str]:
-    """Every tensor's digest by name, and the names of the optimizer's by "state."."""
+    """Every tensor's digest by name; names of the optimizer's tensors begin with "state."."""
     body = json.loads((Path(path) / "fsdpc.json").read_text())
     return {name: form[0] for tensors in body["tensors"].values() for name, form in tensors.items()}
 
@@ -232,7 +232,7 @@ def test_casts_on_request(tmp_path: Path, kind: str):
 
 
 def write_dcp(rank: int, world: int, path: str, kind: str) -> None:
-    """The same values in both formats."""
+    """Writes the same values in both formats."""
     model, optimizer = make(kind)
     with pytest.raises(checkpoint.CheckpointError, match="the optimizer has no state"):
         checkpoint.save(f"{path}/dcp", model, optimizer, format="dcp")
@@ -244,7 +244,7 @@ def write_dcp(rank: int, world: int, path: str, kind: str) -> None:
 
 
 def read_dcp(rank: int, world: int, path: str) -> None:
-    """By torch alone, into torch's fully_shard."""
+    """Reads by torch alone, into torch's fully_shard."""
     model, optimizer = make("fsdp2", toy(seed=5))
     weights, states = get_state_dict(model, optimizer)
     held = {"model": weights, "optimizer": states}
@@ -269,7 +269,7 @@ def test_torch_reads_folders_in_its_format(tmp_path: Path, kind: str):
 
 
 def write_by_torch(rank: int, world: int, path: str, kind: str) -> None:
-    """As programs do that use torch alone; and the same values in fsdpc's format."""
+    """Writes as programs do that use torch alone; and the same values in fsdpc's format."""
     model, optimizer = make(kind)
     train(rank, model, optimizer)
     weights, states = get_state_dict(model, optimizer)
@@ -330,4 +330,4 @@ def test_torch_format_is_refused_or_fails_as_a_whole(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
     held = {"model": {"running_mean": torch.full((3,), 9.0)}}
     dcp.load(held, checkpoint_id=str(tmp_path / "a"), no_dist=True)
-    assert held["model"]["running_mean"].tolist() == [0.0] * 3  # rank 0's
+    assert held["model"]["running_mean"].tolist() == [0.0] * 3  # the values of rank 0

@@ -43,7 +43,7 @@ def filled(value: float, kind: str = "fsdpc") -> nn.Module:
 
 
 def value_of(path: Path) -> float:
-    """Of the checkpoint's every element; one process."""
+    """The value that all elements of a checkpoint have, as one process reads them."""
     model = build("plain")
     assert checkpoint.load(path, model).verified
     found = {float(x) for p in model.parameters() for x in p.detach().reshape(-1)}
@@ -52,7 +52,7 @@ def value_of(path: Path) -> float:
 
 
 class Position:
-    """Of a data loader."""
+    """The position of a data loader."""
 
     value = 0.0
 
@@ -64,7 +64,7 @@ class Position:
 
 
 def value_of_all(path: Path) -> float:
-    """The same of several objects in one checkpoint."""
+    """The value that all elements of several objects in one checkpoint have."""
     models, position = {name: build("plain") for name in ("model", "ema")}, Position()
     loaded = checkpoint.load(path, models, states={"data": position})
     assert loaded.verified and loaded.step == position.value
@@ -119,7 +119,7 @@ def cases() -> list[tuple[int, str]]:
 
 @pytest.mark.long
 def test_killed_ranks_leave_a_complete_checkpoint(tmp_path: Path):
-    """Every second time of several objects, of all of them or of none."""
+    """Every second save is of several objects: all of them are new in the checkpoint, or none."""
     value = 0.0
     for number, (victim, at) in enumerate(cases()):
         several = number % 2 == 1
@@ -219,7 +219,7 @@ def test_ranks_that_differ_write_nothing(tmp_path: Path, what: str, text: str):
 
 
 def load_while_replaced(rank: int, world: int, path: str) -> tuple[set[float], set[float], str]:
-    """Another process replaces the checkpoint between the ranks' opening it; then a bit flips in
+    """The checkpoint is replaced after rank 0 opened it and before rank 1 does; then a bit flips in
     the few bytes of a block of states that another rank owns, as rank 1 reads them.
     """
     folder, real_open, real_read = Path(path), loading.open_any, loading.read_table
@@ -380,7 +380,7 @@ def told(call: Callable[[], Any]) -> tuple[str, str]:
 
 
 def at_step(name: str, act: Callable[[], object], *, after: bool = False) -> None:
-    """Calls `act` when this rank comes to a step of a save, once; `after`: when it is over."""
+    """Calls `act` once when this rank comes to a step of a save; `after`: and when a save ends."""
     real, calls = saving.write_plan, []
 
     def reach(reached: str) -> None:
@@ -406,7 +406,7 @@ def interrupt_in_message(rank: int, folder: Path) -> None:
     if rank == 0:
 
         def stay_away() -> None:
-            until = time.monotonic() + 1.0  # over a wire the wait itself is not interrupted
+            until = time.monotonic() + 1.0  # over a wire the wait for a message is not interrupted
             while time.monotonic() < until and not (folder / ".over").exists():
                 time.sleep(0.01)
 
@@ -474,8 +474,8 @@ def interrupt(rank: int, world: int, path: str, at: str) -> list[Any]:
 @pytest.mark.parametrize("wire", ["shm", "wire"])
 @pytest.mark.parametrize("at", ["write", "message", "between steps", "verify", "read", "wait"])
 def test_ctrl_c(tmp_path: Path, at: str, wire: str):
-    """The interrupted rank raises KeyboardInterrupt and the other an error that says so, at once;
-    what comes after goes on, or raises where ranks were in the middle of a message.
+    """The interrupted rank raises KeyboardInterrupt, and the other rank at once an error that
+    says so; later saves work, or raise where ranks were in the middle of a message.
     """
     began = time.monotonic()
     env = {"FSDPC_COLLECTIVES": wire}
@@ -492,7 +492,7 @@ def test_ctrl_c(tmp_path: Path, at: str, wire: str):
         assert (then, other_then) == ("CheckpointError", "CheckpointError")
         assert "KeyboardInterrupt has ended an earlier save" in said, said
         assert "KeyboardInterrupt" in why_then or wire == "wire", why_then
-        assert value_of(tmp_path / "a") in (1.0, 2.0)  # between steps all bytes were there
+        assert value_of(tmp_path / "a") in (1.0, 2.0)  # 2.0 if all bytes were written by then
         return
     assert (then, other_then) == ("", ""), (said, why_then)
     assert value_of(tmp_path / "a") == 3.0
@@ -515,7 +515,7 @@ def lose_one_at_first(rank: int, world: int, path: str, kind: str) -> tuple[str,
 
 @pytest.mark.parametrize("kind", ["fsdpc", "plain"])
 def test_a_rank_that_dies_before_the_first_save_or_load(tmp_path: Path, kind: str):
-    """It was waited for until the deadline of a new process group, which did not name it."""
+    """Once, the others waited for it until a new group's deadline, whose error named no rank."""
     began, env = time.monotonic(), {"FSDPC_TIMEOUT": "100"}
     first, *_ = run_ranks(
         lose_one_at_first, 3, faults=True, env=env, path=str(tmp_path / "a"), kind=kind
@@ -557,7 +557,7 @@ def test_a_host_that_is_lost(tmp_path: Path, how: str, async_: bool):
 
 
 def save_twice(rank: int, world: int, path: str) -> tuple[bool, str]:
-    """Rank 1's thread is still in the save when rank 0's is done."""
+    """Rank 1's thread is still in the save when the save of rank 0 is done."""
     go = threading.Event()
     if rank == 1:
         at_step("", lambda: go.wait(60), after=True)

@@ -55,7 +55,7 @@ def build(kind: str) -> Net:
 
 @torch.no_grad()
 def change(model: Net, what: str) -> None:
-    """Alike on all ranks but for this rank's elements."""
+    """Changes the model, alike on all ranks but for this rank's elements."""
     sharded = next(model.first.parameters())
     if what == "values":
         for param in model.parameters():
@@ -95,7 +95,7 @@ SAME = ("", "values", "note")
 
 
 def change_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, Any]:
-    """After each change: whether the kept reading was used."""
+    """Saves after each change, and tells whether the kept reading was used."""
     model, used = build(kind), {}
     read, reads = kept.read_model, []
     kept.read_model = lambda *given: reads.append(1) or read(*given)
@@ -145,7 +145,7 @@ KEPT = ("", "step", "lr")
 
 
 def train_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, bool]:
-    """After each change of an optimizer: whether the kept reading was used."""
+    """Saves after each change of an optimizer, and tells whether the kept reading was used."""
     model, used = build(kind), {}
     params = list(model.parameters())
     optimizer = torch.optim.AdamW([{"params": params[:1]}, {"params": params[1:], "lr": 0.5}])
@@ -154,7 +154,7 @@ def train_and_save(rank: int, world: int, path: str, kind: str) -> dict[str, boo
 
     def step() -> None:
         for number, param in enumerate(params):
-            if param.numel():  # as backward does, whose ranks have states of other parameters then
+            if param.numel():  # as in backward: ranks then have states of different parameters
                 param.grad = torch.full_like(param, number + 1.0)
         optimizer.step()
 
@@ -243,7 +243,7 @@ def freeze_and_save(rank: int, world: int, path: str) -> dict[str, list[int]]:
     save("touched")
     unchanged._links.clear()
     real, os.link = os.link, refuse
-    copy_of, folders.Draft.copy = folders.Draft.copy, None  # by all ranks, not copied by one
+    copy_of, folders.Draft.copy = folders.Draft.copy, None  # all ranks write, none copies
     save("refused")
     unchanged._links.update({Path(path): True})  # as if links had been refused meanwhile
     folders.Draft.copy = copy_of
@@ -276,7 +276,7 @@ def test_files_of_frozen_parameters_are_linked_while_they_do_not_change(tmp_path
 
 
 def groups(rank: int, world: int, path: str) -> None:
-    """The same plain model, saved by other ranks."""
+    """Saves one plain model by all ranks, by two of them, and by all again."""
     model = build("plain")
     checkpoint.save(f"{path}/all", model)
     pair = dist.new_group([0, 1])
@@ -289,7 +289,7 @@ def groups(rank: int, world: int, path: str) -> None:
 
 @pytest.mark.parametrize("guards", [None, lambda *tensors: None])
 def test_nothing_is_kept_where_torch_compares_no_tensors(monkeypatch, guards):
-    """None, and a signature that has changed: names that are torch's own."""
+    """The class is missing, or its signature has changed: it is internal to torch."""
     monkeypatch.setattr(kept, "TensorGuards", guards)
     tensors = [torch.zeros(2)]
     forms = kept.Forms(tensors)

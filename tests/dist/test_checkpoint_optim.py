@@ -85,7 +85,7 @@ def test_optimizers_at_other_numbers_of_ranks(tmp_path: Path):
             assert digests(paths[i][name]) == digests(paths[0][name]), (name, kind)
             for key, value in expected[name].items():
                 if name == "AdamWBF16" and kind == "flat":
-                    continue  # other random bits: the parameter's position is another
+                    continue  # the parameter's position differs, and so do random bits
                 for each in found:
                     same(name, each[name][key], value)
 
@@ -186,7 +186,7 @@ def give(state: Any, model: nn.Module, optimizer: torch.optim.Optimizer) -> None
 
 @pytest.mark.parametrize("door", ["units", "flat", "fully_shard"])
 def test_states_of_integers(tmp_path: Path, door: str):
-    """Units keep integers as bytes, in which their elements were counted here. The bytes that a
+    """Units keep integers as bytes, while states must count elements. The bytes that a
     flat parameter shows have no form by names.
     """
     run_ranks(integers, 2, path=str(tmp_path / "made"), door=door)

@@ -108,18 +108,18 @@ def without_memory(rank: int, world: int, path: str) -> None:
 
 
 def test_a_model_without_memory(tmp_path: Path):
-    """It was "Cannot copy out of meta tensor"."""
+    """The error was once "Cannot copy out of meta tensor"."""
     run_ranks(without_memory, 2, path=str(tmp_path / "a"))
 
 
 def end_at_once(rank: int, world: int, path: str) -> None:
     model = build("fsdp2", toy())
     checkpoint.save(path, model, async_=True)
-    threading._shutdown()  # as the interpreter does first, which ends pools of threads
+    threading._shutdown()  # the interpreter's first act at its end, which ends pools of threads
 
 
 def test_a_program_that_ends_behind_a_save_in_the_background(tmp_path: Path):
-    """It was "cannot schedule new futures after interpreter shutdown", and no checkpoint."""
+    """Once: "cannot schedule new futures after interpreter shutdown", and no checkpoint."""
     run_ranks(end_at_once, 2, path=str(tmp_path / "a"))
     checkpoint.load(tmp_path / "a", build("plain", toy(1)))
 
@@ -139,7 +139,7 @@ def end_by_an_error(rank: int, world: int, path: str) -> None:
 
 
 def test_an_error_that_ends_a_program_lets_a_save_in_the_background_end_first(tmp_path: Path):
-    """Peers heard of the error at once, on the communicator of the save, too: no checkpoint."""
+    """Before, peers heard of the error at once, on the save's communicator too: no checkpoint."""
     run_ranks(end_by_an_error, 2, path=str(tmp_path / "a"))
     checkpoint.load(tmp_path / "a", build("plain", toy(1)))
 
@@ -238,7 +238,7 @@ def adapted(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def adapters(rank: int, world: int, path: str, save: bool) -> list[float]:
-    """Their weights and moments alone are saved, and loaded into a whole model."""
+    """Saves weights and moments of adapters alone, or loads them into a whole model."""
     model, optimizer = adapted(1 if save else 2)
     if save:
         loss_of(model, tokens(0, 0)).backward()

@@ -71,7 +71,7 @@ def write_big(rank: int, world: int, path: str, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["fsdpc", "fsdp2"])
 def test_big_tensors_and_other_readers(tmp_path: Path, kind: str):
-    """A tensor of several blocks; torch's reader takes the optimizer's tensors by name."""
+    """A tensor of several blocks. torch's reader, too, takes the optimizer's tensors by name."""
     path = tmp_path / "big"
     run_ranks(write_big, 3, path=str(path), kind=kind)
     body = json.loads((path / "fsdpc.json").read_text())
@@ -119,19 +119,19 @@ def test_values_are_seen_by_the_next_forward(tmp_path: Path, strategy: int, orig
 
 
 def bytes_read() -> int:
-    """By this process so far, from the page cache or a disk."""
+    """The bytes that this process has read so far, from the page cache or a disk."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("rchar:"))
 
 
 def count_bytes(rank: int, world: int, path: str, kind: str) -> dict[str, int]:
-    """What loads of this rank read, without a checksum and with all of them first."""
+    """The bytes that loads of this rank read: without checksums, and with all of them first."""
     model = build(kind, nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512)))
     optimizer = torch.optim.AdamW(model.parameters())
     sum(param.sum() for param in model.parameters()).backward()
     optimizer.step()
     checkpoint.save(path, model, optimizer)
-    checkpoint.load(path, model, optimizer)  # what is imported and opened once
+    checkpoint.load(path, model, optimizer)  # imports and opens what the first load needs
     found = {}
     for verify in ("no", "before"):
         before = bytes_read()
@@ -142,7 +142,7 @@ def count_bytes(rank: int, world: int, path: str, kind: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("kind", ["fsdpc", "fsdp2"])
 def test_a_rank_reads_its_shard_and_no_more(tmp_path: Path, kind: str):
-    """Each range may cost a page. Headers and JSON are read whole, some twice."""
+    """Each range may cost a page more. Headers and JSON are read whole, some of them twice."""
     found = run_ranks(count_bytes, 2, path=str(tmp_path / "a"), kind=kind)
     params = [512 * 1024, 1024, 512 * 1024, 512]
     shard = 3 * 4 * sum(params) // 2  # values and two moments

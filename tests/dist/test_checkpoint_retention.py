@@ -17,7 +17,7 @@ from fsdpc.checkpoint import Checkpointer, CheckpointError, Preemption
 
 
 def stays(path, metrics: dict[int, float | None], **options) -> list[int]:
-    """Steps that are there after a run that saves these."""
+    """The steps whose folders are there after a run that saves these."""
     keeper = Checkpointer(path, **options)
     model = nn.Linear(2, 2)
     for step, metric in metrics.items():
@@ -55,7 +55,7 @@ def test_the_best_is_found_again(tmp_path):
     found = keeper.resume(model)
     assert (found.step, found.metric) == (3, None)
     keeper.save(4, model, metric=0.5)
-    assert (keeper.steps(), keeper.best()) == ([3, 4], keeper.path(4))  # 3 was resumed from
+    assert (keeper.steps(), keeper.best()) == ([3, 4], keeper.path(4))  # the run resumed from 3
     assert Checkpointer(tmp_path / "none", best="max").best() is None
 
 
@@ -94,7 +94,7 @@ def test_ranks_with_other_metrics(rank, world, tmp_path):
 
 @ranks(2, 3)
 def test_preemption(rank, world, tmp_path, caplog=None):
-    """One rank gets the signal in the middle of a step; all save the same step and end."""
+    """One rank gets the signal in the middle of a step; all ranks save the same step and end."""
     model, done = nn.Linear(2, 2), 0
     before = signal.getsignal(signal.SIGTERM)
     keeper = Checkpointer(tmp_path, every=100, async_=True)
@@ -126,7 +126,7 @@ def test_too_late(caplog):
 
 
 def test_signals_that_no_process_can_handle():
-    """The others' handlers come back, also where a signal is named twice."""
+    """Signals that could be handled get their handlers back, also where a signal is named twice."""
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(OSError, match="Invalid argument"):
         Preemption(signals=(signal.SIGTERM, signal.SIGKILL))

@@ -43,7 +43,7 @@ class Loader:
 
 
 def trained(seed: int, door: str):
-    """A model, its average and two optimizers over it, after a step; another model with its own."""
+    """Three models, one in place of an average, and optimizers of the others after a step."""
     first, second = net(seed, door), net(seed + 1, door)
     params = list(first.parameters())
     half = max(1, len(params) // 2)
@@ -101,7 +101,7 @@ def test_several_objects(rank, world, door, tmp_path):
     assert equal(values(others, fresh), expected)
     assert (again["loader"].position, again["scaler"].position) == (10 + rank, 5)
     assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == drawn
-    # one of them, by name and by its folder
+    # one of the models, by its name and by its folder
     for path, model in (
         (tmp_path / "all", lambda m: {"ema": m}),
         (tmp_path / "all/ema", lambda m: m),
@@ -139,7 +139,7 @@ def test_other_number_of_ranks(tmp_path):
 
 @ranks(2)
 def test_all_or_nothing(rank, world, tmp_path):
-    """Damage of the last part is found before the first one is changed."""
+    """Damage in the last part is found before the first part is changed."""
     models, optimizers = trained(0, "fully_shard")
     checkpoint.save(tmp_path / "all", models, optimizers)
     if rank == 0:
@@ -194,7 +194,7 @@ def test_refusals(rank, world, tmp_path):
 
 @ranks(2)
 def test_folders_of_steps(rank, world, tmp_path):
-    """`Checkpointer` takes the same, also in the background."""
+    """`Checkpointer` takes the same arguments, also in the background."""
     models, optimizers = trained(0, "orig")
     expected = values(models, optimizers)
     keeper = checkpoint.Checkpointer(tmp_path, keep=1, async_=True)
@@ -210,7 +210,7 @@ def test_folders_of_steps(rank, world, tmp_path):
 
 @ranks(2)
 def test_a_group_of_some_ranks(rank, world, tmp_path):
-    """The other ranks got "cannot create weak reference to 'int' object"."""
+    """Ranks outside of the group once got "cannot create weak reference to 'int' object"."""
     group = dist.new_group([1])
     model = nn.Linear(2, 2)
     if rank == 1:

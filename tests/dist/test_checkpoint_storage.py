@@ -133,7 +133,7 @@ def test_uploads_load_at_any_number_of_ranks(tmp_path: Path, kind: str):
     run_ranks(load_there, 1, path=str(tmp_path), kind="plain")
     names = {str(p.relative_to(tmp_path / "a")) for p in (tmp_path / "a").rglob("*")}
     assert names == {str(p.relative_to(tmp_path / "b")) for p in (tmp_path / "b").rglob("*")}
-    for name in names - {"fsdpc.json"}:  # the local one has no other bytes
+    for name in names - {"fsdpc.json"}:  # this file differs from the local one
         if (tmp_path / "a" / name).is_file():
             assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
@@ -285,7 +285,7 @@ def save_until_killed(rank: int, world: int, url: str, path: str, victim: int, a
 
 
 def seen_until(url: str, done: threading.Event, kept: list[int]) -> None:
-    """Counts checkpoints that were looked at: whole ones, those replaced meanwhile, others."""
+    """Counts the checkpoints that it looks at: whole ones, ones replaced meanwhile, broken ones."""
     keeper = checkpoint.Checkpointer(url)
     while not done.wait(0.02):
         path = keeper.latest()
@@ -325,7 +325,7 @@ def test_killed_ranks_leave_whole_checkpoints_in_object_storage(
         number = found.extras[0]["number"]
         values = {float(x) for p in model.parameters() for x in p.detach().reshape(-1)}
         assert values == {number} and found.step == number // 2, (values, number)
-        assert number >= before - 1  # the one that was being replaced may be gone
+        assert number >= before - 1  # the checkpoint that was being replaced may be gone
         before = number
     done.set()
     looker.join()

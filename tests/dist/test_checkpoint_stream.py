@@ -36,7 +36,7 @@ def sharded(kind: str, model: nn.Module) -> nn.Module:
 
 
 def check(found: dict[str, torch.Tensor], model: nn.Module, dtype: torch.dtype | None = None):
-    """Equal to what the unsharded model's state_dict() has."""
+    """Checks that the tensors are those of the unsharded model's state_dict()."""
     expected = {k: v for k, v in model.state_dict().items() if isinstance(v, torch.Tensor)}
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -61,7 +61,7 @@ def test_sets_are_what_the_unsharded_model_has(rank, world, kind, dtype):
                 if param.is_floating_point():
                     param.mul_(2)
     check(dict(tap), expected, dtype)
-    check(found, mixed(1), dtype)  # what is held stays
+    check(found, mixed(1), dtype)  # tensors that were taken before stay as they were
 
 
 @ranks(4)
@@ -117,7 +117,7 @@ def step_inside(rank: int, world: int) -> None:
     tap = checkpoint.stream(model, bucket_bytes=1000)
     for at, bucket in enumerate(tap.buckets()):
         assert bucket
-        loss_of(model, tokens(rank, at)).backward()  # values stay what they are
+        loss_of(model, tokens(rank, at)).backward()  # a backward changes no value
     optimizer.step()
     names = [name for name, _ in tap]
     with pytest.raises(CheckpointError, match="has values of two steps"):

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.nn.utils import (  # references that are older than the first unit
+from torch.nn.utils import (  # the functions as they are before fsdpc makes its first unit
     clip_grad_norm_,
     clip_grad_value_,
     clip_grads_with_norm_,
@@ -124,13 +124,13 @@ def test_sharded_beside_plain_and_two_models(rank, world):
 
 
 def small(seed):
-    """Parameters that most ranks hold nothing of."""
+    """A model with parameters of which most ranks hold nothing."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(2, 3, bias=False), nn.Tanh(), nn.Linear(3, 1, bias=False))
 
 
 def small_models(seeds, use_orig_params, groups=(None, None, None)):
-    """Trained ones of the class, a trained one of ``fully_shard``, and the same unsharded."""
+    """Models of the class and one of ``fully_shard``, and unsharded ones; all after a backward."""
     plain = [small(seed) for seed in seeds]
     policy = ModuleWrapPolicy({nn.Linear})
     models = [

@@ -35,13 +35,13 @@ def connect(kind: str = "auto") -> _C.Comm:
 
 
 def values_of(rank: int, numel: int, dtype: str) -> torch.Tensor:
-    """Numbers whose sum depends on the order; the same on every rank for a given `rank`."""
+    """Numbers whose sum depends on the order; every rank gets the same for a given `rank`."""
     generator = torch.Generator().manual_seed(1000 + rank)
     return (torch.randn(numel, generator=generator) * 100).to(getattr(torch, dtype))
 
 
 def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Rank after rank in fp32 (fp64 for fp64), rounded once."""
+    """The sum in rank order in fp32 (fp64 for fp64), rounded once."""
     wide = torch.float64 if parts[0].dtype == torch.float64 else torch.float32
     total = parts[0].to(wide)
     for part in parts[1:]:
@@ -95,7 +95,7 @@ def test_collectives(rank, world, kind, dtype):
 def check_sum(got: torch.Tensor, parts: list[torch.Tensor], exact: bool) -> None:
     if exact:
         assert torch.equal(got, ordered_sum(parts))
-    else:  # torch's backends sum as they like, in the type itself
+    else:  # torch's backends sum in any order, in the dtype itself
         loose = 600 * torch.finfo(got.dtype).eps
         torch.testing.assert_close(got, ordered_sum(parts), rtol=loose, atol=loose)
 
@@ -349,7 +349,7 @@ def test_errors_say_what_the_ranks_of_a_group_are_called(body):
 
 
 def body_of_own_errors(rank, world):
-    """What a rank of a group says of itself: written in C, and in Python."""
+    """What errors of a rank of a group say about the rank: one made in C, and one in Python."""
     pg = dist.new_group([1, 2])
     if rank == 0:
         return None

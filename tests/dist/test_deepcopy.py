@@ -176,7 +176,7 @@ def test_target_network(rank, world, use_orig_params):
 @both_ways
 @every_strategy
 def test_copy_trains_alone(rank, world, use_orig_params, strategy):
-    """Made before the first forward, after it, and after a step; original and copy go own ways."""
+    """Copied before the first forward, after it and after a step; copy and original go own ways."""
     pair = Pair(rank, use_orig_params=use_orig_params, **sharded(strategy, world))
     for moment in range(3):
         if moment == 1:

@@ -54,7 +54,7 @@ def test_every_optimizer_steps_by_kernels(rank: int, world: int):
             model(2).backward()
             with simgpu.counting() as cost:
                 optimizer.step()
-            by_torch = name == "Adafactor"  # its rule is made of torch's operators
+            by_torch = name == "Adafactor"  # Adafactor is made of torch's operators
             assert by_torch or cost["launches"] >= 2, name
             expected = dict(alone(name, dtype)[0].named_parameters())
             for key, value in full_parameters(model).items():
@@ -135,7 +135,7 @@ def state_of(optimizer: optim.AdamMini, param: torch.Tensor) -> list[list[float]
 
 @ranks(1, env=ON_GPU)
 def test_a_norm_that_fails_leaves_gradients_in_low_precision(rank: int, world: int):
-    """``keep_low_precision_grads``: the norm reads them in float32, whatever becomes of it."""
+    """``keep_low_precision_grads``: the norm reads float32; gradients are bfloat16 if it fails."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     low = MixedPrecision(param_dtype=torch.bfloat16, keep_low_precision_grads=True)
     sharded = wrap("fsdpc", model, mixed_precision=low, use_orig_params=True)
@@ -156,7 +156,7 @@ def test_a_norm_that_fails_leaves_gradients_in_low_precision(rank: int, world: i
 
 @ranks(2, env=ON_GPU)
 def test_infinities_skip_a_step_on_the_gpu(rank: int, world: int):
-    """As ``GradScaler`` calls it: scale and flag are tensors that the host does not read."""
+    """Called as ``GradScaler`` does: scale and flag are tensors that the host does not read."""
     scaled, plain = (
         Run(rank, "fp32", "FSDP", "fsdpc.optim"),
         Run(rank, "fp32", "FSDP", "fsdpc.optim"),

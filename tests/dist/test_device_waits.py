@@ -117,7 +117,7 @@ def cost_of_a_step(rank: int, world: int, door: str) -> dict[str, int]:
 
 
 def nccl_calls() -> int:
-    """A group of collectives is one call."""
+    """How many calls NCCL got; a group of collectives is one call."""
     import simgpu
 
     count = simgpu.nccl_count()
@@ -127,7 +127,7 @@ def nccl_calls() -> int:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_neither_allocates_nor_waits(world: int):
-    """Through either interface, at the same cost."""
+    """In both interfaces, and ``fully_shard`` costs no more."""
     costs = {}
     for door in ("FSDP", "fully_shard"):
         cost = costs[door] = run_ranks(cost_of_a_step, world, env=ON_GPU, door=door)[0]
@@ -159,10 +159,10 @@ def leave_out_each_wait(
     library: str = "torch.optim",
     made: type[Run] = Run,
 ) -> list[tuple[str, list[str]]]:
-    """What was found with no wait left out, then with each; rank 0 leaves them out."""
+    """What was found with no wait left out, then with each one; only rank 0 leaves waits out."""
     import simgpu
 
-    simgpu.policy("lazy")  # what nothing demands is late
+    simgpu.policy("lazy")  # work that nothing waits for comes late
     simgpu.options().quiet = True
     run = made(rank, precision, door, library)
     for i in range(2):
@@ -175,7 +175,7 @@ def leave_out_each_wait(
     found = [("none", simgpu.take_reports())]
     for k in range(1, waits + 1):
         sync_host()
-        run.write()  # else all is done that the first gather waits for
+        run.write()  # else the first gather has nothing to wait for
         if rank == 0:
             simgpu.skip_wait(k)
         run.step(2 + k)
@@ -201,5 +201,5 @@ def test_each_wait_that_is_left_out_is_found(world: int, precision: str, door: s
             f"{door}, {world} ranks, {precision}, wait left out: {which}: {(reports or ['-'])[0]}"
         )
     assert found[0][1] == []
-    assert (len(found) > 6) == (world > 1 or precision != "fp32")  # alone: its own values, no cast
+    assert (len(found) > 6) == (world > 1 or precision != "fp32")  # one rank in fp32 casts nothing
     assert [which for which, reports in found[1:] if not reports] == []

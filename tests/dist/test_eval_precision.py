@@ -110,7 +110,7 @@ def test_a_backward_through_an_evaluation_raises(use_orig_params):
 
 
 def frozen_part(rank, world, use_orig_params):
-    """A frozen block in eval mode inside a model that trains: its inputs get gradients."""
+    """A frozen block in eval mode inside a model that trains: the block's inputs get gradients."""
     module = toy()
     module.blocks[1].requires_grad_(False)
     model = wrap_blocks(

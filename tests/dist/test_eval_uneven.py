@@ -1,6 +1,6 @@
 """Ranks of one host that evaluate on different numbers of batches.
 
-While nobody changes the weights, all values are right. A rank with fewer batches may change its own
+While nobody changes weights, all values are right. A rank with fewer batches may change its weights
 before the others are done: docs/decisions/032-changed-weights.md lists the orders of events.
 """
 
@@ -24,7 +24,7 @@ from fsdpc._comm import bootstrap as _bootstrap
 
 
 def wide() -> torch.nn.Module:
-    """Every cut between two ranks is inside of a parameter."""
+    """A toy in which every cut between two ranks is inside a parameter."""
     return toy(width=40)
 
 
@@ -34,7 +34,7 @@ def sharded(door: str) -> torch.nn.Module:
 
 @contextmanager
 def other_weights(model: torch.nn.Module, data: bool = False) -> Iterator[None]:
-    """`data`: swapped in and out behind autograd's back, as classes of averages do."""
+    """`data`: values are swapped in and out behind autograd's back, as classes of averages do."""
     kept = [param.detach().clone() for param in model.parameters()]
     put(model, [0.5 * value for value in kept], data)
     yield
@@ -56,7 +56,7 @@ def evaluate_other_weights(model: torch.nn.Module, rank: int, batches: int) -> N
 def evaluate(
     model: torch.nn.Module, rank: int, batches: int, like: torch.nn.Module | None = None
 ) -> None:
-    """`like`: an unsharded model whose outputs must come out."""
+    """`like`: an unsharded model whose outputs the model must have."""
     for step in range(batches):
         batch = tokens(rank, step)
         output = model(batch)
@@ -70,7 +70,7 @@ def halved() -> torch.nn.Module:
 
 
 def losses(door: str, rank: int, first: Callable[..., None] | None) -> list[float]:
-    """Of six steps; `first(model)` runs before each."""
+    """The losses of six steps; `first(model)` runs before each of them."""
     model = sharded(door)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -111,7 +111,7 @@ def test_batches_between_backward_and_step(rank, world, door):
 
 @contextmanager
 def refused(world: int) -> Iterator[None]:
-    """One rank says so, and all end with it."""
+    """One rank finds the difference, and all ranks raise an error that names it."""
     text = rf"rank [0-{world - 2}] has changed .* rank {world - 1}, in .* as many batches"
     with pytest.raises((fsdpc.MismatchError, fsdpc.PeerError), match=text):
         yield
@@ -153,7 +153,7 @@ def test_ranks_that_meet_before_each_change(rank, world, door, data):
 @ranks(2, 3)
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 def test_a_barrier_before_metrics_and_changes(rank, world, door):
-    """While some ranks wait in it, others go on; then torch's collectives and changes are right."""
+    """While some ranks wait in the barrier, others go on; collectives and changes after it work."""
     model, other = sharded(door), halved()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reference = wide()
@@ -182,7 +182,7 @@ def test_a_barrier_before_metrics_and_changes(rank, world, door):
 @ranks(4)
 @pytest.mark.parametrize("uneven", [True, False])
 def test_a_barrier_of_replicas(rank, world, uneven):
-    """Not uneven: over a wire."""
+    """`uneven`: ranks evaluate different numbers of batches; else they communicate over a wire."""
     env = {} if uneven else {"FSDPC_COLLECTIVES": "wire"}
     with mock.patch.dict(os.environ, env):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
@@ -201,8 +201,8 @@ def test_a_barrier_of_replicas(rank, world, uneven):
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("data", [False, True])
 def test_as_many_batches_of_each_weights(rank, world, door, data):
-    """Nothing is refused: changes between forwards of all ranks, some of a single parameter, which
-    some ranks hold nothing of; and uneven batches where nobody changes anything.
+    """Nothing is refused: changes between forwards of all ranks, some of one parameter, of which a
+    rank may hold nothing; and uneven batches where nobody changes anything.
     """
     model, plain, other = sharded(door), wide(), halved()
     for step in range(3):
@@ -253,7 +253,7 @@ def test_changes_of_what_one_rank_holds(rank, world, cut):
 @ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_more_batches_over_a_wire(rank, world, door):
-    """The second batch of one rank meets the first one of the other's next weights."""
+    """One rank's second batch meets the first batch with the other rank's next weights."""
     model, plain, other = sharded(door), wide(), halved()
     evaluate(model, rank, 1, plain)
     with pytest.raises((fsdpc.MismatchError, fsdpc.PeerError), match="equally many batches"):
@@ -269,7 +269,7 @@ def evaluate_without_the_last(rank, world, changes, grad):
     model, plain = sharded("orig"), wide()
     evaluate(model, rank, 2, plain)
     if rank == world - 1:
-        _bootstrap._leave()  # what a program's end does
+        _bootstrap._leave()  # what happens when a program ends
         return
     evaluate(model, rank, 1, plain)
     if changes:
@@ -280,7 +280,7 @@ def evaluate_without_the_last(rank, world, changes, grad):
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_rank_that_left_has_the_weights_of_then(grad):
-    """Its values are read as long as nobody changes weights, never together with changed ones."""
+    """The rank's values are read while nobody changes weights, never together with changed ones."""
     run_ranks(evaluate_without_the_last, 3, changes=False, grad=grad)
     outcomes = run_ranks(evaluate_without_the_last, 3, faults=True, changes=True, grad=grad)
     for outcome in outcomes[:2]:

@@ -75,7 +75,7 @@ def assert_equal_runs(program):
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("kind", [Pair, Pair5, Coded, Padded])
 def test_training_is_torchs(rank, world, kind, reshard):
-    uneven = kind is Padded and world == 3  # torch refuses them of the others
+    uneven = kind is Padded and world == 3  # torch refuses uneven tensors of the other kinds
     width = 6 if world == 3 and not uneven else 8
     assert_equal_runs(
         lambda apply: train(
@@ -86,7 +86,7 @@ def test_training_is_torchs(rank, world, kind, reshard):
 
 @ranks(1)
 def test_one_rank(rank, world):
-    """torch passes on only the first of several inputs there."""
+    """On one rank torch passes on only the first of several inputs."""
     model = model_of(Pair)
     losses, params = train(model, rank)
     ours, own = train(shard(fully_shard, model_of(Pair)), rank)
@@ -122,7 +122,7 @@ def test_meta_models_in_low_precision(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("replicas", [False, True])
 def test_patched_tensors(rank, world, replicas):
-    """An object, not a class, has the functions, and gets them after ``fully_shard``."""
+    """The functions are those of an object, not of a class, and are set after ``fully_shard``."""
 
     def program(apply):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
@@ -154,7 +154,7 @@ def test_gathers_are_counted_and_their_memory_is_given_back(rank, world):
         for unit in units:
             assert all(begin == end for g in unit.gathered for begin, end in g.ranges())
             assert unit.flat.layout()["full_bytes"] and not unit.flat.readable
-        assert fsdpc.memory_stats(model)["gather_slots"] == 1  # of the empty root
+        assert fsdpc.memory_stats(model)["gather_slots"] == 1  # the slot of the empty root
 
 
 @ranks(2)

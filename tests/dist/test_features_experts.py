@@ -228,7 +228,7 @@ class Skipping(nn.Module):
 
 @ranks(2, 3)
 def test_ranks_drop_different_layers(rank, world, engine):
-    """Rank r leaves out another block in each step; nobody runs the last block."""
+    """Each rank leaves out a block, another one in each step; nobody runs the last block."""
     torch.manual_seed(1)
     sharded = compare_training(
         engine,
@@ -260,7 +260,7 @@ class Maybe(nn.Module):
 
 
 class Beside(nn.Module):
-    """A block on inputs without gradient: a rank that leaves the block out has no graph there."""
+    """A block whose inputs need no gradient: a rank that leaves it out has no graph there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +289,7 @@ def check_beside(model, plain):
 @ranks(2)
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_a_marked_module_without_a_graph_on_one_rank(rank, world, collectives):
-    """Two forwards, whose backwards run in reverse order, so that nothing is gathered ahead."""
+    """Two forwards whose backwards run in reverse order, so that nothing is gathered ahead."""
     model, plain = beside(collectives)
     fsdpc.fully_shard(model.maybe)
     fsdpc.fully_shard(model)
@@ -330,7 +330,7 @@ def test_a_marked_module_whose_recomputation_ends_early(rank, world, collectives
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_a_marked_root(rank, world, front, collectives):
-    """Also in its first forward, which attaches what the mark does, and under no_sync."""
+    """Also in the root's first forward, which attaches what the mark does, and under no_sync."""
     model, plain = beside(collectives)
     del model.maybe._fsdpc_data_dependent
     if front == "fsdp":

@@ -173,7 +173,7 @@ def test_evaluation_between_steps_and_inside_them(rank, world, engine, strategy,
 @ranks(2, 3)
 @pytest.mark.parametrize("grad_mode", ["no_grad", "inference_mode"])
 def test_ranks_evaluate_different_numbers_of_batches(rank, world, engine, grad_mode):
-    """Those that are done early go on to the next step."""
+    """Ranks that are done early go on to the next step."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=True)
@@ -196,7 +196,7 @@ def test_ranks_evaluate_different_numbers_of_batches(rank, world, engine, grad_m
 @ranks(2)
 @both_ways
 def test_forward_without_backward(rank, world, engine, use_orig_params):
-    """Outputs that nobody uses: graphs are dropped, nothing stays gathered or waited for."""
+    """Nobody uses the outputs: graphs are dropped, and nothing stays gathered or is waited for."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(engine, model, use_orig_params=use_orig_params)
@@ -285,8 +285,8 @@ IMPLEMENTATIONS = [CheckpointImpl.REENTRANT, CheckpointImpl.NO_REENTRANT]
 
 
 def checkpointed(engine, model, where, implementation, **options):
-    """The model's blocks checkpointed inside their units, around them, or around the layers of
-    a block that is one unit."""
+    """Returns the model with its blocks checkpointed inside their units or around them, or with the
+    layers of a block, which is one unit, checkpointed."""
 
     def around(module):
         return checkpoint_wrapper(module, checkpoint_impl=implementation)
@@ -328,7 +328,7 @@ def test_activation_checkpointing(
 
 
 class CheckpointsItself(nn.Module):
-    """Calls torch.utils.checkpoint in forward, over a span of several units."""
+    """A model that calls torch.utils.checkpoint in forward, over a span of several units."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -428,7 +428,7 @@ def test_outputs_of_every_shape(rank, world, engine, use_orig_params, shape, str
 
 
 class RootOutput(nn.Module):
-    """The root itself returns the structure."""
+    """A model whose root itself returns the structure."""
 
     def __init__(self, shape: str) -> None:
         super().__init__()
@@ -454,7 +454,7 @@ def test_root_outputs_of_every_shape(rank, world, engine, shape):
 
 
 class Metric(nn.Module):
-    """Returns None and no tensor; keeps a number on the side."""
+    """A module that returns None and no tensor, and keeps a number on the side."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -634,7 +634,7 @@ def test_units_without_parameters_of_their_own(rank, world, engine, use_orig_par
 
 @ranks(2)
 def test_two_models_in_one_process(rank, world, engine):
-    """Their steps interleave; neither touches the other's slots."""
+    """The models' steps interleave; neither model touches the other's slots."""
     models = [toy(seed) for seed in (0, 1)]
     references = [Reference(m) for m in models]
     sharded = [wrap_blocks(engine, m, use_orig_params=True) for m in models]

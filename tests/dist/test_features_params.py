@@ -59,7 +59,7 @@ def train(engine, model, use_orig_params, rank, **options):
 
 
 class Scaled(nn.Module):
-    """0-dim and empty parameters beside ordinary ones."""
+    """A module with 0-dim and empty parameters beside ordinary ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_an_empty_parameter_has_an_empty_gradient(rank, world):
 
 
 class OnlyScalar(nn.Module):
-    """A unit whose one element only one rank holds."""
+    """A unit with one element, which only one rank holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ def test_several_types_in_one_unit(rank, world, engine, use_orig_params):
 
 
 class Quantised(nn.Module):
-    """Integer weights with a trainable scale and adapter, the way of a quantised base model."""
+    """Integer weights with a trainable scale and adapter, as in a quantised base model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -220,7 +220,7 @@ def test_whole_units_frozen(rank, world, engine, use_orig_params, frozen):
 
 
 class Partial(nn.Module):
-    """Uses of its four blocks' parameters what the batch says."""
+    """A module that uses those of its four parameters that the batch lists."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -485,7 +485,7 @@ def test_user_writes_parameters_after_evaluation(rank, world, engine, late):
 
 
 class Phases(nn.Module):
-    """Its modulation is complex."""
+    """A module with a complex parameter."""
 
     def __init__(self, trained: bool) -> None:
         super().__init__()

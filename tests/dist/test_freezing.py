@@ -42,7 +42,7 @@ def blocks_frozen(rank, use_orig_params=True, **options):
 
 
 def gradually(*paths):
-    """One part after the other, two steps with each."""
+    """The parts are trained one after the other, for two steps each."""
     return "", *(text for path in paths for text in (f"+{path}", ""))
 
 
@@ -50,7 +50,7 @@ FROM_THE_TOP = gradually("blocks.1", "blocks.0", "norm", "embed")
 
 # --- whole units: either value of use_orig_params ------------------------------------------------
 
-# What is frozen when the model is wrapped, and the steps (`Pair.follow`).
+# Per program: what is frozen when the model is wrapped, and the steps (`Pair.follow`).
 PROGRAMS = {
     "frozen after a step and trained later": ((), "", "-blocks.1", "", "+blocks.1", ""),
     "everything frozen for a pass": ((), "", "-all none", "+all"),
@@ -82,9 +82,9 @@ PROGRAMS = {
         "",
         "+blocks.0",
     ),
-    # It takes effect with the next forward, as without sharding.
+    # The flag takes effect with the next forward, as without sharding.
     "trained between forward and backward": (("blocks",), "", "| +blocks.1", ""),
-    # What waits for other parameters of the unit is kept.
+    # Gradients that wait for other parameters of the unit are kept.
     "trained while gradients accumulate": (("blocks.0",), "1 +blocks.0 2", ""),
 }
 
@@ -143,7 +143,7 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
 
 
 class Adapters(nn.Module):
-    """Two of which one is used and trained, in the root, before a frozen head."""
+    """Two adapters in the root, one of which is used and trained, before a frozen head."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ class Adapters(nn.Module):
 
 def switch_adapters(model, inner, x, way):
     output = model(x)
-    if way == "by tensors":  # that were taken where the modules showed them
+    if way == "by tensors":  # tensors from when the modules showed them
         held = list(inner.a.parameters())
         for trained in (False, True):
             for param in held:
@@ -249,7 +249,7 @@ def test_single_parameters_are_frozen_and_trained(rank, world, program):
 @pytest.mark.parametrize("wrapped", [wrap_blocks, wrap], ids=lambda w: w.__name__)
 @pytest.mark.parametrize("at_first", ["frozen", "trained"])
 def test_all_but_the_head(rank, world, wrapped, at_first):
-    """Frozen after wrapping, or when wrapped and then trained part by part."""
+    """The rest is frozen after wrapping, or frozen when wrapped and then trained part by part."""
     frozen = BODY if at_first == "frozen" else ()
     pair = Pair(rank, frozen=frozen, use_orig_params=True, wrapped=wrapped)
     pair.follow(*FROM_THE_TOP if frozen else ("-all +head", "", ""))
@@ -277,7 +277,7 @@ def test_another_parameter_every_step(rank, world, strategy):
 
 
 class Branches(nn.Module):
-    """Which branch runs is chosen from outside; the others' parameters go unused."""
+    """`chosen` is set from outside and tells which branch runs; the other branch goes unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -365,7 +365,7 @@ def test_parameters_frozen_after_wrapping_are_seen_frozen_in_summon(rank, world)
 
 @ranks(2)
 def test_gradients_that_wait_are_still_zeroed(rank, world):
-    """zero_grad(set_to_none=False) before the forward that makes memory."""
+    """zero_grad(set_to_none=False) comes before the forward that makes memory for gradients."""
     pair = Pair(rank, frozen=("blocks.0.up",), use_orig_params=True)
     pair.step()
     pair.accumulate(1)
@@ -444,7 +444,7 @@ def test_clipping_after_unfreezing(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_state_dicts_after_unfreezing(rank, world, use_orig_params):
-    """A run that is loaded into a model wrapped with everything trainable goes on alike."""
+    """A run loaded into a model that was wrapped with everything trainable goes on alike."""
     pair = blocks_frozen(rank, use_orig_params)
     pair.step()
     pair.set("blocks", True)
@@ -502,7 +502,7 @@ def test_other_units_hooks_stay(rank, world):
 
 @ranks(2, 3)
 def test_unfreezing_other_parameters_on_a_rank(rank, world):
-    """All ranks raise, and the parameter is named."""
+    """All ranks raise, and the error names the parameter."""
     pair = blocks_frozen(rank)
     pair.step()
     for path in ("blocks.0.up",) if rank == 0 else ("blocks.0.up", "blocks.1.down"):
@@ -523,7 +523,7 @@ def one_sided(rank, world, use_orig_params, unfreezes):
         loss_of(pair.model, pair.batch()).backward()
     kind, text = type(raised.value).__name__, str(raised.value)
     kinds = [None] * world
-    torch.distributed.all_gather_object(kinds, kind)  # PeerError: quotes the first to notice
+    torch.distributed.all_gather_object(kinds, kind)  # PeerError: it quotes the first to notice
     assert "MismatchError" in kinds
     assert "has unfrozen parameter" in text and "norm.weight" in text, text
     assert "order of modules differs across ranks" in text
@@ -534,7 +534,7 @@ def one_sided(rank, world, use_orig_params, unfreezes):
 @both_ways
 @pytest.mark.parametrize("unfreezes", [0, 1])
 def test_unfreezing_on_one_rank_only(rank, world, use_orig_params, unfreezes):
-    """No wait until the deadline: the ranks that go on notice the one that waits for them."""
+    """No wait until the deadline: ranks that go on notice the rank that waits for them."""
     one_sided(rank, world, use_orig_params, unfreezes)
 
 
@@ -588,7 +588,7 @@ class Shift(nn.Module):
 @both_ways
 @pytest.mark.parametrize("before", [1, 2])
 def test_graphs_from_before_the_unfreezing(rank, world, use_orig_params, before):
-    """A backward through them, after backwards of either tree, keeps units while they are used."""
+    """A backward through such graphs, after backwards of either tree, keeps units in use."""
 
     def batch(number):
         generator = torch.Generator().manual_seed(10 * number + rank)

@@ -56,7 +56,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, number: 
 @ranks(2)
 @pytest.mark.parametrize("collectives", ["shm", "wire"])
 def test_ranks_that_differ_in_what_they_sum(rank, world, collectives):
-    """The rank that keeps the unit raises; over a wire, and on a GPU, every rank does."""
+    """The rank that keeps its gradients raises; over a wire, and on a GPU, every rank does."""
     if collectives == "wire":
         os.environ["FSDPC_COLLECTIVES"] = "wire"
     model = shard_blocks(toy())
@@ -92,7 +92,7 @@ def plain_steps(model: nn.Module, batches: list[list[torch.Tensor]]) -> None:
 @ranks(2, 4)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_tensor_parallel_and_sharded(rank, world, precision):
-    """Both meshes at once: the columns of `up`, the rows of `down`, and fully_shard around them."""
+    """Tensor parallelism cuts columns of `up`, rows of `down`; fully_shard has the other mesh."""
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
     data, own = world // 2, mesh["dp"].get_local_rank()
@@ -211,7 +211,7 @@ def hop(rank: int, world: int, kind: str, folder: str, number: int) -> dict[str,
 
 @pytest.mark.long
 def test_a_checkpoint_hops_through_both_libraries(tmp_path):
-    """torch FSDP2 on 2 ranks, fsdpc's fully_shard on 3, its FSDP1 on 2, torch FSDP2 on 1:
+    """torch's FSDP2 on 2 ranks, fsdpc's fully_shard on 3, fsdpc's FSDP1 on 2, torch's FSDP2 on 1:
     weights and moments stay equal to the bit.
     """
     route = [("torch", 2), ("fsdpc", 3), ("fsdp1", 2), ("torch", 1)]
@@ -219,7 +219,7 @@ def test_a_checkpoint_hops_through_both_libraries(tmp_path):
     for number, (kind, world) in enumerate(route):
         outcomes = run_ranks(hop, world, kind=kind, folder=str(tmp_path), number=number)
         seen.append(outcomes[0])
-    assert len(seen[0]) == 4 * len(list(toy().parameters()))  # weight, step and two moments
+    assert len(seen[0]) == 4 * len(list(toy().parameters()))  # weight, moments and step
     for later in seen[1:]:
         for name in later.keys() & seen[0].keys():
             assert torch.equal(later[name], seen[0][name]), name
@@ -271,7 +271,7 @@ def test_meta_parameters_are_named_until_they_have_values(rank, world):
 
 @ranks(1)
 def test_sharding_on_the_meta_device_takes_what_it_takes_elsewhere(rank, world):
-    """DLPack refuses a meta tensor with an exception that takes torch 8 ms."""
+    """DLPack refuses a meta tensor with an exception that costs 8 ms in torch."""
 
     def seconds(device: str) -> float:
         model = nn.Sequential(*(nn.Linear(4, 4, device=device) for _ in range(20)))
@@ -307,7 +307,7 @@ def test_safetensors_go_between_both_interfaces(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_module_is_sharded_by_one_interface(rank, world, tied):
-    """A parameter that is tied to a sharded one is still a plain one in the second call."""
+    """With ties: a parameter tied to a sharded one is still plain when the second call gets it."""
 
     def pair():
         first, second = nn.Linear(4, 4), nn.Linear(4, 4)
@@ -323,11 +323,11 @@ def test_a_module_is_sharded_by_one_interface(rank, world, tied):
     wrapped = fsdpc.FullyShardedDataParallel(first, use_orig_params=True)
     with pytest.raises(ValueError, match="FullyShardedDataParallel already.* not both"):
         fsdpc.fully_shard(nn.Sequential(second))
-    assert wrapped.module is first  # a wrapper that is gone shards nothing
+    assert wrapped.module is first  # keeps the wrapper alive: without it nothing would be sharded
 
 
 def checkpoint_folder(rank: int) -> str:
-    """One new path for all ranks."""
+    """The path of one new folder, the same on all ranks."""
     paths = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(paths)
     return f"{paths[0]}/saved"
@@ -355,8 +355,8 @@ class OnLocalTensors(TorchDispatchMode):
 @ranks(2, 3)
 @pytest.mark.parametrize("implementation", ["loop", "foreach", "fused"])
 def test_sgd_with_momentum_steps_local_tensors(rank, world, implementation):
-    """Also in its first step, which makes the buffers, and after one was deleted. The last elements
-    of a tensor are rounded in another way by torch's fused kernel.
+    """Also in the first step, which makes the buffers, and after one of them was deleted. torch's
+    fused kernel rounds the last elements of a tensor in another way.
     """
     bounds = {"rtol": 1e-5, "atol": 1e-6} if implementation == "fused" else {"rtol": 0, "atol": 0}
     same = functools.partial(torch.testing.assert_close, **bounds)
@@ -399,8 +399,8 @@ def test_the_plan_equals_what_units_of_rows_allocate(rank, world):
 @ranks(4)
 @pytest.mark.parametrize("param_dtype, reduce_dtype", [(torch.bfloat16, None), (None, torch.half)])
 def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
-    """Over shared memory and a wire the exact mean; over torch's collectives gloo's rounded sum, as
-    torch's own; torch 2.15 sums in the parameter's dtype where no other is given.
+    """Sums over shared memory or a wire are exact means; over torch's collectives they are gloo's
+    rounded sum, as in torch. torch 2.15 sums in the parameter's dtype if no dtype is given.
     """
 
     def gradients(shard, **options):
@@ -429,7 +429,7 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
     largest = torch.stack([mean.abs().max() for mean in exact]).max()
     assert (torch.stack(far).max() > 1e-4 * largest) == rounds
     for collectives, expected in (("wire", own), ("c10d", theirs)):
-        os.environ["FSDPC_COLLECTIVES"] = collectives  # of the mesh's new group alone
+        os.environ["FSDPC_COLLECTIVES"] = collectives  # for the mesh's new group alone
         mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
         for value, other in zip(gradients(fsdpc.fully_shard, mesh=mesh), expected, strict=True):
             assert torch.equal(value, other) == (rounds or collectives == "wire")
@@ -438,7 +438,7 @@ def test_sums_in_low_precision(rank, world, param_dtype, reduce_dtype):
 
 @ranks(2)
 def test_waiting_gradients_are_summed_by_finalize_backward(rank, world):
-    """As a pipeline of torch 2.15 does behind its micro-batches."""
+    """A pipeline of torch 2.15 calls it after its micro-batches."""
     model = shard_blocks(toy())
     model.set_manual_backward_finalization(True)
     model.finalize_backward()  # before the first forward there is nothing
@@ -477,7 +477,7 @@ def test_ranges_in_a_profile(rank, world):
     found = []
     for shard in (fsdpc.fully_shard, torch_fully_shard):
         model = shard_each(shard)
-        model(torch.ones(2, 6)).sum().backward()  # not in the profile
+        model(torch.ones(2, 6)).sum().backward()  # this step is not in the profile
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             model(torch.ones(2, 6)).sum().backward()
         found.append({event.name for event in profile.events()})

@@ -75,7 +75,7 @@ def test_outputs_of_any_type_are_cast_and_train(rank, world):
 
 
 class Chunked(nn.Module):
-    """A language model whose loss reads the head's weight chunk by chunk; `after`: outside."""
+    """A language model whose loss reads the head's weight by chunks; `after`: outside forward."""
 
     def __init__(self, after=False):
         super().__init__()
@@ -130,7 +130,7 @@ def train_chunked(rank, world, after=False, group=False, reshard=None, freeze=Fa
 
 
 def train_beside(model, reference, rank, world):
-    """Two steps of both, the reference with all ranks' batches; then their weights agree."""
+    """Two steps of each model, the reference with all ranks' batches; then weights must agree."""
     optimizers = sgd(model), sgd(reference)
     for number in range(2):
         with torch.no_grad():
@@ -157,7 +157,7 @@ def test_losses_that_read_a_head_they_never_call(rank, world):
 
 
 class Asking(Chunked):
-    """The head's weight by ``full_tensor()``, where the model is sharded."""
+    """Reads the head's weight by ``full_tensor()``, where the model is sharded."""
 
     def loss(self, hidden, labels):
         weight = self.head.weight
@@ -186,7 +186,7 @@ def test_full_tensors_of_a_frozen_head_inside_the_forward(rank, world):
 
 @ranks(2)
 def test_what_modules_show_after_a_forward(rank, world):
-    """As with torch: plain parameters of units that are kept, until their backward or reshard()."""
+    """As with torch, modules show plain parameters of kept units until backward or reshard()."""
     model = train_chunked(rank, world, group=True, reshard=False)
     kept = [model.embed.weight, model.norm.weight, model.head.weight]
     chunked_loss(model, rank, 0).backward()
@@ -222,7 +222,7 @@ def test_what_modules_show_after_a_forward(rank, world):
 
 
 class Heads(Chunked):
-    """With parameters of the root's own, and embeddings that may be the head's weight."""
+    """A model with parameters of the root's own, and embeddings that may be the head's weight."""
 
     def __init__(self, tied=False):
         super().__init__()
@@ -243,7 +243,7 @@ def put(model, name, param):
 
 
 def distributed(model, source):
-    """The source's values as DTensors like the model's parameters, with all names of tied ones."""
+    """The source's values as DTensors like the model's parameters, by all names of tied ones."""
     values = {
         name: distribute_tensor(value.detach(), param.device_mesh, param.placements)
         for (name, param), value in zip(model.named_parameters(), source.parameters(), strict=True)
@@ -285,7 +285,7 @@ TIED_WAYS = ["parameters", "the other name", "broadcast", "broadcast, offloaded"
 @pytest.mark.long
 @ranks(2)
 def test_every_way_to_fill_a_meta_model(rank, world):
-    """Tied or not, in units of one module and of several, before and after the first forward."""
+    """With and without ties, by units of one module and of several, before and after a forward."""
     ids = torch.arange(11)[None]
     for tied, how in [*((False, how) for how in WAYS), *((True, how) for how in TIED_WAYS)]:
         torch.manual_seed(0)
@@ -335,7 +335,7 @@ def test_meta_models_that_are_not_filled(rank, world):
 
 @ranks(2)
 def test_types_of_parameters_after_a_forward(rank, world):
-    """In all values of `reshard_after_forward`, on a root and on a child, as torch's."""
+    """Types are torch's for all values of `reshard_after_forward`, on a root and on a child."""
     for value, plain in ((None, {"1"}), (True, set()), (False, {"0", "1"})):
         model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
         fully_shard(model[0], reshard_after_forward=value)
@@ -356,7 +356,7 @@ def test_types_of_parameters_after_a_forward(rank, world):
 
 @ranks(2)
 def test_weights_that_are_tied_after_sharding(rank, world):
-    """As by a loader that ties weights last: one gradient from both places."""
+    """A loader may tie weights last: both places then add to one gradient."""
     ids = torch.arange(11)[None]
     for meta, alone in [(False, True), (True, False)]:
         torch.manual_seed(0)
@@ -385,7 +385,7 @@ def test_weights_that_are_tied_after_sharding(rank, world):
 
 @ranks(2)
 def test_a_first_forward_in_inference_mode(rank, world):
-    """Also where the root has no parameters: its unit is made then."""
+    """Also where the root has no parameters of its own: its unit is made in that forward."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for layer in model:
         fully_shard(layer)

@@ -156,7 +156,7 @@ def test_accumulation_over_a_wire(rank, world):
 @STRATEGIES
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_compressing_hooks(rank, world, strategy, low):
-    """What they leave is the mean of the rounded gradients, seen in the parameters' dtype."""
+    """These hooks leave the mean of the rounded gradients, seen in the parameters' dtype."""
     hook = {
         torch.float16: default_hooks.fp16_compress_hook,
         torch.bfloat16: default_hooks.bf16_compress_hook,
@@ -315,7 +315,7 @@ def experts_loss(model, batch):
 @ranks(2)
 @STRATEGIES
 def test_units_that_run_by_data(rank, world, strategy):
-    """Ranks that run different units, none, or one twice: no hang, and the reference's result."""
+    """Ranks run different units, no unit, or one twice: no hang, and the reference's result."""
     model = Experts()
     for i in range(4):
         model.experts[i] = wrap(
@@ -338,7 +338,7 @@ def test_units_that_run_by_data(rank, world, strategy):
 
 @ranks(2, env=C10D)
 def test_a_gather_that_meets_a_hook(rank, world):
-    """Messages of two lengths that meet end a process in gloo, so both ranks must raise before."""
+    """In gloo two messages of two lengths that meet end a process: both ranks must raise before."""
     options = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP, "use_orig_params": True}
     model = wrap("fsdpc", toy(), **options)
     model.register_comm_hook(None, Calls())
@@ -436,7 +436,7 @@ def test_keep_low_precision_grads(rank, world):
 
 
 class Twice(nn.Module):
-    """A block that is recomputed under each of its two uses: complete twice a backward."""
+    """A block that is recomputed for each of its two uses: complete twice in a backward."""
 
     def __init__(self):
         super().__init__()
@@ -451,7 +451,7 @@ class Twice(nn.Module):
 
 @ranks(2)
 def test_a_unit_complete_twice_in_a_backward(rank, world):
-    """What came after the unit's turn is sent at the end of backward."""
+    """Gradients that come after the unit's turn are sent at the end of backward."""
     torch.manual_seed(rank)
     x = torch.randn(3, 6, requires_grad=True)
     model = Twice()

@@ -22,7 +22,7 @@ STEPS = 3
 
 
 def sent_per_step(model: torch.nn.Module, before: int) -> float:
-    """Bytes between the two hosts in one direction, over the bytes of all padded parameters."""
+    """Bytes from one host to the other, as a multiple of the bytes of all padded parameters."""
     mine = torch.tensor([fsdpc.memory_stats(model)["sent_bytes"] - before], dtype=torch.float64)
     dist.all_reduce(mine)
     pieces = sum(unit.flat.shard.nbytes for unit in model._get_fsdp_state()._tree.units)
@@ -33,7 +33,7 @@ def sent_per_step(model: torch.nn.Module, before: int) -> float:
 @ranks(4, env=on_hosts.counted_as("aabb"))
 @pytest.mark.parametrize("reshard, most", [(True, 1.5), (2, 1.0), (4, 1.5), (False, 1.0)])
 def test_bytes_between_hosts_and_a_second_shard(rank, world, reshard, most):
-    """Every byte once per host; with k ranks of each host the backward's gathers stay there."""
+    """Every byte once per host; with a second shard over a host's ranks backward gathers there."""
     model = toy(blocks=8, width=64, vocabulary=64)
     reference = Reference(model)
     shard_blocks(model, reshard_after_forward=reshard)
@@ -77,7 +77,7 @@ def test_one_set_of_slots_per_host(rank, world):
 
 
 class Ways(torch.nn.Module):
-    """Runs the blocks that it is told to; of a block that runs twice one gradient is late."""
+    """Runs the blocks that its input lists; if a block runs twice, one of its gradients is late."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def fails(grad):
     raise ZeroDivisionError("planned")
 
 
-# Each rank's way: all blocks; none of some on one host, or on one rank; twice, on one rank or all;
+# Each rank's way: all blocks; some not on one host, or on one rank; some twice, on one rank or all;
 # and a backward that breaks off while gradients of the last blocks are on their way.
 WAYS = ["0123 0123 0123 0123", "0123 0123 01 01", "0123 01 23 3210", "0!123 0!123 0!123 0!123"]
 WAYS += ["0120 0123 0123 0123", "0123 0123 0123 0123", "01230 01230 01230 01230"]
@@ -114,7 +114,7 @@ def gradients_of(model: torch.nn.Module, door: str) -> dict[str, torch.Tensor]:
 
 
 def sends_before_the_end(model: torch.nn.Module) -> int:
-    """Of this backward's sums over hosts; and forgets the trace."""
+    """How often this backward sent sums over hosts before its end; clears the trace."""
     state = model._get_fsdp_state() if hasattr(model, "_get_fsdp_state") else model
     tree = state._tree
     ops = [event["op"] for event in tree.trace()]
@@ -124,7 +124,7 @@ def sends_before_the_end(model: torch.nn.Module) -> int:
 
 
 def sums_in_order(plain: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Of all ranks' gradients."""
+    """The sums of all ranks' gradients, in rank order."""
     found = {}
     for name, p in plain.named_parameters():
         own = torch.zeros_like(p) if p.grad is None else p.grad
@@ -176,21 +176,21 @@ def sums_over_hosts(rank: int, world: int, door: str, shards: int, pause: float)
 @ranks(4, env=on_hosts.counted_as("aabb"))
 @pytest.mark.parametrize("door", ["flat", "original", "fully_shard"])
 def test_sums_over_hosts_travel_during_backward(rank, world, door):
-    """HYBRID: each unit's as soon as its host has it, whatever the ranks of each host run."""
+    """HYBRID: a unit's sum is sent as soon as its host has it, whatever each host's ranks run."""
     early = sums_over_hosts(rank, world, door, 2, 0.0)
-    assert early > 0  # how many depends on how late the other rank is
+    assert early > 0  # the number depends on how late the other rank is
 
 
 @ranks(3, env=on_hosts.counted_as("abc"))
 @pytest.mark.parametrize("door", ["original", "fully_shard"])
 def test_sums_over_three_hosts(rank, world, door):
-    """The same, in the order of hosts to the bit, though hosts are late."""
+    """HYBRID: sums are in the order of hosts, to the bit, though hosts are late."""
     early = sums_over_hosts(rank, world, door, 1, 0.03)
     assert early > 0
 
 
 class Student(Ways):
-    """Asks `other` for a number when its own blocks have run."""
+    """A model that asks `other` for a number when its own blocks have run."""
 
     def forward(self, x: torch.Tensor, way: str, other: Callable[[], torch.Tensor]) -> torch.Tensor:
         return super().forward(x, way) + other()
@@ -249,7 +249,7 @@ def refused(*arguments):
 
 @ranks(3, env=on_hosts.counted_as("abb"))
 def test_a_host_whose_ranks_cannot_share_memory(rank, world):
-    """Nobody's do, and all ranks train by sends and receives."""
+    """Then no ranks of any host share memory, and all of them train by sends and receives."""
     from fsdpc._comm import bootstrap
 
     if rank == 2:
@@ -265,7 +265,7 @@ def test_a_host_whose_ranks_cannot_share_memory(rank, world):
 
 @ranks(2, env={"FSDPC_COLLECTIVES": "wire"})
 def test_gathers_begin_as_many_units_ahead_as_have_slots(rank, world):
-    """Two units with a wire's three slots, forth and back; what they hold is not gathered again."""
+    """With a wire's three slots gathers begin two units ahead; units still in slots need none."""
     model = shard_blocks(toy(blocks=6))
     for step in range(2):
         if step == 1:

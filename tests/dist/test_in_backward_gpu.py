@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missin
 
 
 class Inside(Run):
-    """The model of test_device_waits.py, stepped in backward."""
+    """The model of test_device_waits.py, whose units step in backward."""
 
     def __init__(self, rank: int, precision: str, door: str = "FSDP", library: str = "") -> None:
         super().__init__(rank, precision, door, "fsdpc.optim")
@@ -84,7 +84,7 @@ ALL = (["01"] * 5, [0, 1, 2, 3, 4])
 
 
 class Partial(nn.Module):
-    """Blocks of which a step uses the first layer, the second, both or none."""
+    """Blocks of which a step uses the first layer, the second layer, both layers or none."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,8 +112,8 @@ class Pair(nn.Module):
 @ranks(1, 2, env=ON_GPU)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_parameters_and_modules_that_are_not_used(rank: int, world: int, door: str):
-    """A unit of which a rank left parameters unused steps there when backward has ended; the others
-    before. A parameter that no rank used keeps its value and its states.
+    """A unit of which a rank left parameters unused steps when backward has ended, the other units
+    before its end. A parameter that no rank used keeps its value and its states.
     """
     import simgpu
 
@@ -166,7 +166,7 @@ def test_other_numbers_of_reduce_slots(rank: int, world: int, slots: int):
 
 @ranks(1, 2, env=ON_GPU)
 def test_after_a_backward_that_raised(rank: int, world: int):
-    """Units before the place have stepped; later steps are those of all units, also of hooks."""
+    """Units before the error have stepped; later steps are those of all units, also for hooks."""
     import simgpu
 
     def fail(*_: Any) -> None:
@@ -189,7 +189,7 @@ def test_after_a_backward_that_raised(rank: int, world: int):
         inside.step()
         inside.zero_grad()
     steps = [inside.state[next(block.parameters())]["step"] for block in model.blocks]
-    stepped = 3 if world == 1 else 1  # blocks 4, 3, 2, or those whose slot another one took
+    stepped = 3 if world == 1 else 1  # 4, 3 and 2, or blocks whose slot another one took
     assert steps == [2] * (5 - stepped) + [3] * stepped
     assert len(seen) == (3 if world == 1 else 2) and all(seen)
     assert simgpu.take_reports() == []
@@ -197,7 +197,7 @@ def test_after_a_backward_that_raised(rank: int, world: int):
 
 @ranks(1, 2, env=ON_GPU)
 def test_units_step_before_backward_ends(rank: int, world: int):
-    """On several ranks all but the two whose sums are still in reduce slots."""
+    """On several ranks two units have not stepped by then: their sums are still in reduce slots."""
     model = by_door("fully_shard", Partial())
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
     seen: list[int] = []
@@ -223,7 +223,7 @@ def cost(rank: int, world: int, library: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_neither_waits_nor_allocates(world: int):
-    """Two launches for each unit instead of two for all; no stream waits more often."""
+    """Two launches for each unit instead of two for all units; no stream waits more often."""
     after, inside, host = (
         run_ranks(cost, world, env=ON_GPU, library=each)[0] for each in ("after", "inside", "host")
     )
@@ -260,7 +260,7 @@ def each_wait(rank: int, world: int, precision: str, door: str) -> Any:
 def test_frozen_and_checkpointed_blocks_with_states_in_host_memory(
     rank: int, world: int, door: str
 ):
-    """One block is frozen and thawed later; every second one is computed again."""
+    """One block is frozen and later trained; every second block is recomputed."""
     import simgpu
 
     ends = []

@@ -38,8 +38,8 @@ def block(narrow: bool) -> nn.Module:
 
 
 class Even(nn.Module):
-    """Equal blocks, or with ``mixed`` every second one of another kind; ``order``: in which they
-    run.
+    """Equal blocks; with ``mixed`` every second block is of another kind; ``order``: in which the
+    blocks run.
     """
 
     def __init__(self, mixed: bool = False) -> None:
@@ -72,7 +72,7 @@ def step(model: nn.Module, optimizer: Any, rank: int, number: int) -> None:
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("early", [True, False])
 def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: str, early: bool):
-    """One unit on one rank, else one per reduce slot; nothing is allocated in a step."""
+    """The gradients of one unit on one rank, else of one per reduce slot; a step allocates none."""
     cache = Cache()
     _C.Comm.self_(0)
     cache.serve()
@@ -93,7 +93,7 @@ def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: s
     slots = 1 if world == 1 else 2
     stats = fsdpc.memory_stats(model)
     assert stats["grad_bytes"] == slots * own < LAYERS * own
-    # The slots are instead of the gradients, and the rest is as before.
+    # Slots take the gradients' place, and the rest is as before.
     assert cache.out() <= before - (LAYERS - slots) * own + 2000
     report = fsdpc.memory_report(model)
     assert report.equal, str(report)
@@ -107,8 +107,8 @@ def test_gradients_take_the_memory_of_a_few_units(rank: int, world: int, door: s
 @ranks(1, 2, env=GPU)
 @pytest.mark.parametrize("low", [False, True])
 def test_units_in_any_order(rank: int, world: int, low: bool):
-    """A new order in each step, gradients that the optimizer sees in another dtype than the sums';
-    padding is as it was.
+    """A new order in each step; with `low` the optimizer sees gradients in another dtype than
+    the sums have; padding is as it was.
     """
 
     def made() -> nn.Module:
@@ -130,13 +130,13 @@ def test_units_in_any_order(rank: int, world: int, low: bool):
     assert fsdpc.memory_report(model).equal
     same(model, expected)
     for one, other in zip(units_of(model), units_of(expected), strict=True):
-        assert torch.equal(*(torch.from_numpy(u.flat.shard) for u in (one, other)))  # padding, too
+        assert torch.equal(*(torch.from_numpy(u.flat.shard) for u in (one, other)))  # with padding
     assert simgpu.take_reports() == []
 
 
 @ranks(1, 2, env=GPU)
 def test_gradients_that_wait_for_the_end_of_backward(rank: int, world: int):
-    """A unit of which a rank left parameters unused keeps its gradient meanwhile."""
+    """A unit of which a rank left parameters unused keeps its gradient until then."""
     first = ["01", "0", "01", "0", "01"]
     expected, model = by_door("fully_shard", Partial()), by_door("fully_shard", Partial())
     outside, inside = adamw(expected.named_parameters()), optim.in_backward(model, adamw)
@@ -161,7 +161,7 @@ def local_of(grad: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("door", ["orig", "flat", "fully_shard"])
 @pytest.mark.parametrize("how", ["object", "view", "detached"])
 def test_gradients_that_the_program_keeps(rank: int, world: int, door: str, how: str):
-    """Those of one unit, kept by a hook: no other unit writes them."""
+    """The gradients of one unit, kept by a hook: no other unit writes into them."""
     take = {
         "object": lambda g: g,
         "view": lambda g: local_of(g).view(-1)[1:],
@@ -182,7 +182,7 @@ def test_gradients_that_the_program_keeps(rank: int, world: int, door: str, how:
     for number in range(3):
         step(model, optimizer, rank, number)
         assert kept or world > 1
-        # An object keeps its values for ever, a view until the unit's next backward.
+        # A kept object keeps its values for ever, a view until the unit's next backward.
         for taken, values in kept if how == "object" else kept[-1:]:
             assert torch.equal(local_of(taken), values), number
         if how != "object":
@@ -217,7 +217,7 @@ def test_a_gradient_that_the_program_keeps_outlives_an_unfreezing(rank: int, wor
 
 @ranks(1, 2, env=GPU)
 def test_gradients_that_the_user_assigns(rank: int, world: int):
-    """They are added to those of backward, also of modules that do not run."""
+    """Assigned gradients are added to those of backward, also for modules that do not run."""
     expected, model = by_door("orig", Even()), by_door("orig", Even())
     outside, inside = adamw(expected.named_parameters()), optim.in_backward(model, adamw)
     for number in range(3):
@@ -233,7 +233,7 @@ def test_gradients_that_the_user_assigns(rank: int, world: int):
 
 @ranks(1, env=GPU)
 def test_a_unit_that_finds_no_memory_is_named(rank: int, world: int):
-    """The unit behind one whose gradient the program keeps, and the slots themselves."""
+    """Named: the unit after one whose gradient the program keeps; and slots that get no memory."""
     cache = Cache()
     _C.Comm.self_(0)
     cache.serve()

@@ -84,7 +84,7 @@ def test_names_change_and_change_back():
         assert FullyShardedDataParallel is fsdpc.FSDP
         assert module.FSDP is fsdpc.FSDP
         assert scaler_home.ShardedGradScaler is module.Scaler is ShardedGradScaler
-        assert vars(home)["FullyShardedDataParallel"] is Torchs.FSDP  # what its functions read
+        assert vars(home)["FullyShardedDataParallel"] is Torchs.FSDP  # what torch's functions read
         fsdpc.uninstall()
         fsdpc.uninstall()
         assert not installed()
@@ -219,7 +219,7 @@ def test_a_class_derived_before_is_refused_in_one_sentence(rank, world):
 
 @ranks(2, alone=True)
 def test_fully_shard_and_torchs_checkpoints_go_on(rank, world):
-    """torch's per-parameter front end works while fsdpc bears the wrapper's name."""
+    """torch's ``fully_shard`` works while fsdpc's class has the name of torch's wrapper."""
     fsdpc.install()
     model = toy()
     fully_shard(model, mesh=torch.distributed.init_device_mesh("cpu", (world,)))
@@ -233,7 +233,7 @@ def test_fully_shard_and_torchs_checkpoints_go_on(rank, world):
 
 @pytest.mark.parametrize("name", STATIC)
 def test_static_methods_go_to_the_owner_of_the_model(name):
-    """Whichever argument it is: with no torch model, fsdpc's; with one, torch's."""
+    """With a torch model in any argument torch's method runs; with none fsdpc's."""
     calls = []
     owners = {"torch": Torchs.FSDP, "fsdpc": fsdpc.FSDP}
     originals = {who: inspect.getattr_static(cls, name) for who, cls in owners.items()}

@@ -1,5 +1,5 @@
 """Attributes and outputs that are a unit's own memory: parameters of released modules are there and
-their values are refused, and what a unit returned is read after its release.
+their values are refused, and what a unit returned can be read after its release.
 """
 
 from __future__ import annotations
@@ -223,7 +223,7 @@ def test_a_unit_that_returns_its_parameters(rank, world, form, frozen, use_orig_
 
 
 class Temperature(nn.Module):
-    """A contrastive model returns its scale, whole, in a dict."""
+    """A contrastive model, which returns its scale as a whole parameter in a dict."""
 
     def __init__(self):
         super().__init__()
@@ -257,7 +257,7 @@ class Scaled(nn.Module):
 @both_ways
 @all_strategies
 def test_a_returned_parameter_in_a_further_backward(rank, world, strategy, use_orig_params):
-    """Its gradient is the first that is there, also where its values are the shard itself."""
+    """The parameter's gradient is the first that is there, also if its values are the shard."""
     torch.manual_seed(0)
     plain = Scaled()
     reference = Reference(plain, loss_of=squares)

@@ -15,7 +15,7 @@ import fsdpc
 
 
 class Rollout(nn.Module):
-    """Applied to its own output, with a parameter that some calls leave out."""
+    """A model that is applied to its own output, with a parameter that some calls leave out."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ def test_units_called_in_threads(rank, world, reentrant, use_orig_params):
 
 
 class Straight(nn.Module):
-    """Three layers of one unit, run by another thread; the last one on demand."""
+    """A unit of three layers, which another thread runs; the last layer only if `also` is set."""
 
     def __init__(self):
         super().__init__()
@@ -128,7 +128,7 @@ class Around(nn.Module):
 @ranks(2, env=POISON)
 def test_a_unit_whose_layers_run_in_a_thread(rank, world):
     """All parameters get gradients after a step with frozen ones. With an unused one the unit's end
-    is seen at its inputs, to which autograd comes early: refused.
+    is seen at its inputs, which autograd reaches early: that is refused.
     """
     torch.manual_seed(0)
     reference, model = Around(), Around()
@@ -151,7 +151,7 @@ def test_a_unit_whose_layers_run_in_a_thread(rank, world):
 
 
 class Again(nn.Module):
-    """A unit that a reentrant checkpoint runs, twice in a forward, and another one behind it."""
+    """A unit that a reentrant checkpoint runs twice in a forward, each time before another unit."""
 
     def __init__(self):
         super().__init__()

@@ -80,7 +80,7 @@ def test_a_frozen_unit_with_an_input_that_all_units_share(rank, world, use_orig_
         Cross,
         use_orig_params=use_orig_params,
     )
-    # The shared input's own gradient comes last of all: no unit may wait for that.
+    # The gradient of the shared input comes last of all: no unit may wait for it.
     assert fsdpc.memory_stats(model)["spare_count"] == 0
 
 
@@ -117,7 +117,7 @@ def test_frozen_parameters_around_a_nested_unit(rank, world, strategy, use_orig_
 
 
 class Passing(nn.Module):
-    """Frozen; hands one of its inputs through and takes several."""
+    """A frozen module that takes several inputs and hands one of them through."""
 
     def __init__(self):
         super().__init__()
@@ -163,7 +163,7 @@ def test_frozen_parameters_under_checkpointing(rank, world, kind, use_orig_param
 
 
 class Detached(nn.Module):
-    """Trainable, but one use of the weight makes no gradient of it."""
+    """A trainable module; one use of its weight makes no gradient."""
 
     def __init__(self):
         super().__init__()
@@ -187,7 +187,7 @@ def test_a_detached_use_is_refused_when_it_comes_late(rank, world):
 
 
 class Index(nn.Module):
-    """An integer parameter that the backward needs."""
+    """A module with an integer parameter that the backward needs."""
 
     def __init__(self):
         super().__init__()

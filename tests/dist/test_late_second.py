@@ -47,7 +47,7 @@ def test_gradient_penalty(rank, world, strategy, use_orig_params, collectives):
 
 
 class Force(nn.Module):
-    """Returns an energy and its gradient by the positions, as potentials do."""
+    """Returns an energy and its gradient by the positions, as interatomic potentials do."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ def test_autograd_grad_inside_forward(rank, world, use_orig_params, collectives)
 
 
 class Pushed(nn.Module):
-    """Moves hidden values along a gradient of their own."""
+    """A model that moves hidden values along a gradient of them."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +100,7 @@ class PushedSometimes(nn.Module):
 @ranks(2, 3, env=POISON)
 @pytest.mark.parametrize("in_place", [True, False])
 def test_autograd_grad_inside_the_forward_of_some_ranks(rank, world, in_place):
-    """Ranks that skip it have no other end of a backward: they go on to other collectives."""
+    """Ranks that skip autograd.grad see no end of its backward: they go on to other collectives."""
 
     def batch_of(step):
         x = batch(rank, step)

@@ -1,5 +1,5 @@
 """Frozen 4-bit codes beside trained adapters: bitsandbytes' ``Params4bit`` and ``Linear4bit``, here
-classes with their attributes (``clients/test_low_bit.py`` has the library), and fsdpc's own
+classes with the same attributes (``clients/test_low_bit.py`` has the library), and fsdpc's own
 (``fsdpc.lowbit``).
 """
 
@@ -111,7 +111,7 @@ def batch(rank, step):
 
 
 def train(model, of, steps=2):
-    """Losses of the last rank in ``of``, each of which has a batch."""
+    """Trains on a batch of each rank in ``of``; returns the losses of the last of these ranks."""
     optimizer, seen = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1), []
     for step in range(steps):
         for rank in of:
@@ -139,7 +139,7 @@ def base(state):
 @ranks(2, 3)
 @every_door
 def test_trains_as_unsharded(rank, world, door):
-    """In any storage dtype and, under mixed precision, without a cast of the codes."""
+    """In any storage dtype; under mixed precision without a cast of the codes."""
     expected = train(Model(), [r for r in range(world) if r != rank] + [rank])
     low = []
     for storage in (torch.uint8, torch.float16, torch.float32):
@@ -269,7 +269,7 @@ def own(seed=0):
 @ranks(1, 2, 3)
 @every_door
 def test_own_codes_train_as_unsharded(rank, world, door):
-    """The first loss to the bit, the others up to sums over ranks; codes as unsharded."""
+    """The first loss is equal to the bit, others up to sums over ranks; codes are as unsharded."""
     unsharded = own()
     with torch.no_grad():
         first = unsharded(batch(rank, 0)).square().mean().item()
@@ -287,7 +287,7 @@ def test_own_codes_train_as_unsharded(rank, world, door):
 @ranks(2)
 @every_door
 def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
-    """As codes, without a second rounding; files of values are quantised while they are read."""
+    """They are saved as codes, with no second rounding; values are quantised as files are read."""
     model, codes = by_door(door, own()), base(own().state_dict())
     whole = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
     assert base(whole) == codes
@@ -325,7 +325,7 @@ def test_own_codes_are_saved_and_loaded(rank, world, door, tmp_path):
 
 
 class Uneven(nn.Module):
-    """Rows that ranks cut in the middle, a tied weight, and rows longer than a part."""
+    """Rows that ranks cut in the middle, a tied weight, and rows longer than a part of a save."""
 
     def __init__(self, dtype):
         super().__init__()
@@ -350,7 +350,7 @@ def stored(folder):
 @ranks(1, 2, 3)
 @every_door
 def test_own_codes_are_saved_as_values(rank, world, door, tmp_path, monkeypatch):
-    """By ``save`` and by ``convert``: what a layer decodes, in any dtype, in many parts."""
+    """``save`` and ``convert`` write what a layer decodes, in any dtype, in many parts."""
     monkeypatch.setattr(write, "_COMPUTED_BYTES", 512)
     for dtype, cast in ((torch.float32, None), (LOW, None), (LOW, torch.float64)):
         model, name = by_door(door, uneven(dtype)), f"{dtype}{cast}"
@@ -369,7 +369,7 @@ def test_own_codes_are_saved_as_values(rank, world, door, tmp_path, monkeypatch)
         torch.distributed.barrier()
     plainly = by_door(door, Uneven(LOW))
     fsdpc.checkpoint.load(tmp_path / f"{LOW}None", plainly)
-    fsdpc.checkpoint.save(tmp_path / "again", plainly, values=True)  # nothing in codes
+    fsdpc.checkpoint.save(tmp_path / "again", plainly, values=True)  # the model has no codes
     other = by_door(door, uneven(torch.float32))
     codes = base_of(other)
     fsdpc.checkpoint.load_pretrained(other, tmp_path / f"{torch.float32}None")
@@ -475,7 +475,7 @@ def test_own_codes_refusals(rank, world, door):
 @pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 @ranks(1, env=env.environment())
 def test_kernels_code_rows_as_the_processor_does(rank, world):
-    """On the simulated GPU, also codes that do not begin at a multiple of 16 bytes."""
+    """On the simulated GPU; some codes do not begin at a multiple of 16 bytes."""
     assert kernel_ordinal(torch.empty(1)) == 0
     for width in (64, 70, 3):
         for dtype in (torch.float32, LOW):
@@ -495,7 +495,7 @@ def test_kernels_code_rows_as_the_processor_does(rank, world):
 @pytest.mark.parametrize("width", [64, 70, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 def test_own_layers_compute_with_decoded_weights(width, dtype, monkeypatch):
-    """As layers of torch's with these weights, whole or in parts."""
+    """They compute as torch's layers with the decoded weights do, as a whole or in parts."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(9, width), nn.Linear(width, 7)).to(dtype)
     lowbit.quantize(model, embeddings=True)
@@ -525,13 +525,13 @@ def test_own_layers_compute_with_decoded_weights(width, dtype, monkeypatch):
     with pytest.raises(ValueError, match="has 1.bias, but not 1.weight, which would stay in codes"):
         lowbit.values(renamed, {"1.bias": state["1.bias"]})
     again = lowbit.quantize(copy.deepcopy(plainly), embeddings=True)
-    again.load_state_dict(plainly.state_dict())  # values, quantised on the way
+    again.load_state_dict(plainly.state_dict())  # values are quantised as they are loaded
     assert torch.equal(again[0].weight, lowbit.encode_rows(plainly[0].weight, "nf4"))
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_an_input_that_was_cast_to_the_dtype_of_codes_is_refused(autocast):
-    """As T5 casts for ``wo``: its autocast made numbers of the bytes again."""
+    """T5 casts so before ``wo``; autocast used to turn the bytes into numbers again."""
 
     class Block(nn.Module):
         def __init__(self):
@@ -551,7 +551,7 @@ def test_an_input_that_was_cast_to_the_dtype_of_codes_is_refused(autocast):
 
 @pytest.mark.parametrize("mask", [False, True])
 def test_encoders_of_torch_evaluate_by_their_layers(mask):
-    """Their fused kernel would take codes for values, and needs padding out of the way."""
+    """Not by torch's fused kernel, which would take codes for values and needs padding removed."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
     model = lowbit.quantize(nn.TransformerEncoder(layer, 2)).eval()

@@ -23,7 +23,7 @@ from fsdpc import _probe
 
 PAGE = 4096
 MIB = 1 << 20
-BASE_SLOTS = 2  # per nesting level
+BASE_SLOTS = 2  # gather slots per nesting level
 
 
 def pss():
@@ -45,7 +45,7 @@ def pss_of_all_ranks():
 
 
 def layouts(model, world, precision):
-    """The layout function's figures, from shapes and options alone, by unit."""
+    """The layout function's figures for each unit, from shapes and options alone."""
     result = []
     for unit in model._tree.units:
         specs = []
@@ -110,7 +110,7 @@ def test_nothing_grows_from_step_3_to_step_50(rank, world, no_sync):
     assert all(figure == figures[0] for figure in figures), [f for f in figures if f != figures[0]][
         :2
     ]
-    # Least of several: the interpreter and the collector only ever add for a moment.
+    # The least of several sizes: the interpreter and the collector only add for a moment.
     grown = (min(sizes[-4:]) - min(sizes[1:5])) / MIB
     assert grown < 4, f"grew by {grown:.2f} MiB in 25 steps"
 
@@ -170,7 +170,7 @@ def test_a_dropped_model_gives_its_memory_back(rank, world):
 
 @ranks(1)
 def test_a_rank_alone_frees_low_precision_copies(rank, world):
-    """torch calls it NO_SHARD; whether copies of the values stay is still the user's choice."""
+    """torch calls it NO_SHARD; the user still chooses whether low precision copies stay."""
     slots = {}
     for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(5)])

@@ -55,8 +55,8 @@ def assert_equal(model: nn.Module, reference: nn.Module, what: str = "") -> None
 @ranks(4)
 @pytest.mark.parametrize("kind", ["flat", "replicas", "waiting"])
 def test_an_all_reduce_hook_sums_over_replicas(rank, world, kind):
-    """As torchft does: shards of two ranks, and a hook that averages over the two groups. With
-    replicas of the engine's own the hook comes behind their sum.
+    """torchft does this: shards of two ranks, and a hook that averages over the two groups. With
+    replicas of the engine's own the hook comes after the sum over them.
     """
     warnings.simplefilter("ignore")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "shard"))
@@ -128,7 +128,7 @@ def test_torchs_replicate_around_units_and_inside_one(rank, world, outer, home):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         for block in model.blocks if outer else ():
-            block.unshard(async_op=True)  # also behind an optimizer's step
+            block.unshard(async_op=True)  # also right after an optimizer's step
         loss_of(model, tokens(rank, number)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -139,7 +139,7 @@ def test_torchs_replicate_around_units_and_inside_one(rank, world, outer, home):
 
 
 class Experts(nn.Module):
-    """Four experts that all see each token, weighted. ``ep``: the mesh over which they are
+    """Four experts that all see each token, weighted. ``ep``: the mesh over which the experts are
     distributed, whose ranks exchange tokens and results.
     """
 
@@ -256,8 +256,8 @@ def test_train_clip_save_and_load_on_several_meshes(rank, world, make):
 
 
 def beside_tensor_parallelism(shape: tuple[int, ...]) -> nn.Module:
-    """Experts cut by tensor parallelism, the rest plain: each rank of the last dimension holds the
-    same shards of it.
+    """Tensor parallelism cuts the experts, the rest is plain: all ranks of the last dimension hold
+    the same shards of that rest.
     """
     names = ("replica", "shard", "tp")[-len(shape) :]
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
@@ -273,7 +273,7 @@ def beside_tensor_parallelism(shape: tuple[int, ...]) -> nn.Module:
 
 
 def groups_of_two() -> nn.Module:
-    """Two groups of two ranks, each with all of the model."""
+    """Two groups of two ranks; each group holds all of the model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "same"))
     return fsdpc.FullyShardedDataParallel(mixtures(), process_group=mesh.get_group("shard"))
 
@@ -281,8 +281,8 @@ def groups_of_two() -> nn.Module:
 @pytest.mark.long
 @ranks(4)
 def test_save_and_load_what_groups_of_ranks_hold_alike(rank, world):
-    """A checkpoint has the values once, and each group reads them: any number of replicas, both
-    interfaces, also a model that no tensor parallelism cuts.
+    """A checkpoint has the values once, and each group reads them: with any number of replicas, in
+    both interfaces, also for a model that no tensor parallelism cuts.
     """
     warnings.simplefilter("ignore")
     makers = [
@@ -387,7 +387,7 @@ class Ring(torch.autograd.Function):
 
 
 class Attention(nn.Module):
-    group: Any = None  # whose ranks hold parts of each sequence
+    group: Any = None  # the ranks of the group hold parts of each sequence
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ class Attention(nn.Module):
 
 @ranks(4)
 def test_ring_attention_on_a_flattened_mesh(rank, world):
-    """Two ranks hold halves of a sequence, two such pairs other sequences; units on all four."""
+    """The two ranks of a pair hold halves of its sequences; units are sharded over both pairs."""
     warnings.simplefilter("ignore")
     pytest.importorskip(RING)._cp_options.enable_load_balance = False
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -434,7 +434,7 @@ def test_ring_attention_on_a_flattened_mesh(rank, world):
 
 
 def destroy_group() -> str:
-    """The path of a file for the next one."""
+    """Destroys the process group; returns the path of a file for the next group."""
     path = [tempfile.mktemp()]
     dist.broadcast_object_list(path)
     dist.destroy_process_group()
@@ -454,7 +454,7 @@ def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkey
     assert (mesh.get_group() is dist.group.WORLD) is not beside_gpus
     group, seen = weakref.ref(dist.group.WORLD), weakref.ref(mesh)
     del mesh
-    assert (seen() is not None) is beside_gpus  # made by all ranks: frees do not count
+    assert (seen() is not None) is beside_gpus  # made by all ranks together: it is kept
     path = destroy_group()
     assert group() is None and seen() is None
     dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=world)
@@ -465,7 +465,7 @@ def test_units_share_a_mesh_that_keeps_no_group(rank, world, beside_gpus, monkey
 
 @ranks(2, alone=True)
 def test_a_destroyed_group_does_not_count(rank, world):
-    """Whoever keeps the group and its models: torch's caches keep groups, too."""
+    """Even if the program keeps the group and its models: torch's caches keep groups, too."""
     kept = dist.group.WORLD, shard_blocks(toy())
     path = destroy_group()
     dist.init_process_group("gloo", f"file://{path}", rank=rank, world_size=world)

@@ -29,7 +29,7 @@ STRATEGIES = pytest.mark.parametrize("strategy", list(ShardingStrategy)[:3], ids
 
 
 class Cached(nn.Module):
-    """As a rotary embedding: buffers that no state dict holds, and a scale without a reset."""
+    """Buffers that no state dict holds, as in a rotary embedding, and a scale without a reset."""
 
     def __init__(self, width=6):
         super().__init__()
@@ -42,7 +42,7 @@ class Cached(nn.Module):
 
 
 class Model(Toy):
-    """With a BatchNorm, a module of buffers, and tied weights."""
+    """A toy with a BatchNorm, a module of buffers, and tied weights."""
 
     def __init__(self):
         super().__init__()
@@ -89,7 +89,7 @@ def on_meta(how, kind=Model):
     with torch.device("meta") if how == "device" else parameters_on_meta():
         model = kind()
     if how != "device" and kind is Model:
-        model.head.weight = model.embed.weight  # as tie_weights() does afterwards
+        model.head.weight = model.embed.weight  # tie_weights() does this afterwards
     return model
 
 
@@ -159,7 +159,7 @@ def test_blocks_wrapped_one_by_one(rank, world, use_orig_params):
 @BOTH
 @pytest.mark.parametrize("init", [False, True])
 def test_reset_parameters_of_every_module(rank, world, engine, use_orig_params, init):
-    """By default, and in a function as torchtune's and Lightning's: the same values everywhere."""
+    """By default, and by a function like torchtune's and Lightning's: equal values on all ranks."""
 
     def materialise(module):
         module.to_empty(device="cpu", recurse=False)
@@ -252,7 +252,7 @@ def test_a_module_of_buffers_alone(rank, world, engine):
 @ranks(2)
 @BOTH
 def test_ignored_parts_stay_whole_and_plain(rank, world, engine, use_orig_params):
-    """Their parameters are what they were, in memory and identity; their gradients are local."""
+    """Ignored parameters stay as they were, in memory and identity; their gradients are local."""
     for spelling in ("modules", "module states", "params"):
         model = toy()
         up, head = model.blocks[0].up, model.head

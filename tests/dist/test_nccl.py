@@ -30,7 +30,7 @@ from fsdpc._comm import nccl as _nccl
 pytestmark = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 GPU = env.environment()
 LAST = r"gather of unit layers.2 \(collective \d+\)"
-LARGE = 200_000  # numbers of each rank: they go over the GPU, few go over the host's channel
+LARGE = 200_000  # numbers of each rank: so many go over the GPU, few over the host's channel
 
 
 def ids_of_rank_0(rank: int) -> tuple[bytes, bytes]:
@@ -77,7 +77,7 @@ def test_host_arrays_travel_with_or_without_a_channel(rank, world, channel):
     assert not sent or (channel and all(fits for fits, _ in sent) and sent[-1][1] == "the end")
     assert bool(sent) == channel
     comm.agree("same" * 1000)
-    assert not channel or pieces[-1] == 16  # a digest and a length: texts travel where they differ
+    assert not channel or pieces[-1] == 16  # a digest and a length; texts travel where they differ
     if world > 1:
         with pytest.raises(_C.MismatchError, match="line 2.*'b 0'.*'b 1'|b 0.*b 1"):
             comm.agree(f"a\nb {rank}", what="units")
@@ -207,7 +207,7 @@ def test_keys_of_earlier_rounds_are_deleted(rank, world):
     channel = next(w.channel for w in _nccl._own() if w.channel.name in names)
     number = channel._round - 1
     assert number >= 4
-    comm.barrier()  # all ranks have deleted the round before the last one
+    comm.barrier()  # after it all ranks have deleted the round before the last one
     assert not channel._store.check([f"{number - 1}/0"])
     assert channel._store.check([f"{number + 1}/0"])
 
@@ -267,7 +267,7 @@ def test_agree_and_barriers_name_the_missing_ranks(rank, world, numel):
     text = str(caught.value)
     assert "waited 2 s in construction of unit layers.3 for rank 2 (FSDPC_TIMEOUT" in text
     dist.barrier()
-    with pytest.raises(type(caught.value)):  # as broken as before
+    with pytest.raises(type(caught.value)):  # the communicator stays broken
         comm.all_gather(np.zeros(numel * world))
 
 
@@ -305,7 +305,7 @@ def test_a_rank_that_is_killed(numel):
         seconds, text = outcomes[rank].value
         assert seconds < 20  # far below the deadline of 30 s
         assert "rank 1 (process" in text and "died" in text
-        # where the rank was: it may have known before it began
+        # where this rank was: it may have heard of the death before its gather
         assert "gather of unit layers.3" in text or "after 0 collectives" in text
 
 
@@ -340,7 +340,7 @@ def test_a_deadline_says_where_the_other_ranks_are(rank, world, hosts):
     comm = connect()
     comm.all_gather(torch.zeros(world), "gather of unit layers.2")
     comm.barrier()
-    if rank == 2:  # its watching thread answers, whatever the program does
+    if rank == 2:  # this rank's watching thread answers, whatever the program does
         dist.barrier()
         seconds, where = _C.nccl_stall(comm)
         assert seconds == 0.0 and re.fullmatch(f"in none of its collectives, after {LAST}", where)
@@ -489,8 +489,8 @@ def test_processes_end_without_hanging(tmp_path):
 
 
 def trained(rank: int, world: int, **mixed: Any) -> tuple[str, set[float], int]:
-    """The precision line, the sums of gradients (256 on rank 0, 1 on others) that this rank has,
-    and the collectives on windows."""
+    """The precision line, the sums of gradients that this rank has (each rank adds 1, but rank 0
+    adds 256), and how many collectives used windows."""
     model = fsdpc.FullyShardedDataParallel(
         torch.nn.Linear(64 * world, 1, bias=False), mixed_precision=fsdpc.MixedPrecision(**mixed)
     )
@@ -500,7 +500,7 @@ def trained(rank: int, world: int, **mixed: Any) -> tuple[str, set[float], int]:
     return model.precision_line, set((grad * world).tolist()), simgpu.nccl_count()["windowed"]
 
 
-@ranks(4, env={**GPU, "FSDPC_POISON": "0"}, alone=True)  # a poisoned slot is gathered once more
+@ranks(4, env={**GPU, "FSDPC_POISON": "0"}, alone=True)  # poison: one gather more
 def test_windows_sum_narrow_gradients_in_fp32(rank, world):
     assert connect().symmetric
     line, sums, windowed = trained(rank, world, param_dtype=torch.bfloat16)
@@ -538,7 +538,7 @@ def test_a_window_that_spoils_nccl_is_done_without(rank, world):
 
 @ranks(2, env=GPU, alone=True)
 def test_a_window_of_the_second_communicator_that_fails_on_one_rank(rank, world):
-    simgpu.plant_nccl("WINDOW_FAILS", 1, k=2, value=1)  # of gathers, of reductions
+    simgpu.plant_nccl("WINDOW_FAILS", 1, k=2, value=1)  # of gathers and of reductions
     assert not connect().symmetric
     assert simgpu.nccl_count()["misuses"] == 0
 

@@ -31,7 +31,7 @@ LOW = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
 
 
 def pair(engine, **options):
-    """The same model twice, the second one offloaded."""
+    """A plain model and the same model offloaded."""
     models = [
         wrap_blocks(engine, toy(), cpu_offload=offload, **options) for offload in (None, OFFLOAD)
     ]
@@ -96,7 +96,7 @@ def test_evaluation_and_loading(rank, world, engine):
     check_equal(dict(models[1].state_dict()), dict(saved), "state dict", rtol=1e-5)
     changed = {k: v + 1 if v.is_floating_point() else v for k, v in saved.items()}
     with torch.no_grad():
-        loss_of(models[1], tokens(rank, 1))  # its gathers are over when the loading begins
+        loss_of(models[1], tokens(rank, 1))  # the gathers are over when the loading begins
     models[1].load_state_dict(changed)
     check_equal(dict(models[1].state_dict()), changed, "loaded")
     models[0].load_state_dict(changed)
@@ -107,7 +107,7 @@ def test_evaluation_and_loading(rank, world, engine):
 
 @ranks(2, env=GPU)
 def test_optimizers_of_whole_matrices(rank, world):
-    """They step offloaded shards in host memory, to the bits of one process; states alone stay."""
+    """Offloaded shards step in host memory, to one process's bits; states alone are refused."""
     from test_optim_muon import OPTIONS, STEPS, Model, train
     from test_optim_whole import EVERY, alone, equal, make
 
@@ -126,7 +126,7 @@ def test_optimizers_of_whole_matrices(rank, world):
 
 @ranks(2, env=GPU)
 def test_part_of_the_units_stays_on_the_device(rank, world, engine):
-    """One optimizer steps both: a choice by unit is the ratio of states on the device."""
+    """One optimizer steps both kinds of units: their choice decides how much state the GPU has."""
     models = []
     for offloaded in ((), (0, 1)):
         model = toy(blocks=4)
@@ -161,7 +161,7 @@ def test_replicas(rank, world, engine):
 
 
 class Watched(optim.AdamW):
-    """Says what the processor touches in each unit's step, and what the GPU had done by then."""
+    """Tells the simulator what the processor touches in each step; notes what the GPU had done."""
 
     done: list[int]
 
@@ -200,14 +200,14 @@ def train_in_backward(rank, policy, planted=False):
 
 
 def wait_no_more():
-    """From now on the host believes that all is done."""
+    """From now on the host believes that all GPU work is done."""
     for k in range(1, 64):
         simgpu.skip("cuEventQuery", k)
 
 
 @ranks(1, 2, env=GPU | {"FSDPC_POISON": "0"})
 def test_steps_in_backward_unit_by_unit(rank, world):
-    """Each unit waits for its own sum alone: the GPU goes on with others while one is stepped."""
+    """Each unit waits for its own sum alone: the GPU goes on with others while it is stepped."""
     for policy in ("lazy", "eager", "random:1"):
         plain, model, inside, waits = train_in_backward(rank, policy)
         check_equal(full_parameters(model), full_parameters(plain), policy, rtol=0)
@@ -216,7 +216,7 @@ def test_steps_in_backward_unit_by_unit(rank, world):
         assert len(inside.done) == units
         assert units <= waits[-1] <= 2 * units, waits  # a gradient and perhaps a master each
         if policy == "lazy" and world > 1:
-            assert len(set(inside.done)) > 1  # sums that no rank has demanded yet come later
+            assert len(set(inside.done)) > 1  # sums that no rank has needed yet come later
     assert simgpu.take_reports() == []
 
 

@@ -106,7 +106,7 @@ def test_rekey(rank, world):
 def test_named_optimizer(rank, world, use_orig_params):
     from torch.distributed.optim.named_optimizer import _NamedOptimizer  # compiles for a while
 
-    fsdpc.install()  # it asks torch's name for the state of its module
+    fsdpc.install()  # the optimizer asks torch's class for the state of its module
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
     optim = _NamedOptimizer(model.named_parameters(), torch.optim.Adam, None, model, lr=1e-2)
     run = start(rank, toy(), use_orig_params=use_orig_params)
@@ -141,7 +141,7 @@ def with_plain(rank, use_orig_params):
 def test_unmanaged_parameters(rank, world, use_orig_params):
     model = with_plain(rank, use_orig_params)
     run = Run(model, adam(model), None, None, rank)
-    batch = tokens(0, 0)  # the same on all ranks: nobody reduces unmanaged gradients
+    batch = tokens(0, 0)  # the same batch on all ranks: nobody reduces unmanaged gradients
     loss_of(model, batch).backward()
     run.optim.step()
     saved = save(run)
@@ -219,7 +219,7 @@ def test_parameters_without_state(rank, world, use_orig_params):
 
 
 class Table(torch.optim.SGD):
-    """Keeps a table per parameter that has nothing to do with its shape, and a list."""
+    """An optimizer with a table per parameter that has nothing to do with its shape, and a list."""
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -230,7 +230,7 @@ class Table(torch.optim.SGD):
         return super().step(closure)
 
 
-@ranks(3)  # of two, none would share a parameter of these units
+@ranks(3)  # 2 ranks would share no parameter of these units
 @both
 def test_state_of_its_own_shape_is_kept_where_ranks_agree(rank, world, use_orig_params):
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params)
@@ -265,7 +265,7 @@ def test_state_per_row(rank, world):
     rows = named(plain, optim)
     assert rows["state"]["head.weight"]["row_var"].shape == (13, 1)
     whole = factored(rank, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
-    load(whole, rows)  # nothing is cut there
+    load(whole, rows)  # this strategy cuts nothing
     check_dict(save(whole), rows)
     with pytest.raises(ValueError, match=r"row_var of .*weight.*range of elements"):
         load(factored(rank, use_orig_params=True), rows)
@@ -274,7 +274,7 @@ def test_state_per_row(rank, world):
         load(cut, rows)
     loss_of(cut.model, tokens(rank, 0)).backward()
     cut.optim.step()
-    saved = save(cut)  # of a shard, Adafactor keeps state per element
+    saved = save(cut)  # on a shard Adafactor keeps states per element
     assert saved["state"]["head.weight"]["variance"].shape == (13, 6)
     again = factored(rank)
     load(again, saved)

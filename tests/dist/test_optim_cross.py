@@ -54,7 +54,7 @@ def check_everything(got: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def first(rank, world, kind, path):
-    """Trains, writes a checkpoint, returns what is in it; which is what an unsharded run has."""
+    """Trains, writes a checkpoint and returns what is in it, which an unsharded run must equal."""
     plain = toy()
     reference, model = Reference(plain), build(kind, copy.deepcopy(plain))
     optims = adam(model), adam(reference.master)

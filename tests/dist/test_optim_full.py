@@ -48,7 +48,7 @@ def test_equal_to_the_unsharded_optimizers(rank, world, strategy, use_orig_param
         run.train()
 
 
-@ranks(2, env=WIRE)  # sums of two have one order
+@ranks(2, env=WIRE)  # a sum of two has one order
 @both
 def test_over_torchs_collectives(rank, world, use_orig_params):
     run = start(rank, mixed(), use_orig_params=use_orig_params)
@@ -99,7 +99,7 @@ def saved_by(rank, world, policy, use_orig_params):
 
 
 def resumed(rank, world, policy, use_orig_params, parameters, optim):
-    """Loads and goes on as the first run did: every rank has the batches of both its ranks."""
+    """Loads and goes on as the first run did: each rank computes the batches of both old ranks."""
     model = wrap_blocks("fsdpc", mixed(seed=5), *policy, use_orig_params=use_orig_params)
     model.load_state_dict(parameters)
     run = Run(model, adam(model), None, None, rank)
@@ -151,7 +151,7 @@ def test_resumed_losses_are_the_uninterrupted_runs(rank, world, use_orig_params)
     again.steps = 2
     before = copy.deepcopy(saved)
     assert again.train(3) == expected
-    check_dict(saved, before)  # the optimizer changes its own copies
+    check_dict(saved, before)  # the optimizer has changed copies of its own
 
 
 @ranks(3)

@@ -42,7 +42,7 @@ ON_GPU = env.environment() | {"FSDPC_TEST_WATCH": "0", "FSDPC_POISON": "0"}
 on_gpu = pytest.mark.skipif(env.missing() is not None, reason=str(env.missing()))
 SHAPES = {"a": (100, 401), "b": (7,), "c": (64, 64), "d": (5,), "e": (50000,)}
 SMALL = 2 * 131072  # bytes of buffers: "a" and "e" take several chunks on each of two ranks
-# Elements that share a second moment: blocks are cut by ranks and by chunks.
+# How many elements share a second moment: ranks and chunks cut these blocks.
 BLOCKS = {7: 1, 301: 903, 449: 1000}
 MINI = partial(optim.AdamMini, block=lambda name, shape: BLOCKS.get(shape[-1], shape[-1]))
 KINDS: dict[str, tuple[Any, torch.dtype]] = {
@@ -54,7 +54,7 @@ KINDS: dict[str, tuple[Any, torch.dtype]] = {
     "AdamW8bit": (optim.AdamW8bit, torch.float32),
     "AdamMini": (MINI, torch.float32),
 }
-# For few bytes of states: "c" takes several chunks; of 8 bits, "a" and "d" have float32 states.
+# For states of few bytes: "c" takes several chunks; with 8 bits "a" and "d" keep float32 states.
 LARGE = {"a": (3, 301), "b": (90, 67), "c": (300, 449), "d": (7,), "e": (5001,)}
 
 
@@ -95,7 +95,7 @@ def train(model: nn.Module, optimizer: Any, steps: range, **options: Any) -> Non
 
 
 def same(one: Any, other: Any) -> None:
-    """Parameters and states."""
+    """Checks for equal parameters and states."""
     for a, b in zip(one.param_groups[0]["params"], other.param_groups[0]["params"], strict=True):
         found, wanted = (dict(leaves(each.state[p])) for each, p in ((one, a), (other, b)))
         assert torch.equal(local(a), local(b)) and found.keys() == wanted.keys()
@@ -153,7 +153,7 @@ def count_a_step(rank: int, world: int, name: str) -> dict[str, Any]:
     real = own._step_group
 
     def step_group(self: Any, *args: Any) -> None:
-        """Whether the next chunk has come already when this one is stepped."""
+        """Notes whether the next chunk has come already when this chunk is stepped."""
         if self is not optimizer:
             after = len(early) + 1
             early.append(after < chunks and has_come(store, after))
@@ -188,7 +188,7 @@ def has_come(store: Any, number: int) -> bool:
 @on_gpu
 @pytest.mark.parametrize("name", ["AdamW", "AdamMini"])
 def test_counts(name: str):
-    """The next chunk is on its way while one is stepped, and the step does not wait for it."""
+    """The next chunk is on its way while a chunk is stepped, and the step does not wait for it."""
     found = run_ranks(count_a_step, 1, env=ON_GPU, name=name)[0]
     print(found)
     chunks, (came, went) = found["chunks"], found["lanes"]
@@ -198,7 +198,7 @@ def test_counts(name: str):
         assert found[policy]["allocations"] == found[policy]["pageable"] == 0
     assert found["eager"]["early"] == [True] * (chunks - 1) + [False]
     assert not any(found["lazy"]["early"])
-    two = 2 * found["bytes"]  # of two steps
+    two = 2 * found["bytes"]  # the bytes of two steps
     assert two <= came["bytes_in"] == went["bytes_out"] <= 1.05 * two
     assert came["marks"] == went["marks"] == came["joins"] == 2 * chunks
     assert went["begins"] == 2 * chunks and came["begins"] == 2 * (chunks - 1)
@@ -222,9 +222,9 @@ def leave_out_each(rank: int, world: int, what: str) -> list[tuple[Any, list[str
     with Operators():
         for left_out in ("none", "none", "read", *range(1, 1000)):
             assert simgpu.drain()
-            optimizer.step()  # on its way while the next one begins
+            optimizer.step()  # its copies are on their way when the next step begins
             if left_out == "read":
-                states = dict.values(optimizer.state)  # of which the optimizer knows nothing
+                states = dict.values(optimizer.state)  # reads that the optimizer does not see
                 [values.sum() for values in tree_leaves(list(states)) if values.numel() > 1]
             elif left_out != "none":
                 simgpu.skip_wait(left_out)
@@ -253,8 +253,8 @@ def test_each_wait_that_is_left_out_is_found(what: str):
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_masters(rank: int, world: int):
-    """Equal to masters in a file, of the same values and gradients: with elements that are set, a
-    step that is skipped, and loaded states of another place. The step reads nothing on the host.
+    """Equal to masters in a file for the same values and gradients: with elements that are set, a
+    skipped step, and states loaded from another place. The step reads nothing on the host.
     """
     cases = [("AdamW", 0), ("AdamW", 0.5), ("AdamW", 1), ("SGD", 0.5), ("Lion", 1), ("SGD", 1)]
     for number, (name, ratio) in enumerate(cases):
@@ -271,7 +271,7 @@ def test_masters(rank: int, world: int):
                 model(step).backward()
                 for param, other in zip(params, others, strict=True):
                     other.grad = None if param.grad is None else local(param.grad).clone()
-                    if step == 2:  # what the user sets is not undone by its master
+                    if step == 2:  # what the user sets is kept, though there is a master
                         with torch.no_grad():
                             local(param).view(-1)[:3].fill_(-0.0)
                             other.view(-1)[:3].fill_(-0.0)
@@ -299,7 +299,7 @@ def test_masters(rank: int, world: int):
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_masters_with_second_moments_of_blocks(rank: int, world: int):
-    """Equal to float32 parameters with the same gradients, also behind a state dict, and behind a
+    """Equal to float32 parameters with the same gradients, also after a state dict, and after a
     checkpoint.
     """
     folder = [tempfile.mkdtemp()]
@@ -345,7 +345,7 @@ def test_masters_with_second_moments_of_blocks(rank: int, world: int):
 
 
 def same_states(one: Any, other: Any) -> None:
-    """Of optimizers of sharded parameters, and of their copies in host memory."""
+    """Checks states of sharded parameters against those of their copies in host memory."""
     states = zip(one.state.values(), other.state.values(), strict=True)
     for a, b in states:
         assert a.keys() == b.keys() and a["master"].dtype == torch.float32
@@ -363,7 +363,7 @@ def bits(value: torch.Tensor) -> torch.Tensor:
 @on_gpu
 @ranks(2, env=ON_GPU)
 def test_infinities_skip_a_step(rank: int, world: int):
-    """The first one, too, of which only the GPU knows that it did not happen."""
+    """Also the first step, of which only the GPU knows that it did not happen."""
     for name in ("AdamW", "SGD", "AdamW8bit", "AdamMini"):
         ends = []
         for offload in (None, optim.Host(1, SMALL)):
@@ -384,7 +384,7 @@ def test_infinities_skip_a_step(rank: int, world: int):
 @pytest.mark.parametrize("name", ["AdamW", "AdamW8bit", "AdamMini"])
 @ranks(2, env=ON_GPU)
 def test_states_are_saved_and_loaded(rank: int, world: int, name: str):
-    """By state dicts, gathered ones, and checkpoints, between every place that states have."""
+    """By state dicts, gathered state dicts and checkpoints, between all places that states have."""
     FSDP = fsdpc.FullyShardedDataParallel
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
@@ -565,7 +565,7 @@ def test_in_host_memory_it_costs_nothing_and_says_so(rank: int, world: int):
         optimizer = optim.AdamW(model.parameters(), offload=optim.Host(0.5))
     assert optimizer._store is None and type(optimizer.state) is collections.defaultdict
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the sentence comes once per process
+        warnings.simplefilter("error")  # the warning comes once per process
         optim.AdamW(model.parameters(), offload=optim.Host())
     for options, match in (({"ratio": 1.5}, "from 0 .* to 1"), ({"buffer_bytes": 9}, "at least")):
         with pytest.raises(ValueError, match=match):

@@ -88,7 +88,7 @@ def test_equals_steps_after_backward(rank, world, door, collectives):
 
 @ranks(2)
 def test_checkpoint_on_disk(rank, world, tmp_path):
-    """Saved by an optimizer that steps in backward, loaded by one that steps after it."""
+    """An optimizer that steps in backward saves, one that steps after backward loads."""
     folder = str(tmp_path / "saved")
     model = by_door("fully_shard", toy())
     optimizer = optim.in_backward(model, MAKERS["AdamW"])
@@ -300,7 +300,7 @@ def test_a_unit_that_is_needed_again_after_its_step(rank, world):
 
 @ranks(1, 2)
 def test_a_forward_in_backward_of_a_unit_that_has_stepped(rank, world):
-    """The forward would read the new values, where a step after backward leaves the old ones."""
+    """The forward would read new values, while with a step after backward it reads the old ones."""
     model = again()
     optim.in_backward(model, MAKERS["AdamW"])
     x = torch.ones(2, 4, requires_grad=True)
@@ -312,7 +312,7 @@ def test_a_forward_in_backward_of_a_unit_that_has_stepped(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("door", ["orig", "fully_shard"])
 def test_frozen_and_checkpointed_blocks_with_states_on_a_disk(rank, world, door, tmp_path):
-    """One block is frozen and thawed later; every second one is computed again."""
+    """One block is frozen and later trained; every second block is recomputed."""
     ends = []
     for make in (
         lambda model: MAKERS["AdamW"](model.named_parameters()),

@@ -19,8 +19,8 @@ from fsdpc import optim
 from fsdpc.optim import _owned
 from fsdpc.optim._places import local_of
 
-# Matrices that ranks cut in rows and inside of them, flat and tall, one that is smaller than a
-# group of ranks, a fused one, experts, an embedding, a vector.
+# Matrices that ranks cut between rows and inside rows, flat and tall; one smaller than a group of
+# ranks, a fused one, experts, an embedding, a vector.
 SHAPES = {
     "embed": (16, 12),
     "qkv": (36, 12),
@@ -79,7 +79,7 @@ def alone(clip: bool = False, dtype: torch.dtype = torch.float32, **more: Any) -
 
 
 def states_of(optimizer: Any) -> dict[Any, torch.Tensor]:
-    """Copies of all that is on this rank."""
+    """Copies of all states on this rank."""
     return {
         (number, name): local_of(value).clone()
         for number, state in enumerate(optimizer.state.values())
@@ -88,7 +88,7 @@ def states_of(optimizer: Any) -> dict[Any, torch.Tensor]:
 
 
 def scaled_steps(model: nn.Module, optimizer: Any, rank: int) -> None:
-    """Under a loss scale: three steps, of which an infinity on rank 1 stops the second on all."""
+    """Three steps with a loss scale; an infinity on rank 1 stops the second step on all ranks."""
     from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
     sharded = isinstance(model, (fsdpc.FullyShardedDataParallel, fsdpc.FSDPModule))
@@ -199,7 +199,7 @@ def test_steps_with_and_without(rank, world):
 
 @ranks(2, 3)
 def test_state_dicts(rank, world):
-    """Of shards into torch's class and the unsharded one, and back."""
+    """State dicts of shards go into torch's class and the unsharded class, and back."""
     FSDP = fsdpc.FullyShardedDataParallel
     expected = Model()
     whole = make(expected)
@@ -226,7 +226,7 @@ def test_state_dicts(rank, world):
 
 @ranks(2)
 def test_what_others_do_on_shards_is_said(rank, world):
-    """torch's Muon runs on DTensors, with other results; its other classes raise there."""
+    """torch's Muon runs on DTensors with other results, and torch's Adafactor raises."""
     model = fsdpc.fully_shard(nn.Sequential(nn.Linear(12, 33, bias=False)))
     said = []
     for kind in (optim.Muon, torch.optim.Muon, torch.optim.Muon):

@@ -35,7 +35,7 @@ STEPS = 3
 SMALL = 400_000
 KINDS = {
     "AdamW": ("units", "flat", "rows"),
-    "AdamWBF16": ("units", "rows"),  # flat parameters draw other random bits
+    "AdamWBF16": ("units", "rows"),  # flat parameters are left out: they draw other random bits
     "SGD": ("flat",),
     "Lion": ("rows",),
     "AdamMini": ("flat", "rows"),
@@ -92,7 +92,7 @@ def test_optimizer_state_dicts_gather_and_load(rank, world):
 
 @ranks(2)
 def test_the_plan_equals_the_run(rank, world):
-    """Bytes of the file and of the buffers, with one parameter per unit and dtype."""
+    """Bytes of the file and of its buffers, with one parameter per unit and dtype."""
     cases: dict[str, tuple[Any, dict[str, Any]]] = {
         "adamw": (optim.AdamW, {}),
         "lion": (optim.Lion, {}),
@@ -204,7 +204,7 @@ def test_memory_is_bounded(rank, world):
     ctypes.CDLL(None).mallopt(-3, 1 << 17)  # M_MMAP_THRESHOLD: no large holes in the heap
     one, other, small = blocks(), blocks(), nn.Linear(3, 3)
     small(torch.ones(3)).sum().backward()
-    optim.AdamW(small.parameters()).step_and_clip(1.0)  # what is made at first use
+    optim.AdamW(small.parameters()).step_and_clip(1.0)  # makes what is made at first use
     for model in (one, other):
         backward(model, 0)
     data = int(Path("/proc/self/status").read_text().split("VmData:")[1].split()[0]) << 10
@@ -229,8 +229,8 @@ def test_memory_is_bounded(rank, world):
 
 
 def run_to(rank: int, world: int, folder: str, last: int, on_disk: bool, die_at: int = 0) -> Any:
-    """Steps up to `last`, from the checkpoint if there is one; saves after step 2. `die_at`: the
-    number of chunks after which rank 1 dies.
+    """Steps up to `last`, from the checkpoint if there is one; saves after step 2. `die_at`: rank 1
+    dies after that number of chunks; 0: never.
     """
     states = Path(folder) / "states"
     model = wrap("fsdpc", Model(torch.float32), use_orig_params=True)
@@ -265,6 +265,6 @@ def test_killed_in_the_middle_of_a_step(tmp_path: Path):
     outcomes = run_ranks(run_to, 2, faults=True, on_disk=True, die_at=3, **arguments)
     assert outcomes[1].exit_signal == signal.SIGKILL, outcomes[1].error
     assert "PeerError" in (outcomes[0].error or ""), outcomes[0].error
-    assert os.listdir(tmp_path / "states") == []  # nothing that a run could mistake for its own
+    assert os.listdir(tmp_path / "states") == []  # no file that a run could take for its own
     found = run_ranks(run_to, 2, on_disk=True, **arguments)
     assert found == expected

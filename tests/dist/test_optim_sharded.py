@@ -32,7 +32,7 @@ def in_form(run, form=SHARDED, options=None):
 
 
 def check_loads(run, saved, expected, *form):
-    """Loaded in this form, the states are what the run's optimizer holds."""
+    """Checks that states loaded in this form are what the run's optimizer holds."""
     with in_form(run, *form):
         loaded = type(run.model).optim_state_dict_to_load(run.model, run.optim, saved)
     run.optim.load_state_dict(loaded)
@@ -98,7 +98,7 @@ def test_dtensors_with_a_mesh(rank, world, use_orig_params):
 
 @ranks(2)
 def test_a_mesh_is_noted_in_the_configurations(rank, world):
-    """As torch's class does: readers of the settings see which form comes."""
+    """As torch's class does, so that readers of the settings see which form comes."""
     run = start(rank, toy(), device_mesh=init_device_mesh("cpu", (2,)))
     config = ShardedOptimStateDictConfig()
     with in_form(run, SHARDED, config):

@@ -16,7 +16,7 @@ from toys import full_parameters, wrap
 import fsdpc
 from fsdpc import optim
 
-# Sizes whose blocks of 256 elements and rows are cut by ranks; one is too small for 8 bits.
+# Ranks cut blocks of 256 elements and rows of these sizes; one is too small for 8 bits.
 SHAPES = {"a": (37, 131), "b": (61,), "c": (5000,), "d": (70, 60)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "AdamW": {"amsgrad": True},
@@ -90,7 +90,7 @@ def alone(name: str, dtype: torch.dtype, clip: bool = False) -> tuple[Model, lis
 def test_shards_of_fsdp(rank, world):
     for use_orig_params in (True, False):
         for name in OPTIONS:
-            # A GPU's ranks send bfloat16 sums to each other: of three, they are not exact.
+            # Ranks with GPUs send bfloat16 sums to each other: sums of three ranks are not exact.
             exact = world == 2 or not fsdpc._C.stand_in()
             dtype = torch.bfloat16 if name == "AdamWBF16" and exact else torch.float32
             if name == "AdamWBF16" and not use_orig_params:
@@ -104,7 +104,7 @@ def test_shards_of_fsdp(rank, world):
 
 @ranks(2)
 def test_random_bits_of_flat_parameters(rank, world):
-    """The bits differ from those of original parameters; the steps are as close to exact ones."""
+    """The bits differ from those of original parameters; steps are as close to exact steps."""
     model = wrap("fsdpc", Model(torch.float32), use_orig_params=False)
     train(model, make("AdamWBF16", model), range(STEPS), False)
     expected = dict(alone("AdamWBF16", torch.float32)[0].named_parameters())
@@ -168,7 +168,7 @@ def test_states_of_8_bits_resume_unsharded(rank, world):
     numbered = FSDP.rekey_optim_state_dict(saved, fsdpc.OptimStateKeyType.PARAM_ID, other)
     single.load_state_dict(numbered)
     resumed = make("AdamW8bit", model, min_8bit_size=1 << 20, lr=0.0)
-    train(model, resumed, range(1), False)  # with other blocks than what is loaded
+    train(model, resumed, range(1), False)  # with other blocks than those that are loaded
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
     for each, how in ((other, single), (model, resumed)):
         train(each, how, range(STEPS, STEPS + 2), False)
@@ -200,7 +200,7 @@ def test_infinities_of_one_rank_stop_all(rank, world):
 
 @ranks(2)
 def test_a_rank_that_holds_nothing_of_a_parameter(rank, world):
-    """Its steps are counted there too. Copies of DTensors are refused."""
+    """The parameter's steps are counted there too. Copies of DTensors are refused."""
     torch.manual_seed(0)
     expected = nn.Linear(6, 1)
     model = fsdpc.fully_shard(copy.deepcopy(expected))
@@ -219,7 +219,7 @@ def test_a_rank_that_holds_nothing_of_a_parameter(rank, world):
 
 
 class Lamb(torch.optim.Optimizer):
-    """Steps of the length of the parameter."""
+    """A rule whose step is as long as the parameter: it needs the norm of the whole."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -233,7 +233,7 @@ class Lamb(torch.optim.Optimizer):
 
 
 class Signs(Lamb):
-    """As Lion: elementwise, with an argument that has no default in its groups."""
+    """An elementwise rule, as Lion's, with an argument that has no default in its groups."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
@@ -244,7 +244,7 @@ class Signs(Lamb):
 
 
 class Grouped(Lamb):
-    """Elementwise but in groups that say so."""
+    """An elementwise rule, except in groups whose options ask for norms."""
 
     options: tuple[dict[str, Any], ...] = ({}, {"whole": True})
 
@@ -266,19 +266,19 @@ class Grouped(Lamb):
 
 
 class Valued(Grouped):
-    """Groups with the same options, of other values."""
+    """Groups with the same options but other values of them."""
 
     options = ({"whole": True}, {"whole": False})
 
 
 class Decayed(Grouped):
-    """As timm's Lamb, which has no norms where nothing decays."""
+    """As timm's Lamb, which takes no norms in groups without weight decay."""
 
     options = ({"weight_decay": 0.1}, {"weight_decay": 0.0})
 
 
 class Listed(Lamb):
-    """Takes no groups."""
+    """A class whose constructor takes no groups."""
 
     def __init__(self, params: Any) -> None:
         params = list(params)
@@ -287,7 +287,7 @@ class Listed(Lamb):
 
 
 class Rows(torch.optim.AdamW):
-    """Gradients of matrices without their means."""
+    """A rule that takes the mean of each row out of matrices' gradients."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -298,18 +298,18 @@ class Rows(torch.optim.AdamW):
 
 
 class SOAP(Signs):
-    """Cannot be tried: the constructor wants more than the groups keep."""
+    """A class that cannot be tried: its constructor wants more than the groups keep."""
 
     def __init__(self, params: Any, model: nn.Module) -> None:
         super().__init__(params)
 
 
 class Prodigy(SOAP):
-    """Neither, and it is known by name."""
+    """It cannot be tried either, and is known by its name."""
 
 
 class Adam_mini(SOAP):  # noqa: N801  the package's name
-    """As its package's: wants the model's names."""
+    """Wants the model's names, as the class of its package does."""
 
 
 MISLED = [
@@ -322,13 +322,13 @@ NOT_MISLED = [Signs, SOAP, torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop
 @ranks(2)
 @pytest.mark.parametrize("cases", [[*MISLED, *NOT_MISLED]])
 def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
-    """Once each where a rank sees flat parts, and nowhere else; steps draw no random numbers."""
+    """Each class is named once where a rank sees flat parts; steps draw no random numbers."""
 
     def said(kind: Any, shard: Any) -> list[str]:
         model = shard(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 8)))
         extra: dict[str, Any] = {"model": model} if issubclass(kind, SOAP) else {}
         if kind is torch.optim.LBFGS:
-            extra["max_iter"] = 1  # ranks would decide by their own parts how many
+            extra["max_iter"] = 1  # by their own parts ranks would choose different numbers
         optimizer = kind(model.parameters(), **extra)
         state = torch.random.get_rng_state()
 
@@ -351,7 +351,7 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
 
     whole = fsdpc.ShardingStrategy.NO_SHARD
     for kind in cases:
-        if kind is Lamb:  # DTensors have norms of the whole
+        if kind is Lamb:  # norms of DTensors are norms of the whole
             assert not said(kind, fsdpc.fully_shard)
         assert not said(kind, lambda m: by_class(m, sharding_strategy=whole)), kind
         found = said(kind, by_class)
@@ -364,7 +364,7 @@ def test_optimizers_that_are_not_elementwise_are_named(rank, world, cases):
 
 @ranks(2)
 def test_groups_by_dimensions_that_found_no_matrix_are_named(rank, world):
-    """Weights would go without decay. Not where no matrix trains, nor where groups are by name."""
+    """Weights would go without decay. Not if no matrix trains, nor if groups are made by name."""
     model = wrap("fsdpc", nn.Linear(8, 16), use_orig_params=True)
     weight, bias = model.parameters()
 
@@ -387,7 +387,7 @@ def test_groups_by_dimensions_that_found_no_matrix_are_named(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_statistics(rank, world, kind):
-    """Of whole parameters, as of the unsharded tensors; the steps stay the same bits."""
+    """Statistics of whole parameters equal the unsharded tensors'; steps keep the same bits."""
     expected = Model(torch.float32)
     single = make(kind, expected)
     models = {

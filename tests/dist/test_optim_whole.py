@@ -91,7 +91,7 @@ def held_elements(optimizer: Any) -> int:
 
 
 def grow(kind: str, model: torch.nn.Module) -> Any:
-    """A third of the parameters more after every two steps."""
+    """Trains; after every two steps another third of the parameters joins the optimizer."""
     optimizer = None
     for i, part in enumerate(thirds(model)):
         if optimizer is None:
@@ -110,7 +110,7 @@ def thirds(model: torch.nn.Module) -> list[Any]:
 @ranks(2, 3)
 @KINDS
 def test_groups_that_join_later(rank, world, kind):
-    """As layers that are thawed one after the other: states stay at their owners."""
+    """Layers may be thawed one after the other: states stay at their owners."""
     expected = Model()
     train(expected, grow(kind, expected), range(6, 8))
     for door in ("FSDP", "fully_shard"):
@@ -124,7 +124,7 @@ def test_groups_that_join_later(rank, world, kind):
 
 
 class One(Model):
-    """A matrix and a vector."""
+    """A model with one matrix and one vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class One(Model):
 @ranks(2)
 @KINDS
 def test_one_matrix_beside_a_vector(rank, world, kind):
-    """In one flat parameter, whose own states have the names of the matrix's."""
+    """Both lie in one flat parameter, whose own states have the names of the matrix's states."""
     expected = One()
     train(expected, make(kind, expected), range(STEPS))
     model = wrap("fsdpc", One(), use_orig_params=False)
@@ -175,7 +175,7 @@ def test_replicas_and_torchs_units(rank, world, kind):
 @ranks(2)
 @KINDS
 def test_what_a_step_leaves_out(rank, world, kind):
-    """A parameter without a gradient; a step that an infinity on one rank stops on all; a norm."""
+    """A parameter without a gradient; a step that an infinity on one rank stops on all; norms."""
 
     def run(model: torch.nn.Module, sharded: bool) -> Any:
         optimizer = make(kind, model)
@@ -202,7 +202,7 @@ def test_what_a_step_leaves_out(rank, world, kind):
 @ranks(3)
 @pytest.mark.parametrize("model", optim_bits.MODELS)
 def test_real_models(rank, world, model):
-    """A part of fuzz/optim_bits.py: parameters, averages and losses, beside our classes and torch's
+    """A part of fuzz/optim_bits.py: parameters, averages and losses equal those of fsdpc and torch
     in one process.
     """
     for number, name in enumerate(optim_bits.OPTIMIZERS):
@@ -211,14 +211,14 @@ def test_real_models(rank, world, model):
         found = optim_bits.on_ranks(model, name, door, rank, 2)
         assert found[0] == ours[0] or rank > 0
         for expected in (ours, *([] if torchs is None else [torchs])):
-            own = expected[0] if rank == 0 else found[0]  # losses are rank 0's
+            own = expected[0] if rank == 0 else found[0]  # only rank 0 has losses
             assert not optim_bits.differing(found, (own, *expected[1:])), (name, door)
 
 
 @ranks(1, 2)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_in_backward(rank, world, kind):
-    """On one rank; of several, ranks would wait for each other in different units."""
+    """On one rank; on several it is refused, as ranks would wait in different units."""
     options = EVERY.get(kind, OPTIONS)
     for door in DOORS:
         model = shard(door)
@@ -239,7 +239,7 @@ def test_in_backward(rank, world, kind):
 @ranks(2, 3)
 @KINDS
 def test_state_dicts(rank, world, kind):
-    """Of shards into the unsharded class, and back. A flat parameter's stay on its ranks."""
+    """Dicts of shards go into the unsharded class, and back; a flat one's stay on its ranks."""
     FSDP = fsdpc.FullyShardedDataParallel
     expected, whole = alone(kind, split=None)
     model = shard("FSDP")
@@ -252,7 +252,7 @@ def test_state_dicts(rank, world, kind):
         for key, value in of_one.items():
             assert torch.equal(state[key], value), (name, key)
     resumed = make(kind, model, lr=1.0, split=None)
-    model.requires_grad_(False)  # owners do not change by that
+    model.requires_grad_(False)  # that does not change owners
     resumed.load_state_dict(FSDP.optim_state_dict_to_load(model, resumed, saved))
     model.requires_grad_(True)
     other = copy.deepcopy(expected)
@@ -288,7 +288,7 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
         train(model, optimizer, range(STEPS))
         folder = f"{box[0]}/{source}"
         checkpoint.save(folder, model, optimizer)
-        begin = (turn + 2 * world) % 4  # both worlds together have every pair
+        begin = (turn + 2 * world) % 4  # worlds 2 and 3 together have every pair
         for target in ((*DOORS, "one") * 2)[begin : begin + 2]:
             other = Model() if target == "one" else shard(target)
             resumed = make(kind, other, lr=1.0)
@@ -298,7 +298,7 @@ def test_checkpoints_over_worlds_and_interfaces(rank, world, kind):
 
 
 class Wrapped(torch.optim.Optimizer):
-    """As accelerate's: what it has is the optimizer's inside, but for its methods."""
+    """A wrapper like accelerate's: all it has belongs to the optimizer inside, but its methods."""
 
     def __init__(self, inside: Any) -> None:
         self.optimizer = inside
@@ -313,8 +313,8 @@ class Wrapped(torch.optim.Optimizer):
 @ranks(2)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_as_accelerate_prepares_and_saves(rank, world, kind):
-    """Shards take the places of parameters that the optimizer has seen; the classes' own state
-    dicts are asked for a wrapper.
+    """Shards take the places of parameters that the optimizer has seen; state dicts and checkpoints
+    also take a wrapper of the optimizer.
     """
     EVERY["Muon"] = OPTIONS
     expected, _ = alone(kind)
@@ -344,8 +344,8 @@ def test_as_accelerate_prepares_and_saves(rank, world, kind):
 @ranks(2, alone=True)
 @pytest.mark.parametrize("kind", ["Muon", *EVERY])
 def test_states_on_a_disk(rank, world, kind):
-    """Equal to states in memory, through a state dict and a checkpoint of either to the other; and
-    a step that fails in the middle.
+    """Equal to states in memory, also after a state dict or a checkpoint from one to the other, and
+    after a step that fails in the middle.
     """
     EVERY["Muon"] = OPTIONS
     box = [tempfile.mkdtemp() if rank == 0 else None]
@@ -400,7 +400,7 @@ def test_torchs_distributed_checkpoints(rank, world, kind):
     dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=box[0])
     optimizer.zero_grad()
     resumed = make(kind, model, lr=0.5, split=None)
-    loaded = get_optimizer_state_dict(model, resumed)  # after a step of nothing
+    loaded = get_optimizer_state_dict(model, resumed)  # makes states by a step that changes nothing
     dcp.load(loaded, checkpoint_id=box[0])
     set_optimizer_state_dict(model, resumed, loaded)
     train(model, resumed, range(STEPS, STEPS + 1))

@@ -157,7 +157,7 @@ def synchronised(rank):
 
 
 class Batches(nn.BatchNorm1d):
-    """Over the rows of a batch of sequences."""
+    """A batch norm over the rows of a batch of sequences."""
 
     def forward(self, x):
         return super().forward(x.flatten(0, -2)).view(x.shape)
@@ -266,7 +266,7 @@ def early_sgd(rank):
     return {**made, "shard": shard_blocks, "optimizer": optimizer}
 
 
-ROWS = [  # and the unit, the parameter, a part of the text
+ROWS = [  # a program and its finding: kind, unit, parameter, a part of the text
     (no_division, "gradient", "blocks.1", "blocks.1", "2 times as long"),
     (local_clip_of_rows, "clipped-gradient", "the root unit", "embed.weight", "local norm"),
     (frozen_row, "frozen-after-wrap", "blocks.2", "blocks.2.up.weight", "freeze before wrapping"),
@@ -314,7 +314,7 @@ def command(*arguments, **options):
 
 @pytest.mark.long
 def test_the_command_reports_and_exits(monkeypatch):
-    """As users call it; two processes each."""
+    """The command as users call it; two processes each."""
     monkeypatch.setenv("PYTHONPATH", ":".join(sys.path))
     run = command("test_plan_check:factor", "--json")
     found = json.loads(run.stdout)

@@ -36,7 +36,7 @@ KEYS = (
 
 
 class Headless(nn.Module):
-    """The root has no parameters; blocks stand in blocks; one of them is frozen."""
+    """A model whose root has no parameters; blocks stand in blocks; one of them is frozen."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -38,7 +38,7 @@ NAME = "a"
 
 @dataclass
 class Snapshot:
-    """Of a folder: files and folders by their inodes."""
+    """What a folder holds: files and folders by their inodes."""
 
     root: int
     folders: dict[int, dict[str, int]] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class Snapshot:
 
 
 def snapshot(root: Path) -> Snapshot:
-    """Other threads may remove what is looked at."""
+    """The folder now; other threads may remove what is looked at."""
     found = Snapshot(root.stat().st_ino)
     waiting = [root]
     while waiting:
@@ -80,7 +80,7 @@ def noted(root: Path, log: Path) -> Iterator[None]:
     real, rename, plain = os.fsync, folders._C.ckpt_rename, os.rename
 
     def do(make: Callable[[], Note], call: Callable[[], Any]) -> Any:
-        """One after the other among all ranks, so that the notes are in the calls' order."""
+        """Ranks make calls one after the other, so that the notes are in the calls' order."""
         with open(log / "lock", "a") as held:
             fcntl.flock(held, fcntl.LOCK_EX)
             number = len(list(log.glob("*.note")))
@@ -119,12 +119,12 @@ class Disk:
         self.durable = {inode: dict(names) for inode, names in first.folders.items()}
         self.files = dict(first.files)
         self.now = first
-        self.last = dict(first.files)  # of files that have no name any more, too
-        # Per folder, in order: names and what they are afterwards, None: not there.
+        self.last = dict(first.files)  # also files that have no name any more
+        # Per folder, in order: names and the inodes they have afterwards; None: not there.
         self.waits: dict[int, list[dict[str, int | None]]] = {}
 
     def see(self, now: Snapshot) -> None:
-        """What has changed since, but for renames."""
+        """Takes in what has changed since, but for renames."""
         for inode in self.now.folders.keys() | now.folders.keys():
             before, after = self.now.folders.get(inode, {}), now.folders.get(inode, {})
             for name in before.keys() | after.keys():
@@ -201,7 +201,7 @@ def broken(notes: list[Note], left_out: str = "/") -> str:
         disk.see(note.before)
         for seed in range(SEEDS):
             found = disk.lose_power(seed)
-            # Once the save has returned, it is the new one.
+            # Once the save has returned, the folder must be the new checkpoint.
             if found not in (good[1:] if number == len(notes) - 1 else good):
                 differs = sorted(
                     name for name in found or {} if (found or {})[name] != good[1].get(name)

@@ -27,7 +27,7 @@ SEEDS = range(300)
 
 
 def lazy_of(values: Tensor) -> Lazy:
-    """The tensor as one of a file."""
+    """These values as a tensor of a file."""
     flat = values.reshape(-1)
 
     def fetch(first: int, target: Tensor) -> None:
@@ -38,7 +38,7 @@ def lazy_of(values: Tensor) -> Lazy:
 
 
 def moved(choose: random.Random, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """One random rearrangement of both."""
+    """Both tensors after one random rearrangement."""
     shape = pair[0].shape
     dim = choose.randrange(len(shape)) if len(shape) else 0
     other = choose.randrange(len(shape)) if len(shape) else 0
@@ -66,7 +66,7 @@ def moved(choose: random.Random, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, T
 
 @pytest.mark.long
 def test_rearranged_tensors_equal_torchs(monkeypatch):
-    """Any range of any chain of functions, whatever the sizes of chunks and runs."""
+    """Any range of any chain of functions is equal, whatever the sizes of chunks and runs."""
     choose = random.Random(0)
     for seed in SEEDS:
         monkeypatch.setattr(lazy_module, "_CHUNK_BYTES", choose.choice([16, 64, 1 << 20]))
@@ -200,7 +200,7 @@ def test_refused_maps(rank, world, tmp_path):
 
 
 class Rotary(nn.Module):
-    """As torchtune has it: a function that registers the buffer again."""
+    """Like torchtune's class: a function registers the buffer again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def own_init(module: nn.Module) -> None:
 @pytest.mark.parametrize("door", ["fully_shard", "orig"])
 def test_values_that_no_file_has(rank, world, door, tmp_path):
     """Parameters by `reset_parameters`, alike on all ranks; buffers by the modules; what
-    nobody writes is named; `init` does.
+    nobody writes is named; a function given as `init` can write it.
     """
     torch.manual_seed(0)
     written(
@@ -284,7 +284,7 @@ def test_stray_tensors_and_only(rank, world, tmp_path):
     state = whole(model.state_dict())
     assert torch.equal(state["bias"], before)
     assert torch.equal(state["weight"], torch.ones(4, 4))
-    with torch.device("meta"):  # what is left out then has nothing to keep
+    with torch.device("meta"):  # parameters that are left out then have no values to keep
         model = nn.Linear(4, 4)
     found = load_pretrained(fsdpc.fully_shard(model), tmp_path, only="weight")
     assert found.empty == ["bias"] and whole(model.state_dict())["bias"].isnan().all()
@@ -294,7 +294,7 @@ def test_stray_tensors_and_only(rank, world, tmp_path):
 
 @ranks(2)
 def test_memory(rank, world, tmp_path):
-    """A rank's shard, and at most 64 MB: of 192 MB, also transposed and concatenated."""
+    """A rank takes its shard and at most 64 MB: of 192 MB, also transposed and concatenated."""
     if rank == 0:
         state = {"a": torch.ones(16, 1 << 20), "b": torch.full((16, 1 << 20), 2.0),
                  "c.0": torch.ones(1 << 12, 1 << 12)}  # fmt: skip

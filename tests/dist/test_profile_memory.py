@@ -118,7 +118,7 @@ def test_planted_leaks_are_named(rank, world):
     assert growth.units[0][1] == 4 * 16 * 256
     assert "LEAK: activations grow by 16.00 KiB a step: 2 16.00 KiB" in str(profile), str(profile)
 
-    with fsdpc.profile_memory(model) as profile:  # a history per parameter
+    with fsdpc.profile_memory(model) as profile:  # the optimizer keeps a growing list
 
         def remember(step):
             state = optimizer.state[model[3].up.weight]

@@ -23,7 +23,7 @@ SHAPES = [(100, 300), (64, 512), (65, 64)]
 
 
 def through_codes(weight, codec):
-    """What a whole weight is gathered as."""
+    """The values that a whole weight has when gathered in codes."""
     rows, columns = weight.shape
     out = np.empty((rows, columns), np.float32)
     coded = np.empty(_probe.codec_bytes(codec, rows, columns), np.uint8)
@@ -137,7 +137,7 @@ def train(policy, steps=30):
 
 @ranks(2)
 def test_training(rank, world, tmp_path):
-    """As without codes, nearly; shards, states and checkpoints are plain."""
+    """Nearly as without codes; shards, states and checkpoints are plain."""
     _, expected = train(MixedPrecisionPolicy())
     model, losses = train(QuantizedPolicy())
     assert expected[-1] < 0.9 * expected[0]
@@ -183,7 +183,7 @@ def test_a_unit_on_several_ranks_must_have_one_codec(rank, world):
 
 @ranks(1)
 def test_policies_of_the_other_interface_are_refused(rank, world):
-    """Their fields would count for nothing."""
+    """The fields of such a policy would count for nothing."""
     other = {"mp_policy": MixedPrecision(torch.bfloat16), "offload_policy": CPUOffload(True)}
     for name, value in other.items():
         with pytest.raises(TypeError, match=f"{name} must be a .* got {type(value).__name__}"):

@@ -94,7 +94,7 @@ def sum_of(grads, codec, hosts, lost):
 
 
 def check(model, plain, codec, hosts, lost, before=()):
-    """The sharded gradients, to the bit."""
+    """Checks the sharded gradients, to the bit."""
     for i, (p, q) in enumerate(zip(model.parameters(), plain.parameters(), strict=True)):
         own = torch.zeros_like(q) if q.grad is None else q.grad
         grads = [torch.empty_like(own) for _ in hosts]
@@ -213,7 +213,7 @@ def test_bytes_and_memory_over_nccl(rank, world):
 
 
 def check_bytes_and_memory(rank, world):
-    """Of gathers and gradients, planned to the byte; the trace has what was sent."""
+    """Bytes of gathers and gradients, planned to the byte; the trace has what was sent."""
     policy = QuantizedPolicy(reduce_codec="int4")
     model = nn.Sequential(shard(policy, reshard_after_forward=False))
     fully_shard(model, mp_policy=policy)
@@ -232,7 +232,7 @@ def check_bytes_and_memory(rank, world):
 
 
 class Scaled(nn.Module):
-    """Its gradient is the input."""
+    """A module whose weight's gradient is the input."""
 
     def __init__(self):
         super().__init__()

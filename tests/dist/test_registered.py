@@ -125,7 +125,7 @@ class Clamped(nn.Linear):
 
 
 class Writer(nn.Linear):
-    """Changes its weight in forward, in one of several ways."""
+    """A layer that changes its weight or bias in forward, in one of several ways."""
 
     way = ""
 
@@ -175,7 +175,7 @@ def train(model, rank, steps=4):
     losses = []
     for step in range(steps):
         if step % 2:
-            faulthandler.enable()  # a program may, at any time
+            faulthandler.enable()  # a program may do this at any time
         x = torch.randint(-2, 3, (2, 5), generator=torch.Generator().manual_seed(step)).float()
         loss = model(x).tanh().sum() if step else model(x).sum()
         loss.backward()
@@ -217,7 +217,7 @@ def test_changes_in_forward_are_refused(rank, world, interface, way):
     if way != "assigned":
         inner[1].way = ""
         expected, plain = train(writers(0), rank), shard(writers(0), interface)
-        assert train(model, rank)[1:] != expected[:-1]  # trains on
+        assert train(model, rank)[1:] != expected[:-1]  # the model trains on
         assert train(plain, rank) == pytest.approx(expected)
 
 
@@ -276,7 +276,7 @@ def test_values_lent_to_a_sharded_class(rank, world):
 
 @ranks(2)
 def test_what_stands_for_a_flat_parameter(rank, world):
-    """Another tensor there, or for what it is made of, is named; buffers go to their module."""
+    """Another tensor in its place, or in a parameter's, is named; buffers go to their module."""
     model = wrap("fsdpc", nn.Sequential(nn.Linear(4, 4), wrap("fsdpc", nn.BatchNorm1d(4))))
     x = torch.ones(2, 4)
     inner, flat = model.module, model.module._flat_param
@@ -300,7 +300,7 @@ def test_what_stands_for_a_flat_parameter(rank, world):
 @ranks(2)
 @pytest.mark.parametrize("interface", ["class", "fully_shard"])
 def test_a_parameter_set_past_the_modules_setattr(rank, world, interface):
-    """In the table of parameters and as an attribute, which hides the table's."""
+    """In the table of parameters and as an attribute, which hides the table's entry."""
     model = shard(nn.Sequential(nn.Linear(4, 4)), interface)
     x = torch.ones(2, 4)
     model(x)

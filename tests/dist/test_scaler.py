@@ -87,7 +87,7 @@ GRADIENTS = {
 
 @pytest.mark.parametrize("kind", GRADIENTS)
 def test_a_step_skips_for_infinities_and_only_reads_finite_gradients(kind, monkeypatch):
-    """torch's check, which writes all of them, runs where one pass of sums does not say finite."""
+    """torch's check, which writes every gradient, runs unless a pass of sums finds all finite."""
     grad, skips, only_read = GRADIENTS[kind]
     param = nn.Parameter(torch.zeros(grad.shape, dtype=grad.dtype))
     param.grad = grad.clone() if kind == "sparse" else grad
@@ -189,7 +189,7 @@ def test_over_a_wire(rank, world):
 
 @ranks(3)
 def test_a_rank_without_any_gradient(rank, world, engine):
-    """One parameter that is smaller than the number of ranks."""
+    """The one parameter is smaller than the number of ranks."""
     model = wrap_blocks(engine, nn.Linear(1, 1, bias=False), use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = scaler_of(engine, init_scale=8.0)
@@ -279,7 +279,7 @@ def test_a_rank_that_does_not_come_is_named():
 
 @ranks(2)
 def test_flags_on_a_device_need_no_host_sync(rank, world):
-    """What a GPU runs, here on the CPU, with torch's reading of values forbidden."""
+    """The code that a GPU runs, here on the CPU; torch may not read a value."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     from fsdpc.sharded_grad_scaler import _agree_on_device

@@ -29,7 +29,7 @@ ROOM = 64 << 20
 
 
 class Block(nn.Module):
-    """Its parts allocate ``LARGE`` elements when asked to."""
+    """A block whose parts allocate ``LARGE`` elements when asked to."""
 
     def __init__(self, width: int = 64) -> None:
         super().__init__()
@@ -141,12 +141,12 @@ def test_the_states_of_each_optimizer_are_planned(rank, world, name):
 @ranks(1)
 @pytest.mark.parametrize("front", ["fsdp", "fully_shard"])
 def test_advice_is_about_the_moment_that_failed(rank, world, front):
-    """States do not exist before the first step: fewer bits of them would free nothing."""
+    """Before the first step there are no states: fewer bits for them would free nothing."""
     sharded = model(front, 4096)
     optimizer = torch.optim.AdamW(sharded.parameters())
     for states in (False, True):
         blocks(sharded)[1].asks = "backward"
-        limit(3 * ROOM)  # for the gradient of one block, not for what the other asks
+        limit(3 * ROOM)  # room for one block's gradient, not for what the other asks
         with pytest.raises(RuntimeError, match="can't allocate") as caught:
             step(sharded, optimizer, 4096)
         note = note_of(caught)
@@ -226,7 +226,7 @@ def test_a_report_that_fails_masks_nothing(rank, world):
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     step(sharded, optimizer)
     blocks(sharded)[1].asks = "forward"
-    limit(0)  # nothing at all; the reserve is what the report has
+    limit(0)  # no room at all: the report has only the reserve
     with pytest.raises(RuntimeError, match="can't allocate") as caught:
         step(sharded, optimizer)
     assert "what would free most" in note_of(caught)
@@ -271,7 +271,7 @@ def test_a_small_gpu(rank, world):
 @ranks(1)
 def test_a_forked_process_counts_its_share_of_its_parents_memory(rank, world):
     whole = noticed.private_bytes()
-    noticed.PROCESS = 0  # another one
+    noticed.PROCESS = 0  # another process
     assert 0 < noticed.private_bytes() < whole
 
 

@@ -34,7 +34,7 @@ def trained(rank, world, *, seed=0, steps=2, mesh=False, **options):
 
 
 def check(run, expected):
-    """What the run's optimizer holds now, by names."""
+    """Checks what the run's optimizer holds now, by names."""
     with typed(run.model, torch.distributed.fsdp.StateDictType.FULL_STATE_DICT):
         check_dict(type(run.model).optim_state_dict(run.model, run.optim), expected)
 
@@ -83,7 +83,7 @@ def test_flattened(rank, world, use_orig_params):
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_a_fresh_optimizer(rank, world, use_orig_params):
-    """It has no state yet, and gets one without moving the parameters."""
+    """A fresh optimizer has no state yet, and gets one without moving the parameters."""
     run = trained(rank, world, use_orig_params=use_orig_params)
     expected = run.expected()
     state = get_optimizer_state_dict(run.model, run.optim, options=FULL)

@@ -222,7 +222,7 @@ def test_original_parameters_that_do_not_fit(rank, world):
     same(model.state_dict(), toy().state_dict())
 
 
-ALLOWED = [  # what a dict of torch's class needs
+ALLOWED = [  # what loading a dict of torch's class needs
     *(Shard, ShardMetadata, ShardedTensor, ShardedTensorMetadata, TensorProperties),
     *(ChunkShardingSpec, MEM_FORMAT_ENCODING, _remote_device, getattr),
     ShardedTensor.ProcessGroupState,

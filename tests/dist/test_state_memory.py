@@ -46,7 +46,7 @@ def megabytes(field: str) -> float:
 
 
 def peak_of(call) -> float:
-    """MB by which this process grew at most during the call, what it keeps afterwards included."""
+    """MB by which this process grew at most during the call, including what the call keeps."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = megabytes("VmRSS")
@@ -66,7 +66,7 @@ def measure(rank, world, kind, config, engine, load):
     give_back_at_once()
     model = wrap(engine, Stack(), auto_wrap_policy=ModuleWrapPolicy({Layer}), use_orig_params=True)
     with typed(model, kind, config):
-        kept = [model.state_dict()]  # maps the peers' pages, which are there anyway
+        kept = [model.state_dict()]  # maps the peers' pages, which exist anyway
         if load:
             return peak_of(lambda: model.load_state_dict(kept[0]))
         kept.clear()
@@ -101,13 +101,13 @@ def test_sharded_gathers_nothing(wire):
 
 @pytest.mark.parametrize("wire", [None, "wire"])
 def test_loading_sharded_gathers_nothing(wire):
-    """The rows of the units on the way, the root's and one layer's; the caller holds the dict."""
+    """Rows of two units are on the way, the root's and one layer's; the caller holds the dict."""
     extra = UNIT_MB + NOISE_MB if wire else NOISE_MB
     for peak in peaks(SHARDED, wire=wire, load=True):
         assert peak < 2 * UNIT_MB / 2 + extra
 
 
 def test_loading_full():
-    """Full copies of the units on the way; the caller holds the dict."""
+    """A rank holds full copies of the units on the way; the caller holds the dict."""
     for peak in peaks(FULL, load=True):
         assert peak < 2 * UNIT_MB + NOISE_MB

@@ -148,7 +148,7 @@ def test_a_mesh_with_a_dimension_that_nothing_is_sharded_over(rank, world, names
 
 @ranks(4)
 def test_rows_over_another_dimension_of_the_mesh_are_gathered(rank, world):
-    """As torch's class cuts them on such a mesh: every rank must take part, or none."""
+    """torch's class cuts values so on such a mesh: every rank must take part, or none."""
     mesh = init_device_mesh("cpu", (2, 2))
     model = wrap_blocks("fsdpc", toy(), device_mesh=mesh)
     expected = toy(seed=1).state_dict()
@@ -400,7 +400,7 @@ def test_during_forward_is_refused(rank, world):
 
 @ranks(2)
 def test_a_module_that_writes_in_its_own_way(rank, world):
-    """Its hook casts what it saves: the rows are cast, and stay rows."""
+    """The module's hook casts what is saved: rows are cast, and stay rows."""
     model = toy()
     model.head._register_state_dict_hook(
         lambda m, state, prefix, _: state.update(

@@ -72,7 +72,7 @@ class Training:
         return [local(tensor).detach().clone() for tensor in found]
 
     def runs(self) -> int:
-        """How many runs the last step of each group had, or could not have."""
+        """How many runs the plans of all groups have; 0 without plans."""
         collect = self.optimizer.__dict__.get(INIT_GROUP)
         made = None if collect is None else collect.args[1]
         return sum(len(plan.runs) for plan in made._plans.values()) if made else 0
@@ -268,7 +268,7 @@ def test_programs(rank, world):
         what = f"program {number} ({before.__name__})"
         one, results = outcome(fsdpc.fully_shard, make, before, layers=1)
         assert one.runs() > 0, what
-        if world == 2:  # the sum of three has another order there
+        if world == 2:  # torch adds three ranks in another order
             _, others = outcome(torch_fully_shard, make, before, layers=1)
             assert_same(results, others, what)
         else:

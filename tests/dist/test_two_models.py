@@ -160,7 +160,7 @@ def test_teacher_inside_on_four_ranks(rank, world, mode):
 @pytest.mark.parametrize("mode", INNER)
 @ranks(2, 3, env=DEADLINE)
 def test_teacher_of_another_group(rank, world, mode):
-    """The teacher's ranks wait in a segment of its own."""
+    """The ranks of the teacher's group wait in another segment."""
     distil(rank, world, 3, mode, True, dist.new_group(list(range(world))))
 
 
@@ -231,7 +231,7 @@ def test_a_step_in_another_order(rank, world, same_group):
 
 @ranks(2, 3, env=DEADLINE)
 def test_teacher_that_follows(rank, world):
-    """A moving average of the student, moved on before each of its forwards, which no backward
+    """A teacher that averages the student and is moved on before each forward, which no backward
     counts: values of an earlier step would show."""
     plain, plain_teacher = blocks(0, 6, Taught), blocks(0, 6, Taught).requires_grad_(False)
     sharded = wrap_blocks("fsdpc", copy.deepcopy(plain), Taught, use_orig_params=True)
@@ -257,7 +257,7 @@ def test_teacher_that_follows(rank, world):
 
 
 def sum_in_both_directions(y):
-    """As an exchange between experts: one collective of torch's in forward, one in backward."""
+    """As in an exchange between experts: one collective of torch in forward, one in backward."""
     dist.all_reduce(y.detach().clone())
     if y.requires_grad:
         y.register_hook(lambda grad: dist.all_reduce(grad.clone()) and None)
@@ -291,10 +291,10 @@ def run_fewer_steps(rank, world):
     for step in range(2 if rank == 1 else 3):
         sharded(batch_of(rank, step)).square().mean().backward()
     if rank == 1:
-        _bootstrap._leave()  # what a program's end does
+        _bootstrap._leave()  # what happens when a program ends
 
 
 def test_ranks_that_have_left_are_not_waited_for():
     outcomes = run_ranks(run_fewer_steps, 2, faults=True, env={"FSDPC_TIMEOUT": "30"})
-    # Not the deadline's error: the wait ended before it.
+    # Not the deadline's error: the wait ended before the deadline.
     assert "rank 1 has left" in (outcomes[0].error or ""), outcomes[0].log

@@ -86,7 +86,7 @@ def stack(kind: str, reentrant: bool | None = None) -> Stack:
 
 
 def loss_of(model: nn.Module, rank: int, step: int) -> Tensor:
-    """Rank 0 leaves something of unit 2 out, rank 1 of unit 4, and in later steps of others."""
+    """Rank 0 leaves out something of unit 2, rank 1 of unit 4; in later steps of other units."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     left = {(2 + 2 * rank + step) % UNITS} | ({UNITS - 1} if step == 2 and rank else set())
     return model(torch.randn(3, WIDTH, generator=generator), left, rank).square().mean()
@@ -114,7 +114,7 @@ def plainly(model: nn.Module, rank: int, step: int, scale: float) -> None:
 
 
 def in_one_backward(model: nn.Module, rank: int, step: int, scale: float) -> None:
-    """Of two forwards."""
+    """One backward of two forwards."""
     (scale * (loss_of(model, rank, step) + loss_of(model, rank, step + 10))).backward()
 
 
@@ -230,7 +230,7 @@ def test_options(wire: str, options: str, poison: str):
 
 
 class Spare(Block):
-    """With a parameter that nobody uses."""
+    """A block with a parameter that nobody uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ class Spare(Block):
 
 @ranks(1, 2)
 def test_gradients_beside_an_unused_parameter_are_summed_before_the_end(rank, world):
-    """From the second backward on, in each: the unit is done when its inputs have gradients."""
+    """In each backward from the second on, the unit is done when its inputs have gradients."""
     model = wrap_blocks("fsdpc", nn.Sequential(Spare(), Spare()), Spare, use_orig_params=True)
     last, seen = model.module[1]._unit, []
     for step in range(5):

@@ -15,7 +15,7 @@ BOTH = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 class Casts(TorchDispatchMode):
-    """The sizes of the tensors that are cast while it is in force."""
+    """Records the sizes of the tensors that are cast while this mode is active."""
 
     def __init__(self) -> None:
         super().__init__()

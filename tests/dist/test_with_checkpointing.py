@@ -40,7 +40,7 @@ both_ways = pytest.mark.parametrize("use_orig_params", [True, False])
 
 
 class Dropping(nn.Module):
-    """Blocks with dropout between; the masks of a step are those of the step's seed."""
+    """Blocks with dropout between; a step's seed decides its masks."""
 
     def __init__(self, blocks: int = 3) -> None:
         super().__init__()
@@ -137,8 +137,8 @@ def test_other_strategies(rank, world, implementation, strategy):
 
 
 class Whole(nn.Module):
-    """Checkpoints all of a model; the zero is for reentrant ones, which need an input that wants a
-    gradient."""
+    """Checkpoints all of a model; the zero is for reentrant checkpoints, which need an input that
+    wants a gradient."""
 
     def __init__(self, inner: nn.Module, reentrant: bool) -> None:
         super().__init__()
@@ -202,7 +202,7 @@ def test_checkpoint_in_forward(rank, world, reentrant, use_orig_params, span):
 @ranks(2)
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_preserve_rng_state(rank, world, reentrant):
-    """Dropout is drawn again alike, and without preserve_rng_state is not: torch's own promise,
+    """With preserve_rng_state dropout is drawn again alike, without it is not: torch's own promise,
     which gathering in between must not break."""
     for preserve in (True, False):
         torch.manual_seed(0)
@@ -213,7 +213,7 @@ def test_preserve_rng_state(rank, world, reentrant):
         model = wrap_blocks("fsdpc", model, nn.Sequential, use_orig_params=True)
         torch.manual_seed(7 + rank)
         loss_of(model, tokens(rank, 0)).backward()
-        first, again = masks[:4], masks[4:][::-1]  # recomputed last first
+        first, again = masks[:4], masks[4:][::-1]  # the last block is recomputed first
         assert len(again) == 4
         alike = all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
         assert alike is preserve
@@ -222,7 +222,7 @@ def test_preserve_rng_state(rank, world, reentrant):
 @ranks(2)
 @both_ways
 def test_activations_offloaded(rank, world, use_orig_params):
-    """offload_wrapper keeps activations in another copy; same names, same values."""
+    """offload_wrapper keeps activations in another copy; names and values are the same."""
     model = make()
     names = list(model.state_dict())
     reference = Reference(model)

@@ -1,7 +1,7 @@
 """collectives="c10d": torch's own tools see and count everything that a step exchanges.
 
 With FULL_SHARD a step costs each unit two all-gathers and one reduce-scatter, less a gather where
-backward still finds the values in the unit's slot, and the whole tree one all-reduce of bits (which
+backward still finds the values in the unit's slot, and the whole tree one all-gather of bits (which
 parameters got a gradient anywhere). Before each gather and reduce
 the ranks compare which unit they mean, by an all-gather of marks; trust_order leaves that out.
 """
@@ -85,10 +85,10 @@ def test_calls_of_a_step(rank, world, strategy, trust_order):
         step(model, rank)
     gathers = STEPS * GATHERS[strategy]
     if strategy is ShardingStrategy.NO_SHARD:
-        # gradients of each unit, and the bits of all
+        # one sum per unit, and one gather of bits for all
         assert calls == {"all_reduce": STEPS * UNITS, GATHER: STEPS}, calls
         return
-    # One more as a backward ends: which parameters were used.
+    # One gather more as a backward ends: which parameters were used.
     expected = {GATHER: gathers + STEPS, SCATTER: STEPS * UNITS}
     if not trust_order:
         expected["turns"] = gathers + STEPS * UNITS + STEPS
@@ -102,13 +102,13 @@ def test_calls_with_one_slot(rank, world):
     model = warm(rank)
     with Counting(world) as calls:
         step(model, rank)
-    # The root's and the last block's stay; one more as a backward ends.
+    # The root and the last block stay gathered; one gather more as a backward ends.
     assert calls[GATHER] == STEPS * (2 * UNITS - 2 + 1), calls
 
 
 @ranks(2)
 def test_calls_under_shared_memory(rank, world):
-    """None: the ranks of a host need no collectives."""
+    """No calls: the ranks of a host need no collectives."""
     model = warm(rank)
     with Counting(world) as calls:
         step(model, rank)
@@ -120,7 +120,7 @@ def test_communication_debug_mode(rank, world):
     fsdpc.set_collectives("c10d", trust_order=True)
     model = warm(rank)
     mode = CommDebugMode()
-    with mode:  # of one step: it counts on each module running forward once
+    with mode:  # one step only: the mode counts on one forward per module
         loss_of(model, tokens(rank, 1)).backward()
     counts = {str(op).split(".")[-1]: n for op, n in mode.get_comm_counts().items() if n}
     assert counts == {"_allgather_base_": FULL + 1, "_reduce_scatter_base_": UNITS}, counts

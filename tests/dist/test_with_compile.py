@@ -33,7 +33,7 @@ def compile_before(model, way, backend):
 
 
 def compile_after(model, way, backend):
-    """Returns what is called in a step."""
+    """Compiles the model or parts of it, and returns what is called in a step."""
     for i, unit in enumerate(model.module.blocks):
         if way == "after":
             model.module.blocks[i] = torch.compile(unit, backend=backend)
@@ -96,7 +96,7 @@ def test_backend_inductor(rank, world, tmp_path):
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     import torch._inductor.config
 
-    torch._inductor.config.cpp.simdlen = 1  # or it compiles programs to see what this CPU can do
+    torch._inductor.config.cpp.simdlen = 1  # else torch compiles to see what this CPU can do
     torch._inductor.config.cpp_cache_precompile_headers = True  # torch's, which all kernels include
     train_compiled(rank, "after_in_place", "inductor", use_orig_params=True, rtol=1e-5)
 
@@ -146,7 +146,7 @@ def test_state_dicts_and_policies(rank, world):
 @pytest.mark.long
 @ranks(1)
 def test_nothing_of_the_compiler_is_imported(rank, world):
-    """A training step alone does not pay for it."""
+    """A training step alone does not pay for the compiler's import."""
     import subprocess
     import sys
 
@@ -214,7 +214,7 @@ def test_the_wrappers_frame_is_not_traced(rank, world):
 
 @ranks(2, **patient)
 def test_steps_of_optimizers_in_a_compiled_function(rank, world):
-    """As torch's tutorial compiles ``optimizer.step()``: to the bits of steps that are not."""
+    """As torch's tutorial compiles ``optimizer.step()``: to the bits of uncompiled steps."""
     torch._dynamo.reset()
     for kind, shard in (("AdamW", wrap_blocks), ("Muon", lambda _, m: fully_shard(m))):
         found = []

@@ -80,7 +80,7 @@ def test_optimizer_in_backward(rank, world, strategy, collectives, when):
 
 @ranks(2)
 def test_optimizer_in_backward_for_some_parameters(rank, world):
-    """The others keep their gradient for an optimizer outside."""
+    """Other parameters keep their gradients for an optimizer outside."""
     model = toy()
     reference = Reference(model)
     model = wrap_blocks("fsdpc", model, use_orig_params=True)
@@ -105,7 +105,7 @@ def test_optimizer_in_backward_for_some_parameters(rank, world):
 @both_ways
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 def test_post_accumulate_grad_hooks(rank, world, use_orig_params, mixed):
-    """Called once per backward for each parameter, on every rank in one order, with the reduced
+    """Hooks run once per backward for each parameter, on every rank in one order, with the reduced
     gradient in place: the value that the optimizer would see after backward."""
     options = {"mixed_precision": MixedPrecision(param_dtype=torch.bfloat16)} if mixed else {}
     model = wrap_blocks("fsdpc", toy(), use_orig_params=use_orig_params, **options)
@@ -157,7 +157,7 @@ def test_a_step_in_a_hook_written_by_hand(rank, world, use_orig_params):
 
 @ranks(2)
 def test_accumulation_and_no_sync(rank, world):
-    """no_sync calls nobody; without it, every backward does, with what was summed so far."""
+    """Under no_sync no hook is called; else each backward calls it, with the sum so far."""
     model = wrap_blocks("fsdpc", toy(), use_orig_params=True)
     calls = []
     first = next(model.parameters())
@@ -176,7 +176,7 @@ def test_accumulation_and_no_sync(rank, world):
 
 
 class Half(nn.Module):
-    """The second block runs on rank 1 only, the third nowhere."""
+    """A model whose second block runs on rank 1 only, and whose third block never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ class Half(nn.Module):
 
 @ranks(2)
 def test_units_that_some_ranks_ran(rank, world):
-    """A parameter that any rank used calls its hook on all ranks; one that none used, on none."""
+    """A parameter that any rank used calls its hook on all ranks; else its hook is not called."""
     torch.manual_seed(0)
     model = wrap_blocks("fsdpc", Half(), use_orig_params=True)
     heard = []
@@ -205,7 +205,7 @@ def test_units_that_some_ranks_ran(rank, world):
 
 @ranks(1, 2)
 def test_an_exception_in_a_hook(rank, world):
-    """It leaves backward(), the gradients are complete, and the next step is sound."""
+    """The error leaves backward(), the gradients are complete, and the next step is sound."""
     model = toy()
     reference = Reference(model)
     model = wrap_blocks("fsdpc", model, use_orig_params=True)

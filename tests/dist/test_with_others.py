@@ -169,7 +169,7 @@ def test_ddp_of_what_fsdpc_ignores(rank, world, use_orig_params):
 @ranks(2)
 @both_ways
 def test_ddp_around_an_fsdpc_model(rank, world, use_orig_params):
-    """DDP gets what fsdpc ignores and nothing else; without anything it says that it has no use."""
+    """DDP gets only what fsdpc ignores; if that is nothing, DDP says that it is not needed."""
     model = toy()
     reference = Reference(model)
     sharded = wrap_blocks(
@@ -222,7 +222,7 @@ def test_fully_shard_beside(rank, world, use_orig_params, collectives):
 
 @ranks(2)
 def test_units_of_two_kinds_in_one_tree_are_refused(rank, world):
-    """fully_shard's parameters inside a unit: which, where, and the way out."""
+    """The error names a parameter of fully_shard inside a unit, and the way out."""
     model = toy()
     fully_shard(model.blocks[0], mesh=init_device_mesh("cpu", (world,)))
     with pytest.raises(ValueError, match=r"parameter 'blocks.0.norm.weight'.*DTensor.*fully_shard"):
@@ -248,7 +248,7 @@ PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
 
 @ranks(4)
 def test_tensor_parallel_parameters_are_refused(rank, world):
-    """With the mesh dimension in the error, before anything is sharded or waited for."""
+    """The error names the mesh dimension, before anything is sharded or waited for."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "model"))
     model = parallelize_module(Parallel(), mesh["model"], PLAN)
     with pytest.raises(
@@ -350,7 +350,7 @@ def test_transforms_of_torch_func(rank, world, kind):
 
 
 class ReturnsWeight(Block):
-    """A view of a weight, which is used when the unit has been released."""
+    """Returns a view of a weight, which is used when the unit has been released."""
 
     def forward(self, x):
         return self.up.weight[: x.shape[0]]

@@ -47,7 +47,7 @@ def by_name(model):
 
 
 def loss_equals(model, reference, rank, step, what):
-    """The next forward, and every way of reading whole values, see the reference's."""
+    """The next forward, and every way of reading whole values, see the reference's values."""
     check_equal(
         {"loss": loss_of(model, tokens(rank, step)).detach()},
         {"loss": loss_of(reference, tokens(rank, step)).detach()},
@@ -84,7 +84,7 @@ def test_data_of_the_same_shape(rank, world, engine, use_orig_params, strategy):
 @ranks(2)
 @STRATEGIES
 def test_an_optimizer_steps_new_data(rank, world, strategy):
-    """The gradient that comes next lands where the parameter is, and what it moves is used."""
+    """The next gradient lands where the parameter is, and the values that it moves are used."""
     model = sharded(sharding_strategy=strategy)
     reference = Reference(toy())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,7 +104,7 @@ def test_an_optimizer_steps_new_data(rank, world, strategy):
 @ranks(2, 3)
 @STRATEGIES
 def test_whole_values_on_every_rank(rank, world, strategy):
-    """As nobody can know how a parameter is cut, whole ones are taken too."""
+    """Nobody can know how a parameter is cut: whole values are taken, too."""
     model = sharded(sharding_strategy=strategy)
     other = toy(seed=5)
     for name, p in by_name(model).items():
@@ -132,7 +132,7 @@ def test_another_shape_is_refused_by_name(rank, world, use_orig_params):
     model = sharded(use_orig_params=use_orig_params)
     name, param = list(by_name(model).items())[-1]
     param.data = torch.zeros(4, 5)
-    what = name if use_orig_params else "norm.weight"  # the first of those that lie in it
+    what = name if use_orig_params else "norm.weight"  # the first parameter inside
     text = r"(?s)Cannot writeback when the parameter shape changes"
     text += rf".*\[4, 5\].*'{what}' of unit .*rank"
     with pytest.raises(RuntimeError, match=text):
@@ -256,7 +256,7 @@ def test_a_parametrization_after_wrapping_says_the_way_out(rank, world, how):
 @pytest.mark.parametrize("mixed", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zeroed_between_no_sync_passes(rank, world, use_orig_params, strategy, mixed, set_to_none):
-    """What waits from no_sync is discarded by zero_grad, whichever way."""
+    """zero_grad discards gradients that wait from no_sync, by None or by zeros."""
     options = {}
     if mixed:
         options["mixed_precision"] = MixedPrecision(
@@ -283,7 +283,7 @@ def test_zeroed_between_no_sync_passes(rank, world, use_orig_params, strategy, m
 @ranks(2, 3)
 @BOTH
 def test_what_waits_stays_when_zeros_are_scaled(rank, world, use_orig_params):
-    """Clipping and scaling between no_sync passes leave what waits alone."""
+    """Clipping and scaling between no_sync passes leave waiting gradients alone."""
     one, two = (sharded(use_orig_params=use_orig_params) for _ in range(2))
     for model in (one, two):
         with model.no_sync():
@@ -367,7 +367,7 @@ def test_a_gradient_dropped_before_the_step_stays_where_it_is(rank, world, engin
 @ranks(2)
 @STRATEGIES
 def test_a_gradient_before_the_first_backward(rank, world, strategy):
-    """One that the user put there is added to."""
+    """Backward adds to a gradient that the user put there."""
     model, reference = sharded(sharding_strategy=strategy), Reference(toy())
     for p in model.parameters():
         p.grad = torch.ones_like(p)
@@ -439,7 +439,7 @@ def test_weights_changed_between_forward_and_backward(rank, world):
             loss = loss_of(model, tokens(rank, 0))
             dist.barrier()
             local = block[4]._local_tensor.data.view(-1)
-            local[len(local) // 3] += 1  # a digest of all elements under FSDPC_POISON=1
+            local[len(local) // 3] += 1  # found by a digest of all elements: FSDPC_POISON=1
             with pytest.raises(fsdpc.StateError, match=wrong):
                 loss.backward()
             y = model.blocks[0](torch.ones(2, 6)).sum()  # does not use the other block

@@ -160,7 +160,7 @@ def none_gradients(model: nn.Module) -> set[str]:
 
 
 def none_in_flat_gradients(model: nn.Module) -> set[str]:
-    """The same by values: members of a flat parameter have no gradients of their own."""
+    """The same names for models with flat parameters, whose members have no own gradients."""
     with values_replaced(model, lambda p: torch.full_like(p, float(p.grad is not None))):
         return {
             name
@@ -208,7 +208,7 @@ class Precision:
 
     @property
     def exact(self) -> bool:
-        """Nothing is rounded between the ranks' gradients and their sum."""
+        """True if nothing is rounded between the ranks' gradients and their sum."""
         return self.wire in (torch.float32, torch.float64)
 
 
@@ -260,7 +260,7 @@ class Reference:
         return self.precision.reduce or self.precision.param or parameter.dtype
 
     def exact(self, wire: torch.dtype) -> bool:
-        """Nothing is rounded on the wire."""
+        """True if nothing is rounded on the wire."""
         return wire in (torch.float32, torch.float64)
 
     def backward(self, batch: Any, *, sync: bool = True, times: int = 1) -> Tensor:
@@ -417,7 +417,7 @@ def compare_training(
     optimizers = [
         torch.optim.AdamW(
             [p for p in m.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.1, eps=1e-3
-        )  # not 0 as a fp16
+        )  # so that eps is not 0 in fp16
         for m in (model, reference.master)
     ]
     for step in range(steps):
@@ -446,7 +446,7 @@ def difference(
 ) -> str:
     """ "" if equal (to the bit when rtol is 0), else one line per parameter that differs.
 
-    Relative to each tensor's largest magnitude, as sums of terms that cancel have no other scale.
+    `rtol` is relative to a tensor's largest magnitude, as sums that cancel have no other scale.
     """
     if got.keys() != expected.keys():
         return f"names differ: {sorted(got.keys() ^ expected.keys())}"

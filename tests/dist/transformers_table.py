@@ -1,6 +1,6 @@
 """Every model folder of the installed transformers: planned from its configuration, beside the
-library's own count of parameters and, of few layers and up to 2 GB, beside a real step. Prints a
-summary; --write keeps it, and the rows that it does not tell all of.
+library's own count of parameters and, for few layers and up to 2 GB, beside a real step. Prints a
+summary; --write keeps it, and the rows of which the summary does not tell all.
 
 python tests/dist/transformers_table.py [--folders llama,bert] [--jobs 2] [--write]
 """
@@ -50,7 +50,7 @@ def folders() -> list[str]:
 
 
 def config_in(folder: str):
-    """The configuration that the folder's model is known by; None: it has no model of its own."""
+    """The configuration that the folder's model is known by; None: the folder has no such model."""
     from transformers import CONFIG_MAPPING
 
     found = {}
@@ -72,11 +72,11 @@ def values_of(kind: str) -> dict:
     from transformers import CONFIG_MAPPING
 
     values = json.loads(json.dumps(CONFIG_MAPPING[kind]().to_dict(), default=str))
-    return {k: 0.0 if k.endswith("layerdrop") else v for k, v in values.items()}  # of chance
+    return {k: 0.0 if k.endswith("layerdrop") else v for k, v in values.items()}  # nothing random
 
 
 def shallow(values: dict, layers: int = LAYERS) -> dict:
-    """The same with few layers, also in nested configurations."""
+    """The values with few layers, also in nested configurations."""
     out = {}
     for key, value in values.items():
         if isinstance(value, dict) and key.endswith("config"):
@@ -115,7 +115,7 @@ def counted(values: dict) -> int:
 
 def measured(values: dict) -> int:
     """Live bytes at the highest point of this rank's first step, beside the engine's own: later
-    ones hold the gradients of a unit with unused parameters for a shorter time.
+    steps hold the gradients of a unit with unused parameters for a shorter time.
     """
     torch.manual_seed(0)
     run = training_of(factory(values, "cpu")())
@@ -124,7 +124,7 @@ def measured(values: dict) -> int:
     )
     run = replace(run, model=model)
     with torch.no_grad():
-        run.forward()  # what is made on first use
+        run.forward()  # makes what is made on first use
     inputs = [t for t in tree_leaves(run.inputs) if isinstance(t, Tensor)]
     gathered = [t for unit in model._tree.units for t in (*unit.full, *unit.views)]
     with LiveBytes([*gathered, *model.parameters(), *model.buffers(), *inputs]) as live:
@@ -141,7 +141,7 @@ def row_of(folder: str, measure: bool = True) -> dict:
     row["model_type"] = kind
     try:
         values = values_of(kind)
-    except Exception as error:  # it needs values that nobody gave
+    except Exception as error:  # it may need values that nobody gave
         return row | {"outcome": "refused", "why": " ".join(str(error).split())[:200]}
     try:
         made, _ = planned(values, inputs=False)
@@ -164,7 +164,7 @@ def row_of(folder: str, measure: bool = True) -> dict:
 
 
 def activations(values: dict) -> dict:
-    """Predicted and measured, of a model of few layers."""
+    """Predicted and measured activations of a model with few layers."""
     try:
         made, predicted = planned(values)
     except ValueError as error:

@@ -1,5 +1,5 @@
 """What torch and fsdpc do more slowly for the first time, done once before ranks are forked.
-Nothing of it starts a thread.
+No part of this starts a thread.
 """
 
 from __future__ import annotations

@@ -17,12 +17,12 @@ from toys import loss_of, tokens, toy, wrap_blocks
 namespaces = pytest.mark.skipif(bool(on_hosts.missing()), reason=on_hosts.missing())
 
 TIMEOUT_S = 4.0
-CUT_AT = 2  # this step
+CUT_AT = 2  # before this step, a rank or a link fails
 SHORT = {"FSDPC_TIMEOUT": str(TIMEOUT_S)}
 
 
 def train(rank, world, fail=None, steps=30):
-    """Steps; before step CUT_AT, `fail(rank)` is called."""
+    """Trains; before step CUT_AT, `fail(rank)` is called."""
     model = wrap_blocks("fsdpc", toy(blocks=3), use_orig_params=True)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in range(steps):
@@ -47,7 +47,7 @@ def raising(rank, world, victim):
 
 
 def check_named_at_once(outcomes, victim, kind):
-    """By all other ranks; ``kind``: what its number is called, or how that begins."""
+    """All other ranks name the victim soon; ``kind``: how the word before its number begins."""
     begun = outcomes[victim].signalled_at
     for outcome in outcomes:
         if outcome.rank != victim:
@@ -59,7 +59,7 @@ def check_named_at_once(outcomes, victim, kind):
 @namespaces
 @pytest.mark.parametrize("world, victim", [(2, 0), (2, 1)])
 def test_a_killed_rank_is_named_at_once(world, victim):
-    """Also one in whose process the group's store is."""
+    """Also a rank whose process holds the group's store."""
     env = on_hosts.environment_for(2, world)
     outcomes = run_ranks(killed, world, env=env, faults=True, victim=victim)
     check_named_at_once(outcomes, victim, "process")
@@ -67,7 +67,7 @@ def test_a_killed_rank_is_named_at_once(world, victim):
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_is_named_on_its_host_and_on_others(victim):
-    """Rank 0 on one host, 1 and 2 on another."""
+    """Rank 0 is on one host, ranks 1 and 2 are on another one."""
     outcomes = run_ranks(killed, 3, env=on_hosts.counted_as("abb"), faults=True, victim=victim)
     check_named_at_once(outcomes, victim, "p")
 
@@ -133,7 +133,7 @@ def cut_off(rank, world, seconds):
 @namespaces
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_cut_link_ends_every_rank_at_its_deadline(world):
-    """On both sides, with the group's store and without it, with the names of ranks beyond."""
+    """On both sides of the cut, with the group's store or without, naming ranks beyond the cut."""
     env = {**on_hosts.environment_for(2, world), **SHORT}
     outcomes = run_ranks(cut_off, world, env=env, faults=True, seconds=None)
     for outcome in outcomes:
@@ -159,7 +159,7 @@ def few_steps(rank, world):
 @namespaces
 @pytest.mark.parametrize("link", [{"delay": 0.05}, {"loss": 0.05}], ids=["delay", "loss"])
 def test_a_slow_or_lossy_link_is_no_error(link):
-    """50 ms there and 50 ms back, or 5 % of all frames lost: the values of a good link."""
+    """With 50 ms each way, or 5 % of all frames lost, values are those of a good link."""
     slow = run_ranks(few_steps, 3, env=on_hosts.environment_for(2, 3, **link))
     assert slow == run_ranks(few_steps, 3, env=on_hosts.counted_as("abb"))
 
@@ -178,7 +178,7 @@ def stopped(rank, world):
 @pytest.mark.long
 @namespaces
 def test_a_stopped_host_is_named_and_learns_it():
-    """One rank here, two on the host that stops: those raise, too, when they go on."""
+    """One rank here, two on the host that stops: these two raise, too, when they go on."""
     env = {**on_hosts.environment_for(2, 3), **SHORT}
     first, *others = run_ranks(stopped, 3, env=env, faults=True)
     assert "CommTimeout" in first.error_types, first

@@ -19,8 +19,8 @@ from toys import Block, loss_of, tokens, toy, wrap_blocks
 
 from fsdpc import CommError, checkpoint, fully_shard
 
-LATE_S = 20.0  # from the signal to the last survivor's error: far below the deadline of 30 s
-STOPPED_S = 4.0  # the deadline of the others, from the step on in which a rank stops
+LATE_S = 20.0  # from the signal to the last survivor's error: less than the deadline of 30 s
+STOPPED_S = 4.0  # the others' deadline, from the step in which a rank stops
 VICTIM = 1
 
 
@@ -60,7 +60,7 @@ PHASES = [
 
 def train_until(rank, world, phase, fatal, stops=False):
     """Three steps on every rank; the victim calls `fatal` in the given phase of the second. With
-    `stops` the others wait STOPPED_S for it from there on."""
+    `stops` the other ranks wait only STOPPED_S for the victim from there on."""
     model = toy(blocks=3)
     trap = model.blocks[1] = Trap(model.blocks[1])
     mine = rank == VICTIM
@@ -88,7 +88,7 @@ def train_until(rank, world, phase, fatal, stops=False):
 
 
 def at_end_of_backward(fatal):
-    """All gradients are complete then, and the engine's own callback still has to come."""
+    """Calls `fatal` when all gradients are complete, before the engine's own callback comes."""
     torch.autograd.Variable._execution_engine.queue_callback(fatal)
 
 
@@ -166,7 +166,7 @@ def raising(rank, world, phase):
 
 @pytest.mark.parametrize("phase", [p for p in PHASES if p != "construction"])
 def test_exception(phase):
-    """Uncaught on one rank: the others end too and quote it."""
+    """An exception that one rank does not catch: the others end too and quote it."""
     outcomes = with_what_was_left(lambda: run_ranks(raising, 3, faults=True, phase=phase))
     victim = outcomes[VICTIM]
     assert "ArithmeticError" in victim.error_types
@@ -186,8 +186,8 @@ def test_sigstop(phase):
     """A stopped rank is not dead: the deadline ends the wait and says who did not come."""
     outcomes = with_what_was_left(lambda: run_ranks(stopping, 2, faults=True, phase=phase))
     assert outcomes[VICTIM].stopped
-    # A slot that the stopped rank holds is given up after a while: then the end of backward waits,
-    # not a unit's gather.
+    # A slot that the stopped rank holds is given up after a while: then the wait is at the end of
+    # backward, not in a unit's gather.
     expected = f"the cause: rank {VICTIM} (pid "
     check_survivors(outcomes, expected, within=STOPPED_S + LATE_S, kinds=["CommTimeout"])
 
@@ -270,12 +270,12 @@ def caught(rank, world, interface, place, path):
         (interface, place)
         for interface in ("FullyShardedDataParallel", "fully_shard")
         for place in ("gather", "between units", "backward", "clip")
-        if (interface, place) != ("fully_shard", "clip")  # torch's, of DTensors
+        if (interface, place) != ("fully_shard", "clip")  # torch clips its DTensors
     ],
 )
 def test_sigint_caught_in_a_collective(tmp_path, interface, place):
-    """The ranks that wait and those that come later raise at once, and name the interrupted one; so
-    does each later step; checkpoints, which have communicators of their own, are saved."""
+    """Ranks that wait and ranks that come later raise at once, and name the interrupted rank; so do
+    all later steps. Checkpoints, which have communicators of their own, are saved."""
     options = {"interface": interface, "place": place, "path": str(tmp_path)}
     outcomes = with_what_was_left(lambda: run_ranks(caught, 3, faults=True, **options))
     for outcome in outcomes:
@@ -327,6 +327,6 @@ def evaluate_unevenly(rank, world):
 
 
 def test_uneven_evaluation_that_cannot_go_on():
-    """Rank 0 waits for rank 1 where the engine does not see it: a deadline, and a name."""
+    """Rank 0 waits for rank 1 outside of the engine: rank 1's deadline names rank 0."""
     outcomes = run_ranks(evaluate_unevenly, 2, faults=True)
     assert "CommTimeout" in outcomes[1].error_types and "rank 0" in outcomes[1].error

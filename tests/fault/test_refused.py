@@ -24,7 +24,7 @@ def test_a_unit_that_no_memory_holds():
 
 @ranks(2)
 def test_a_sharded_unit_that_no_memory_holds(rank, world):
-    """An error on every rank before the kernel ends one for it; the ranks go on."""
+    """Every rank raises before the kernel kills one for lack of memory; the ranks go on."""
     comm = fsdpc._comm.bootstrap.comm_for_group(torch.distributed.group.WORLD)
     spec = [("huge.weight", 1 << 45, "bfloat16", "float32", "float32", False)]
     with pytest.raises(MemoryError, match=r"huge unit.*[0-9]"):
@@ -95,7 +95,7 @@ def prefetch(rank, model, options):
     options["backward_prefetch"] = list(BackwardPrefetch)[rank]
 
 
-DIFFERENCES = [  # and what every rank's error must say
+DIFFERENCES = [  # each with what every rank's error must say
     (one_more_parameter, ["extra"]),
     (another_shape, ["(13, 6)", "(14, 6)"]),
     (another_dtype, ["up.weight", "float32", "bfloat16"]),

@@ -14,7 +14,7 @@ from toys import wrap
 
 from fsdpc._comm import bootstrap as _bootstrap
 
-SOON_S = 30.0  # of a deadline of 120 s
+SOON_S = 30.0  # far below the deadline of 120 s
 ENVIRONMENT = {"FSDPC_TIMEOUT": "120"}
 
 
@@ -23,7 +23,7 @@ def limit_file_sizes():
 
 
 def limit_descriptors():
-    """Two more can be opened: the limit is one of numbers, so there may be no gaps below it."""
+    """Two or three more can be opened: the limit is on numbers, so gaps below are filled first."""
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
     while os.dup(0) < highest:
         pass

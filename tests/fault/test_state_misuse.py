@@ -98,7 +98,7 @@ def test_a_local_state_dict_needs_nobody():
 
 
 def late_again(rank, world):
-    """One comes too late; the ranks that gave up can try again together."""
+    """One rank comes too late; the ranks that gave up can try again together."""
     model = build("fsdpc")
     for _ in range(3):
         model.state_dict()
@@ -121,7 +121,7 @@ def test_after_a_rank_gave_up_over_a_wire():
 
 
 def named_differently(rank, world, kind):
-    """Units wrapped one by one, of equal shapes, under other names on rank 1."""
+    """Wraps two units of equal shapes one by one: rank 1 wraps "right" first, others "left"."""
     model = torch.nn.ModuleDict()
     for name in ("left", "right")[:: -1 if rank else 1]:
         model[name] = wrap("fsdpc", torch.nn.Linear(4, 4))

@@ -65,7 +65,7 @@ def _no_races() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """One rank makes NO_SHARD of every strategy, which torch's text says each time."""
+    """One rank makes every strategy NO_SHARD, of which torch warns each time: not shown."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*NO_SHARD.*")
         yield

@@ -27,7 +27,7 @@ import runs  # noqa: E402
 import torch  # noqa: E402
 from gpu import machine  # noqa: E402
 
-SILENCE_S = 50  # then all threads say where they are
+SILENCE_S = 50  # seconds until all threads say where they are
 Step = Callable[[machine.Device], str]
 STEPS: list[Step] = []
 
@@ -39,7 +39,7 @@ def step(function: Step) -> Step:
 
 
 def gap(got: list[float], want: list[float], tolerance: float) -> str:
-    """Losses side by side, or an AssertionError with them."""
+    """Shows losses and their largest difference; an AssertionError if they are too far apart."""
     runs.close(got, want, tolerance)
     widest = float((torch.tensor(got) - torch.tensor(want)).abs().max())  # NaN stays
     return f"{', '.join(f'{value:.6f}' for value in got)}; largest difference {widest:.1e}"
@@ -221,7 +221,7 @@ def main() -> None:
     print(
         f"failed: {'; '.join(failed)}" if failed else f"all {len(STEPS)} steps passed", flush=True
     )
-    os._exit(bool(failed))  # what hangs at the end is not the question here
+    os._exit(bool(failed))  # a hang at the end does not matter here
 
 
 if __name__ == "__main__":

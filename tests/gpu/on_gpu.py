@@ -32,7 +32,7 @@ ROUNDINGS = {torch.float64: 1e-9, torch.float32: 2e-4, torch.bfloat16: 3e-2, tor
 
 
 def asked_by_a_test() -> bool:
-    """Whether a test's code, or a module that it makes, asks for a tensor."""
+    """Whether a test's own code, or a module that the test makes, asks for a tensor."""
     frame = sys._getframe(2)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -20,7 +20,7 @@ LEAST_TOLERANCE = 0.0 if os.environ.get("FSDPC_LIBCUDA") else 2e-5
 
 
 def model(device: torch.device, dtype: torch.dtype = torch.float32, blocks: int = 3) -> Toy:
-    """The same weights each time."""
+    """A model, with the same weights each time."""
     torch.manual_seed(0)
     return Toy(blocks=blocks, width=WIDTH, vocabulary=VOCABULARY).to(device, dtype)
 
@@ -39,7 +39,7 @@ def loss_of(module: nn.Module, device: torch.device, step: int) -> Tensor:
 
 
 def wrap(module: nn.Module, device: torch.device, library: str = "fsdpc", **options: Any) -> Any:
-    """Wraps with fsdpc, or with torch's FSDP1 (library="torch"); a unit is a block, or the rest."""
+    """Wraps with fsdpc, or torch's FSDP1 (library="torch"): units are the blocks and the rest."""
     if library == "torch":
         from torch.distributed import fsdp as library_module
         from torch.distributed.fsdp import wrap as policies

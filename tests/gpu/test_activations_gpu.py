@@ -33,7 +33,7 @@ def model(place: torch.device) -> nn.Module:
 
 
 def gradients(trained: nn.Module, place: torch.device, around=None) -> tuple[Tensor, int]:
-    """All gradients in one, and the bytes that the forward left on a GPU."""
+    """All gradients in one tensor, and the bytes that the forward left on a GPU."""
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)).to(place)
     cuda = place.type == "cuda"
     before = torch.cuda.memory_allocated(place) if cuda else 0
@@ -58,7 +58,7 @@ def test_packed(place, kind, bound):
 
 
 def test_packed_as_the_processor_packs(place):
-    """The same tensor through the codec on both sides."""
+    """The GPU's and the processor's codec pack the same tensor alike."""
     value = torch.randn(1000, 96, generator=torch.Generator().manual_seed(3))
     found = []
     for where in (place, torch.device("cpu")):

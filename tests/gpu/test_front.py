@@ -59,7 +59,7 @@ def test_no_more_than_one_unit_is_whole_on_the_gpu_while_it_is_moved(place):
     torch.cuda.reset_peak_memory_stats(place)
     policy = fsdpc.wrap.ModuleWrapPolicy({nn.Linear})
     model = fsdpc.FullyShardedDataParallel(module, auto_wrap_policy=policy, device_id=place)
-    # Shards and their gradients, and one unit of eight.
+    # The bound covers shards, their gradients, and one whole unit of eight.
     assert torch.cuda.max_memory_allocated(place) - before < 2.4 * whole
     assert devices(model.parameters()) == {place}
 

@@ -48,7 +48,7 @@ class Training:
 
 @pytest.fixture
 def place(device, group) -> torch.device:
-    """Where models are; the process group is there."""
+    """The device of models; the process group is up, too."""
     return device.device
 
 
@@ -63,7 +63,7 @@ def test_a_captured_step_trains(place, precision):
     with torch.cuda.stream(side):
         got = captured.ordinary(range(WARM_UP))
     torch.cuda.current_stream().wait_stream(side)
-    captured.optimizer.zero_grad()  # before: the graph's backward then writes and does not add
+    captured.optimizer.zero_grad()  # before: the graph's backward then writes gradients anew
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         loss = captured.step()

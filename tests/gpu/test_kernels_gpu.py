@@ -18,7 +18,7 @@ from fsdpc._fsdp2.quantized import REDUCE_CODECS
 
 FLOATS = ["float32", "bfloat16", "float16", "float64"]
 SIZES = [1, 7, 33, 1000, 4099, (1 << 18) + 5]
-OFFSETS = [(0, 0), (1, 1), (3, 3), (0, 1), (5, 2), (7, 8)]  # elements before both sides' first
+OFFSETS = [(0, 0), (1, 1), (3, 3), (0, 1), (5, 2), (7, 8)]  # elements before each side's first
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 GPU = "cuda:0"
 LARGE = 2**31 + 4096 + 3  # elements: beyond what an int counts
@@ -26,7 +26,7 @@ LARGE = 2**31 + 4096 + 3  # elements: beyond what an int counts
 
 @pytest.fixture(scope="module")
 def place(device) -> torch.device:
-    """Where tensors for the kernels are."""
+    """The device of the kernels' tensors."""
     machine.prepare_probe(device)
     return device.device
 
@@ -42,7 +42,7 @@ def numbers(n: int, dtype: str, seed: int = 0, wild: bool = True) -> torch.Tenso
 
 @functools.lru_cache(maxsize=256)
 def fixed_numbers(n: int, dtype: str, seed: int, wild: bool) -> torch.Tensor:
-    """The same, made once for all callers."""
+    """The values of `numbers`, made once for all callers."""
     rng = torch.Generator().manual_seed(seed)
     values = torch.randn(n, generator=rng).to(of(dtype))
     if not wild:
@@ -66,7 +66,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Bit for bit, but for NaNs, which only have to be NaNs."""
+    """Asserts that bits are equal, but for NaNs, which only have to be NaNs on both sides."""
     got = got.cpu()
     different = (bits(got) != bits(want)) & ~(got.isnan() & want.isnan())
     assert not different.any(), (
@@ -76,7 +76,7 @@ def same(got: torch.Tensor, want: torch.Tensor) -> None:
 
 
 def placed(tensor: torch.Tensor, place: torch.device, before: int) -> torch.Tensor:
-    """A copy on the GPU, so many elements behind an aligned address, with guards around it."""
+    """A copy on the GPU, `before` elements behind an aligned address, with guards on both sides."""
     room = torch.full((before + tensor.numel() + 64,), 77.0, dtype=tensor.dtype, device=place)
     inside = room[before : before + tensor.numel()]
     inside.copy_(tensor)
@@ -190,7 +190,7 @@ def views(place: torch.device, dtype: str) -> list[torch.Tensor | None]:
 @pytest.mark.parametrize("src", FLOATS)
 @pytest.mark.parametrize("scale", [1.0, 0.3])
 def test_pack(place, src, dst, scale):
-    """Each tensor as a cast of its contiguous copy; zeros for missing ones and between them."""
+    """Packs casts of contiguous copies, with zeros for missing tensors and between tensors."""
     tensors, item = views(place, src), of(dst).itemsize
     counts = [77 if one is None else one.numel() for one in tensors]
     offsets, at = [], 0
@@ -210,7 +210,7 @@ def test_pack(place, src, dst, scale):
 
 
 def test_pack_of_many_small_tensors(place):
-    """More than travel with a launch."""
+    """More tensors than fit the parameters of one launch."""
     tensors = [numbers(n % 13 + 1, "float32", seed=n).to(place) for n in range(1000)]
     offsets = list(itertools.accumulate([0, *(4 * one.numel() for one in tensors)]))
     plan = _probe.kernel_pack_plan(
@@ -254,7 +254,7 @@ def test_more_elements_than_an_int_counts(place):
 
 
 def test_work_goes_on_the_current_stream(place, device):
-    """A kernel comes after what torch has queued before it, and before what torch queues then."""
+    """A kernel comes after what torch has queued before, and before what torch queues later."""
     source = torch.zeros(1 << 22, device=place)
     target = torch.zeros(1 << 22, dtype=torch.bfloat16, device=place)
     device.synchronize()
@@ -282,7 +282,7 @@ def test_refusals(place, device):
 
 
 def test_device(place):
-    """What is known of the GPU; the same device each time."""
+    """What is known of the GPU is the same at each call; other numbers are no GPU."""
     info = _probe.cuda_device(0)
     assert info["device"] == "cuda:0" or info["device"].startswith("cuda")
     assert info == _probe.cuda_device(0)
@@ -294,7 +294,7 @@ def test_device(place):
 @pytest.mark.parametrize("codec", REDUCE_CODECS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sums_of_codes(place, codec, dtype):
-    """Codes of other ranks' gradients and what they are summed to, in rows that end inside of a
+    """Other ranks' coded gradients are summed with this rank's own, in rows that end inside of a
     block.
     """
     rows, row, senders, own = 65, 333, 3, 1

@@ -38,7 +38,7 @@ def test_memory_stays(trained, device):
 
 @pytest.mark.real_gpu
 def test_the_driver_gives_nothing_more(trained, device):
-    """Beside torch's allocator: what the whole device has in use stays as it is."""
+    """Memory in use on the whole device, not only by torch's allocator, does not grow."""
     model, optimizer = trained
     gc.collect()  # what other tests left may end in this one, and give memory back
     before = device.memory()["in_use"]
@@ -76,7 +76,7 @@ def test_the_host_does_not_wait(trained, device):
 
 
 def test_waits_are_counted(device, group):
-    """The optimizer reads offloaded gradients on the host: one wait a step, which is counted."""
+    """The optimizer reads offloaded gradients on the host: each step waits, which is counted."""
     import fsdpc
 
     offload = fsdpc.CPUOffload(offload_params=True)
@@ -89,7 +89,7 @@ def test_waits_are_counted(device, group):
 
 
 def test_counted_by_the_simulated_gpu(trained, device):
-    """On the simulated GPU each call of the driver is counted."""
+    """On the simulated GPU every driver call is counted: a step has no waits and no allocations."""
     if not device.dry:
         pytest.skip("a real GPU does not count calls")
     import simgpu

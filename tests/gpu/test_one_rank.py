@@ -17,7 +17,7 @@ from fsdpc._fsdp2.quantized import CODECS
 
 @pytest.fixture
 def place(device, group) -> torch.device:
-    """Where models are; the process group is there."""
+    """The device of models; the process group is up, too."""
     return device.device
 
 
@@ -68,7 +68,7 @@ def test_bf16_is_as_fsdp1(place, reduce):
         model = runs.wrap(runs.model(place), place, library, mixed_precision=precision)
         return runs.train(model, place)
 
-    # Within one step the two may differ by roundings of bf16 (8 bits), as kernels may.
+    # Within one step, losses may differ by bf16's roundings (8 bits), as kernels may differ.
     runs.close(losses("fsdpc"), losses("torch"), 2e-3 if place.type == "cpu" else 1e-2)
 
 
@@ -106,7 +106,7 @@ def test_cpu_offload(place, plain):
 
 
 def test_state_dict_goes_on(place):
-    """Saved after two steps, loaded into other weights: the next losses are the same."""
+    """A model saved after two steps is loaded into other weights: the next losses are the same."""
     model = runs.wrap(runs.model(place), place)
     optimizer = runs.adamw(model)
     runs.train(model, place, optimizer=optimizer, steps=range(2))
@@ -144,7 +144,7 @@ def test_checkpointing(place, plain, reentrant):
 
 
 def test_side_stream(place, plain, device):
-    """All of a run inside torch.cuda.stream, then further steps outside of it."""
+    """Two steps inside torch.cuda.stream, then further steps outside of that stream."""
     model = runs.wrap(runs.model(place), place)
     optimizer = runs.adamw(model)
     device.synchronize()
@@ -156,7 +156,7 @@ def test_side_stream(place, plain, device):
 
 
 def test_a_stream_per_step(place, plain, device):
-    """Streams that change without the host's waiting: each one waits for the last one."""
+    """Each step has its own stream, which waits for the last one; the host waits for none."""
     model = runs.wrap(runs.model(place), place)
     optimizer = runs.adamw(model)
     losses = []
@@ -168,7 +168,7 @@ def test_a_stream_per_step(place, plain, device):
 
 @contextlib.contextmanager
 def ordered_side_stream(device):
-    """A side stream that comes after the current one, which afterwards comes after it."""
+    """A side stream that comes after the current stream, which then comes after the side stream."""
     if device.dry:
         yield
         return
@@ -180,7 +180,7 @@ def ordered_side_stream(device):
 
 
 def test_frozen_and_unused(place):
-    """Frozen parameters get no gradient, unused ones neither; the others are the plain model's."""
+    """Neither frozen nor unused parameters get a gradient; the others get the plain model's."""
 
     class Odd(nn.Module):
         def __init__(self) -> None:
@@ -231,7 +231,7 @@ def test_moves_a_cpu_module_to_the_gpu(place):
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_gathered_codes_are_the_processors(place, codec):
-    """To the bit, in rows that end inside of a block."""
+    """To the bit the values are the processor's, in rows that end inside of a block."""
     torch.manual_seed(0)
     layer = nn.Linear(333, 65, bias=False)
     weight = layer.weight.detach().clone().numpy()

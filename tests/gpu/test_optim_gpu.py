@@ -28,7 +28,7 @@ STEPS = 4
 
 @contextmanager
 def no_host_sync(place: torch.device) -> Iterator[None]:
-    """An error where the host waits for a GPU."""
+    """Raises an error where the host waits for a GPU."""
     if place.type != "cuda":
         yield
         return
@@ -60,7 +60,7 @@ def stepped(make: Any, place: torch.device, dtype: torch.dtype) -> list[Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_are_the_processors(place, kind, dtype):
-    """To the bit: but for AdamMini, whose sums of squares are added in another order."""
+    """Equal to the bit, but for AdamMini, whose sums of squares are added in another order."""
 
     def make(named: list[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
         torch.manual_seed(0)
@@ -115,7 +115,7 @@ def test_a_sharded_model_trains(place, kind, offload):
 
 
 def test_muon_is_torchs(place):
-    """To the bit: both make the same products of the same matrices."""
+    """Equal to the bit: fsdpc and torch make the same products of the same matrices."""
     found = []
     for library in (optim, torch.optim):
         rng = torch.Generator().manual_seed(0)
@@ -132,7 +132,7 @@ def test_muon_is_torchs(place):
 
 
 def test_a_sharded_model_trains_by_muon(place):
-    """As the plain one does, and the host does not wait."""
+    """The sharded model trains as the plain one does, and the host does not wait."""
     found = []
     for model in (runs.model(place), runs.wrap(runs.model(place), place)):
         optimizer = optim.Muon(model.named_parameters(), lr=1e-2)
@@ -147,7 +147,7 @@ def test_a_sharded_model_trains_by_muon(place):
 
 
 def test_averages(place):
-    """Those by hand, to the bit; taken and shown without a host sync."""
+    """Averages equal those made by hand, to the bit; taken and shown without a host sync."""
     model = runs.wrap(runs.model(place), place)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     average, by_hand = optim.Average(optimizer, 0.75), []

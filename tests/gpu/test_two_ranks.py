@@ -31,19 +31,19 @@ PEER_TIMEOUT_S = 8.0 if SIMULATED else 15.0  # ranks start CUDA side by side
 
 
 def reason_to_skip(way: str) -> str | None:
-    """One line where two ranks cannot share the GPU."""
+    """Why two ranks cannot share the GPU, in one line; None where they can."""
     if way != "nccl" or SIMULATED or not torch.cuda.is_available():
         return None
     from fsdpc import _C
 
-    version = _C.nccl_version()  # torch's is that which it was compiled with
+    version = _C.nccl_version()  # torch.cuda.nccl names the version at torch's build
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < (2, 30):
         return f"{version} has no several ranks on one GPU (2.30 has)"
     return None
 
 
 def ways(*names: str) -> pytest.MarkDecorator:
-    """How the ranks exchange what they gather and reduce."""
+    """Runs a test for each way in which ranks exchange what they gather and reduce."""
     return pytest.mark.parametrize("way", names)
 
 
@@ -51,7 +51,7 @@ def ways(*names: str) -> pytest.MarkDecorator:
 
 
 def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: Any) -> None:
-    """One rank: its process group, its job, and its result through the pipe."""
+    """A rank's process: its process group, its job, and its result, sent through the pipe."""
     os.environ.update(SHARING, FSDPC_TIMEOUT=str(PEER_TIMEOUT_S), FSDPC_COLLECTIVES=way)
     faulthandler.dump_traceback_later(DEADLINE_S / 2, repeat=True)
     device = machine.DryDevice() if SIMULATED else machine.CudaDevice(0)
@@ -62,18 +62,18 @@ def rank_main(rank: int, world: int, folder: str, way: str, job: Callable, out: 
         out.send(("value", job(rank, world, device)))
     except BaseException as error:
         out.send(("error", f"{type(error).__name__}: {error}", traceback.format_exc()))
-    out.recv()  # until all have ended, so that nobody sees another one leave
+    out.recv()  # until both ranks are done, so that neither sees the other one leave
     os._exit(0)
 
 
 def train_sharded(rank: int, world: int, device: machine.Device) -> list[float]:
-    """Losses of a rank that has every world-th batch."""
+    """Losses of a rank that trains on every world-th batch."""
     model = runs.wrap(runs.model(device.device), device.device)
     return runs.train(model, device.device, steps=range(rank, 3 * world, world))
 
 
 def train_by_muon(rank: int, world: int, device: machine.Device) -> list[float]:
-    """The same, with matrices that go to their owners in each step."""
+    """Losses as of train_sharded, but with Muon: matrices go to their owners in each step."""
     model = runs.wrap(runs.model(device.device), device.device)
     optimizer = optim.Muon(model.named_parameters(), lr=1e-2)
     steps = range(rank, 3 * world, world)
@@ -81,7 +81,7 @@ def train_by_muon(rank: int, world: int, device: machine.Device) -> list[float]:
 
 
 def train_until_stopped(rank: int, world: int, device: machine.Device) -> tuple[str, float]:
-    """Rank 1 stops itself after two steps; rank 0 goes on and tells what it was told, and when."""
+    """Rank 1 stops itself after two steps; rank 0 goes on, returns its error and when it came."""
     model = runs.wrap(runs.model(device.device), device.device)
     optimizer = runs.adamw(model)
     runs.train(model, device.device, optimizer=optimizer, steps=range(2))
@@ -98,7 +98,7 @@ def train_until_stopped(rank: int, world: int, device: machine.Device) -> tuple[
 
 
 class Given(torch.nn.Module):
-    """Its gradients are its inputs, exactly."""
+    """A module whose parameters have exactly its inputs as their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def rounded(values: torch.Tensor, codec: str) -> torch.Tensor:
 
 
 def sum_codes(rank: int, world: int, device: machine.Device) -> int:
-    """Gradients that travel coded, summed as a wire sums them; how many sums were compared."""
+    """Compares sums of coded gradients with sums made as a wire makes them; how many there were."""
     compared = 0
     for codec, keeps in [("int8", False), ("int4", True), ("int4_stochastic", False)]:
         policy = QuantizedPolicy(codec=None, reduce_codec=codec, error_feedback=keeps)
@@ -147,7 +147,7 @@ def sum_codes(rank: int, world: int, device: machine.Device) -> int:
 
 
 def run_pair(job: Callable, way: str, wait_for: tuple[int, ...] = (0, 1)) -> list[Any]:
-    """Runs job(rank, 2, device) on two ranks; returns the values of those waited for."""
+    """Runs job(rank, 2, device) on two ranks; returns the values of the ranks in `wait_for`."""
     if reason := reason_to_skip(way):
         pytest.skip(reason)
     context = get_context("spawn")
@@ -172,7 +172,7 @@ def run_pair(job: Callable, way: str, wait_for: tuple[int, ...] = (0, 1)) -> lis
 
 
 def receive(pipe: Any, process: Any, until: float) -> Any:
-    """What a rank sent; its error fails the test."""
+    """The value that a rank sent; an error that the rank sent fails the test."""
     while not pipe.poll(0.1):
         assert process.is_alive() or pipe.poll(0), f"a rank ended with {process.exitcode}"
         assert time.monotonic() < until, f"no end within {DEADLINE_S:g} s"

@@ -13,7 +13,7 @@ from fsdpc.sharded_grad_scaler import ShardedGradScaler
 
 @pytest.fixture
 def place(device, group) -> torch.device:
-    """Where models are; the process group is there."""
+    """The device of models; the process group is up, too."""
     return device.device
 
 

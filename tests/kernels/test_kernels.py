@@ -35,7 +35,7 @@ STREAMED = (1 << 23) + 5  # enough for a destination of any type to go past the 
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_torch_thread() -> Iterator[None]:
-    """Keeps torch's helper threads from spinning between its small operations."""
+    """Keeps torch's helper threads from spinning between torch's small operations."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -55,7 +55,7 @@ def numbers(n: int, dtype: str, seed: int = 0, finite: bool = False) -> np.ndarr
 
 @functools.lru_cache(maxsize=64)
 def fixed_numbers(n: int, dtype: str, seed: int, finite: bool) -> np.ndarray:
-    """The same, made once for all callers."""
+    """The values of `numbers`, made once for all callers."""
     rng = np.random.default_rng(seed)
     ordinary = rng.standard_normal(n, dtype=np.float32)
     values = torch.from_numpy(ordinary).to(getattr(torch, dtype))

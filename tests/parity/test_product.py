@@ -104,7 +104,7 @@ def check_combinations(rank, world, engine, precision, one_of=1):
                 seed=number,
                 groups=sharding_groups(strategy, world),
             )
-        except AssertionError as error:  # the same on all ranks: they compare full values
+        except AssertionError as error:  # equal on all ranks: they compare full values
             failures.append(f"{name}\n    {str(error)[:600]}")
         except BaseException as error:
             error.add_note(f"in combination {name}")

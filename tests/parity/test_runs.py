@@ -63,7 +63,7 @@ def train(engine, rank, **options):
 @ranks(2, 3)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_like_torchs_fsdp(rank, world, use_orig_params):
-    """Both add the same numbers; torch's backend chooses the order, hence the small bound."""
+    """fsdpc and torch add the same numbers, torch's backend in its own order: a small bound."""
     for precision, strategy in subset(itertools.product(PRECISIONS[:2], STRATEGIES)):
         options = dict(
             sharding_strategy=strategy, use_orig_params=use_orig_params, **precision.options()
@@ -97,7 +97,7 @@ def test_two_runs_are_equal_to_the_bit(precision):
 @ranks(4)
 @pytest.mark.parametrize("reduce", [None, torch.bfloat16], ids=["fp32", "bf16"])
 def test_sums_of_fully_shard_do_not_depend_on_who_is_late(rank, world, reduce):
-    """Equal to the bit, where ranks arrive in one order in the first run and turned in the next."""
+    """Equal to the bit, although the ranks arrive in the opposite order in the second run."""
     runs = []
     for turned in (False, True):
         place = world - 1 - rank if turned else rank
@@ -123,7 +123,7 @@ def test_sums_of_fully_shard_do_not_depend_on_who_is_late(rank, world, reduce):
 @ranks(2, 3, env=WIRE)
 @pytest.mark.parametrize("use_orig_params", [True, False])
 def test_over_torchs_collectives(rank, world, use_orig_params):
-    """The same steps where ranks share no memory; sums are in the backend's order."""
+    """Without shared memory the steps are the same; sums are in the order of torch's backend."""
     chosen = subset(itertools.product(PRECISIONS[:3], STRATEGIES, (False, True)))
     for precision, strategy, no_sync in chosen:
         reference = Reference(toy(), precision)
@@ -152,7 +152,7 @@ def test_over_torchs_collectives(rank, world, use_orig_params):
 
 
 class Swapping(nn.Module):
-    """Each rank runs two blocks in its own order."""
+    """A module in which each rank runs two blocks in its own order."""
 
     def __init__(self, swapped: bool) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ class Swapping(nn.Module):
 
 @ranks(2, env=WIRE)
 def test_swapped_units_are_named(rank, world):
-    """Without shared memory ranks must ask for the same units; the error says how to go on."""
+    """Without shared memory ranks must gather the same units; the error says how to go on."""
     torch.manual_seed(0)
     model = wrap_blocks("fsdpc", Swapping(rank == 1), use_orig_params=True)
     with pytest.raises(fsdpc.MismatchError) as caught:

@@ -174,7 +174,7 @@ def test_blocks_are_checkpointed_once_and_offload_policies_refused():
 
 
 class Norm(nn.Module):
-    """Moves statistics, vectors of a spectral norm, and counters in place and by assignment."""
+    """Moves statistics, spectral-norm vectors and counters, in place and by assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -207,7 +207,7 @@ def test_buffers_change_once(compiled: bool):
             torch.manual_seed(step)
             model.zero_grad()
             losses = [model(torch.randn(8, 64)).square().mean() for _ in range(2)]
-            if not compiled:  # a graph that is computed again in each of its backwards
+            if not compiled:  # each of these two backwards computes the graph again
                 sum(losses).backward(retain_graph=True)
             sum(losses).backward()
         assert all(map(torch.equal, again.buffers(), plain.buffers()))
@@ -234,7 +234,7 @@ def packed(x: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("simd", ["plain", "avx2", "avx512"])
 def test_packed_values(monkeypatch, simd: str, dtype: torch.dtype):
-    """Within half a step of the block's largest, with the sign, and zero where zero was."""
+    """Values come back within half a step of their block, with their sign; zeros stay zeros."""
     if simd not in _C.kernel_names():
         pytest.skip(f"this processor does not run {simd}")
     monkeypatch.setenv("FSDPC_SIMD", simd)
@@ -297,7 +297,7 @@ def test_memory_is_freed_and_shared_tensors_are_packed_once(monkeypatch):
     first = x * 2
     with compress(nn.Identity()):
         y = (first * first).sum() + (first.t() @ first).sum() + first.exp().sum()
-    # The product, both matrices and the input of exp's output: two tensors.
+    # `first`, which both products saved, and the output of exp: two tensors.
     assert len(set(packed)) == len(packed) == 2
     storage = torch.multiprocessing.reductions.StorageWeakRef(first.untyped_storage())
     del first
@@ -308,7 +308,7 @@ def test_memory_is_freed_and_shared_tensors_are_packed_once(monkeypatch):
 
 
 def test_a_storage_at_the_address_of_another_is_not_taken_for_it():
-    """Memory that was freed comes back for the next tensor: its values must be packed, too."""
+    """Freed memory comes back for the next tensor: that tensor's values must be packed, too."""
     weights = nn.Parameter(torch.ones(64, 64))
     with compress(nn.Identity()):
         outs = []
@@ -341,7 +341,7 @@ def test_what_stays_exact():
     compressed, given.grad = given.grad, None
     layer(given).sum().backward()
     assert torch.equal(compressed, given.grad)
-    # Garbage between the elements of a view is not packed with them.
+    # The garbage between a view's elements is not packed with the elements.
     base = torch.full((64, 128), 1e30)
     base[:, :64] = 1.0
     scale = nn.Parameter(torch.ones(64, 64))
@@ -352,7 +352,7 @@ def test_what_stays_exact():
 
 
 def through(function: Any, x: torch.Tensor, around: Any = None) -> torch.Tensor:
-    """The gradient of the sum of the function of x, which nothing else has saved."""
+    """The gradient of a weighted sum of function(x); x is copied, so nothing else has saved it."""
     torch.manual_seed(7)
     given = x.clone().requires_grad_()
     with around or nullcontext():
@@ -363,7 +363,7 @@ def through(function: Any, x: torch.Tensor, around: Any = None) -> torch.Tensor:
 
 
 class Sine(torch.autograd.Function):
-    """Of large numbers: no error is small."""
+    """The sine of large numbers: no error of its input is small."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -402,8 +402,8 @@ SAVED_EXACTLY = {
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_functions_that_do_not_bear_errors(dtype: str):
-    """They compare what they saved, divide by it, or go through an exponential; or only the sign
-    counts: gradients are equal to the bit.
+    """Functions that compare what they saved, divide by it or take its exponential, or use only its
+    sign: their gradients are equal to the bit.
     """
     numbers = torch.Generator().manual_seed(1)
     x = torch.randn(64, 64, generator=numbers) * torch.rand(64, 64, generator=numbers).pow(9)
@@ -433,8 +433,8 @@ def test_small_outputs_of_relu_count():
 
 
 class Routed(nn.Module):
-    """Tokens choose one expert of four by what a small change of the input would change; the rest
-    is what reads its input by comparing.
+    """Tokens choose two experts of four, and a small change of the input may change the choice; the
+    rest of the forward compares its input with limits.
     """
 
     def __init__(self) -> None:
@@ -512,7 +512,7 @@ def test_offload_costs_nothing_on_the_host_and_says_so_once(monkeypatch: pytest.
 
 
 class Elsewhere(nn.Module):
-    """A parameter that says it is on a device that fsdpc does not know."""
+    """A module whose parameter says that it is on a device that fsdpc does not know."""
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
         yield "weight", SimpleNamespace(device=torch.device("xpu", 0))

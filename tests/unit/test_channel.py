@@ -84,7 +84,7 @@ def test_the_store_does_work_that_grows_with_the_number_of_ranks():
 
     for world in (4, 32):
         counts = keys(world)
-        # Each brings one piece; rank 0 reads them all and lays down one, which the others read.
+        # Each rank brings one piece; rank 0 reads all and lays down one, which the others read.
         assert counts["set"] == 2 * (world + 1)
         assert counts["multi_get"] + counts["get"] == 2 * (world + world - 1)
         assert counts["delete_key"] == world + 1
@@ -118,7 +118,7 @@ def test_rank_0_that_came_and_left_before_it_collected_is_named():
 
 @pytest.mark.parametrize("late", [0, 6, 15])
 def test_a_rank_that_does_not_come_is_named_among_many(late):
-    begun = threading.Barrier(15)  # else a thread that the machine starts late is late, too
+    begun = threading.Barrier(15)  # else a thread that the machine starts late would be late, too
 
     def body(channel: Channel) -> list[bytes]:
         if channel.rank == late:
@@ -135,7 +135,7 @@ def test_a_rank_that_does_not_come_is_named_among_many(late):
 
 
 def test_a_store_that_is_gone_is_an_error_at_once_and_holds_nobody_up_at_exit():
-    """The store's own timeout is that of the process group, which may be half an hour."""
+    """The store's own timeout is the process group's, which may be half an hour."""
     command = [sys.executable, "-c", SERVER]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
         port = int(server.stdout.readline())

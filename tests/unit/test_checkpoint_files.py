@@ -166,7 +166,7 @@ def test_tensors_without_elements(tmp_path: Path, verify: Any):
 
 
 def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
-    """Low-precision moments, tables per parameter, numbers and texts."""
+    """A state holds low-precision moments, tables per parameter, numbers and texts."""
 
     class Odd(torch.optim.SGD):
         def fill(self, seed: int) -> None:
@@ -192,7 +192,7 @@ def test_any_named_tensors_of_an_optimizer(tmp_path: Path):
 
 @pytest.mark.parametrize("what", ["small pieces", "files"])
 def test_other_ways_through_files(tmp_path: Path, what: str, monkeypatch: Any):
-    """In pieces that are cut anywhere and in many files: equal digests, and values after a load."""
+    """In pieces cut anywhere, or in many files: equal digests, and equal values after a load."""
 
     def wide(seed: int) -> nn.Module:
         torch.manual_seed(seed)
@@ -288,7 +288,7 @@ def test_a_damaged_tensor_is_named(saved: Path, capsys: pytest.CaptureFixture[st
 def test_a_bit_that_flips_in_the_read_that_feeds_the_model(
     saved: Path, monkeypatch: Any, name: str, how: str
 ):
-    """Behind the pass that has compared all checksums."""
+    """The bit flips after the pass that has compared all checksums."""
     found, read = Opened(saved), loading.read_table
     where = found.model.where
     if name[0] == "0":
@@ -386,7 +386,7 @@ def test_an_optimizer_of_other_parameters(saved: Path):
     assert after.keys() == before.keys()
     for number, name in enumerate(names):
         key = f"{number}.exp_avg"
-        if key in before:  # not of `two`, which the forward does not use
+        if key in before:  # `two` has no state: the forward does not use it
             assert torch.equal(after[key], before[key]) is (name != "scale"), name
 
 
@@ -440,7 +440,7 @@ def test_states_of_another_optimizer(tmp_path: Path, saved: str, other: str, tex
 
 @pytest.mark.parametrize("kind", [fsdpc.optim.AdamW8bit, fsdpc.optim.AdamMini])
 def test_going_back_with_states_by_blocks(tmp_path: Path, kind: Any):
-    """Into the optimizer that has saved, and has such states already."""
+    """A load into the optimizer that has saved: its states are by blocks already."""
     model = nn.Linear(80, 80)
     named = model.named_parameters() if kind is fsdpc.optim.AdamMini else model.parameters()
     optimizer = kind(named, lr=0.1)
@@ -457,7 +457,7 @@ def test_going_back_with_states_by_blocks(tmp_path: Path, kind: Any):
 
 
 def test_a_load_runs_no_hooks_of_optimizer_steps(saved: Path):
-    """To know which states an optimizer makes, a load steps another one of its class."""
+    """To know which states an optimizer makes, a load steps another optimizer of the same class."""
     model, optimizer = trained(1)
     calls: list[Any] = []
     hooks = [
@@ -632,8 +632,8 @@ def test_a_failing_step_leaves_what_was_there(saved: Path, point: str, monkeypat
 
 
 class Failing:
-    """Every file operation below a folder, of which the `nth` fails; `later`: and all after it.
-    `act` is called before it instead.
+    """Wraps each file operation below a folder: the `nth` one fails, with `later` all after it too.
+    If `act` is set, `act` is called before the `nth` operation, which then does not fail.
     """
 
     act: Callable[[], object] | None = None
@@ -654,7 +654,7 @@ class Failing:
             if failed and self.act is not None:
                 self.act()
                 failed = False
-            if name == "close" or not failed:  # a file is closed all the same
+            if name == "close" or not failed:  # a close that fails closes the file all the same
                 result = real(*args, **options)
             if failed:
                 raise OSError(errno.EIO, f"{name} number {self.nth}")
@@ -675,7 +675,7 @@ class Failing:
         return self.count == self.nth or (self.later and self.count > self.nth)
 
     def sweep(self, call: Callable[[], object], later: bool) -> Iterator[str]:
-        """The error of each run, in which another operation fails; empty: the call went on."""
+        """Each run's error text, empty if the call returned; run n fails the nth operation."""
         for nth in itertools.count(1):
             self.nth, self.later, self.count, text = nth, later, 0, ""
             try:
@@ -692,8 +692,8 @@ class Failing:
 def test_a_load_while_another_process_replaces_the_checkpoint(
     tmp_path: Path, monkeypatch: Any, form: str
 ):
-    """At any moment, and what was replaced is gone at once: one of the two, as a whole. Readers of
-    torch's, which open files when they need them, may find that they are gone.
+    """Replaced at any moment, the old one removed at once: a load gives one of the two, as a whole.
+    torch's formats are opened file by file: such a load may find a file gone, which is an error.
     """
 
     def make(value: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -759,9 +759,9 @@ def test_a_load_while_another_process_replaces_the_checkpoint(
 def test_whatever_file_operation_of_a_save_fails(
     tmp_path: Path, monkeypatch: Any, name: str, later: bool
 ):
-    """The old checkpoint stands, or the new one where `save` returns; over one and onto a free
-    name, also one so long that names made of it need a cut. With the disk gone, the new one may
-    stand, and the error says so and where the old one is.
+    """The old checkpoint stands, or the new one where `save` returns: saved over an old one or to a
+    free name, also a name so long that names made of it are cut. If all later operations fail, too,
+    the new one may stand: the error then says so, and where the old one is.
     """
     monkeypatch.setattr(folders, "_SYNCS_AT_ONCE", 1)
     target, free, model = tmp_path / name, tmp_path / f"{name[:-1]}2", nn.Linear(1, 1, bias=False)
@@ -796,7 +796,7 @@ def test_whatever_file_operation_of_a_save_fails(
                 old = re.search("replace is (.*)$", text)
                 assert old and value_at(Path(old[1])) == 1.0
             assert not stands or later or name.startswith("step"), text
-            save(path, 1.0)  # and it cleans what was left
+            save(path, 1.0)  # this save also removes what the failed one left
             if path == free:
                 shutil.rmtree(free)
             folders.finish_removing()
@@ -832,7 +832,7 @@ def test_folders_that_do_not_add_up(tmp_path: Path, name: str):
     table, names, text = FOLDERS[name]
     tensors = {A: {"x": torch.zeros(2)}, B: {"y": torch.ones(3)}}
     plain_folder(tmp_path / "in", table, {file: tensors[file] for file in names})
-    if not text:  # a file beside those of the index is not looked at
+    if not text:  # a file that the index does not name is not looked at
         assert list(Opened(tmp_path / "in").model.where) == ["x"]
         return
     with pytest.raises(checkpoint.CheckpointError, match=text):
@@ -895,7 +895,7 @@ HEADERS: dict[str, tuple[Callable[[dict[str, Any]], int | None], str]] = {
 @pytest.mark.parametrize("name", HEADERS)
 @pytest.mark.parametrize("part", ["model", "optimizer"])
 def test_hostile_headers(saved: Path, part: str, name: str):
-    """With a manifest, and as a folder of another library."""
+    """Refused with a manifest, and without one, as a folder of another library."""
     change, text = HEADERS[name]
     folder = saved / "optimizer" if part == "optimizer" else saved
     set_header(folder / f"{part}-00001-of-00001.safetensors", change)
@@ -908,7 +908,7 @@ def test_hostile_headers(saved: Path, part: str, name: str):
 
 
 def resign(saved: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """A manifest that somebody has changed, with a checksum that fits."""
+    """Changes the manifest and gives it a checksum that fits, as a stranger could."""
     body = json.loads((saved / "fsdpc.json").read_text())
     del body["crc32c"]
     change(body)
@@ -972,7 +972,7 @@ PARTS = [
 
 @pytest.mark.parametrize(("what", "text"), PARTS)
 def test_a_part_that_is_missing(saved: Path, what: str, text: str, capsys: Any):
-    """Verified as good, and loaded as if there were no checksums, extra or optimizer, once."""
+    """Once such a folder was verified as good and loaded, as if the part had never been there."""
     shutil.rmtree(saved / what) if (saved / what).is_dir() else (saved / what).unlink()
     model, optimizer = trained(1)
     before = values(model, optimizer)
@@ -995,8 +995,8 @@ def test_a_plain_file_without_checksums_loads(tmp_path: Path):
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Flipped bits, cuts, doubled pieces, changed digits and lengths: of a file's header, or of a
-    file without one.
+    """`data` with flipped bits, cuts, doubled pieces, other digits or lengths: mostly in a header,
+    or anywhere in a file without a header.
     """
     found = bytearray(data)
     (length,) = struct.unpack_from("<Q", found)
@@ -1030,7 +1030,7 @@ def mutate(data: bytes, rng: random.Random) -> bytes:
 
 
 def accepted_alone(lone: Path) -> bool:
-    """If fsdpc takes a file without a manifest; then the reference library reads its tensors."""
+    """True if fsdpc takes a file without a manifest, which the reference library must read, too."""
     try:
         where = Opened(lone).model.where
     except checkpoint.CheckpointError:
@@ -1046,8 +1046,8 @@ def accepted_alone(lone: Path) -> bool:
 
 
 def test_fuzzed_files_never_load_wrongly(saved: Path, tmp_path: Path):
-    """What fsdpc accepts without a manifest, the reference library reads to the same tensors; with
-    one, no changed file is accepted. `FUZZ_SECONDS` for more.
+    """Without a manifest, the reference library reads what fsdpc accepts: equal names and shapes;
+    with one, no changed file is accepted. `FUZZ_SECONDS`: for how long to try.
     """
     rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
     originals = {file: file.read_bytes() for file in sorted(saved.rglob("*")) if file.is_file()}
@@ -1148,7 +1148,7 @@ print(saved, loaded, cast)
 
 @pytest.mark.long
 def test_memory_does_not_grow_with_the_model(tmp_path: Path):
-    """96 MB are saved and loaded with the staging of 8 MB and little else."""
+    """96 MB are saved and loaded with the staging of 8 MB and little other memory."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
     peaks = run_measured(SAVED, tmp_path)
@@ -1157,7 +1157,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path):
 
 
 def run_measured(code: str, tmp_path: Path) -> list[float]:
-    """The figures that a program prints which begins with MEMORY. A freed tensor is no longer
+    """The figures that the program MEMORY + `code` prints. A freed tensor is no longer
     resident, because the allocator's threshold of mappings does not grow: heap that was kept, or
     not, made the figures differ by 30 MB between runs.
     """
@@ -1196,7 +1196,7 @@ for kind in ("safetensors", "dcp"):
 
 @pytest.mark.long
 def test_the_memory_of_a_conversion_does_not_grow_with_the_checkpoint(tmp_path: Path):
-    """64 MB in tensors of 4 MB: the peak is a tensor, the buffers that read it and the staging."""
+    """64 MB in tensors of 4 MB: the peak is a tensor, its read buffers and the staging."""
     if not os.access("/proc/self/clear_refs", os.W_OK):
         pytest.skip("no high-water mark that can be reset")
     if "libasan" in os.environ.get("LD_PRELOAD", ""):
@@ -1281,7 +1281,7 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
     assert run.steps() == [30, 40]
     assert run.latest() == tmp_path / "run" / "step-000040"
     assert (tmp_path / "run" / "latest").read_text() == "step-000040\n"
-    # Killed in the middle of a save, and before `latest` was written.
+    # What a kill in the middle of a save leaves, and one before `latest` is written.
     (tmp_path / "run" / ".new-step-000050-12345678").mkdir()
     (tmp_path / "run" / "step-000060").mkdir()
     (tmp_path / "run" / "latest").write_text("step-000099\n")
@@ -1293,11 +1293,11 @@ def test_folders_of_steps(tmp_path: Path, async_: bool):
     assert not list((tmp_path / "run").glob(".new-*"))
     for step in (41, 42, 43):
         again.save(step, model, optimizer)
-    assert again.steps() == [40, 42, 43]  # what was resumed from stays
+    assert again.steps() == [40, 42, 43]  # the step that was resumed from stays
 
 
 def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    """What was saved last is the newest, in this process and the next one; `keep` follows."""
+    """The step saved last is the newest, in this process and the next; `keep` follows this."""
 
     def step_of(run: checkpoint.Checkpointer, **options: Any) -> tuple[int, float]:
         model = Net(1)
@@ -1319,10 +1319,10 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
         else:
             assert step_of(run, step=100) == (100, 100.0)
             run = checkpoint.Checkpointer(tmp_path / how, keep=3)
-            assert step_of(run) == (100, 100.0)  # killed before the first save
+            assert step_of(run) == (100, 100.0)  # as if killed before the first save
         save(run, 110)
         assert (run.steps(), run.abandoned()) == ([100, 110, 300], [300])
-        (tmp_path / how / "latest").write_text("step-000300\n")  # killed before it was written
+        (tmp_path / how / "latest").write_text("step-000300\n")  # killed before it was rewritten
         run = checkpoint.Checkpointer(tmp_path / how, keep=3)
         assert step_of(run) == (110, 110.0)
         assert "latest names step 300, but step 110 was published after it" in caplog.text
@@ -1332,9 +1332,9 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     assert "later steps [200, 300] are abandoned; keep=3 removes them first" in caplog.text
     with pytest.raises(checkpoint.CheckpointError, match=r"of step 5, only of \[110, 120, 130\]"):
         run.resume(Net(), step=5)
-    checkpoint.save(run.path(90), Net())  # without the Checkpointer
+    checkpoint.save(run.path(90), Net())  # saved without the Checkpointer
     assert (run.latest(), run.abandoned()) == (run.path(90), [110, 120, 130])
-    for path in tmp_path.rglob("fsdpc.json"):  # of older versions, without numbers
+    for path in tmp_path.rglob("fsdpc.json"):  # older versions wrote no numbers
         resign(path.parent, lambda body: body.pop("published"))
     (tmp_path / how / "latest").write_text("step-000120\n")
     assert (run.latest(), run.abandoned()) == (run.path(120), [130])
@@ -1342,7 +1342,7 @@ def test_a_run_that_goes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("how", ["bit", "lost"])
 def test_a_run_whose_newest_step_is_not_known(tmp_path: Path, how: str):
-    """The newest step's manifest is damaged: no other step is taken in its place."""
+    """The newest step's manifest is damaged or lost: no other step is taken in its place."""
 
     def damage(step: int) -> None:
         path = run.path(step) / "fsdpc.json"
@@ -1397,7 +1397,7 @@ time.sleep(60)
 
 @pytest.mark.long
 def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
-    """Every save begins while what the one before has replaced is still there."""
+    """Every save begins while the folder that the save before it replaced is still there."""
     program = subprocess.Popen(
         [sys.executable, "-c", REMOVING, str(tmp_path)],
         stdout=subprocess.PIPE,
@@ -1409,7 +1409,7 @@ def test_ctrl_c_while_replaced_folders_are_removed(tmp_path: Path):
     assert sorted(lines) == ["removing\n"] * 3 + ["saved\n"]
     deadline = time.monotonic() + 40
     while program.poll() is None and time.monotonic() < deadline:
-        program.send_signal(signal.SIGINT)  # the first ends the program, one more its wait at exit
+        program.send_signal(signal.SIGINT)  # the first ends the program, the next its wait at exit
         time.sleep(0.2)
     program.stdout.close()
     ended = program.poll() is not None
@@ -1446,7 +1446,7 @@ def test_conversions(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     checkpoint.load(tmp_path / "low", low, optimizer, cast=True)
     assert torch.equal(low.one.weight, model.one.weight.bfloat16().float())
     assert optimizer.param_groups[0]["lr"] == 0.5
-    assert command("diff", saved, tmp_path / "from_pt") == 1  # the optimizer is in one only
+    assert command("diff", saved, tmp_path / "from_pt") == 1  # from_pt has no optimizer
     assert command("diff", tmp_path / "from_pt", tmp_path / "from_pt") == 0
     capsys.readouterr()
     assert command("inspect", saved) == 0
@@ -1491,7 +1491,7 @@ def test_a_prefix_of_a_torch_save_file(tmp_path: Path, capsys: Any):
 
 @pytest.mark.parametrize("how", ["numbers and names", "flat"])
 def test_a_prefix_of_names_of_the_optimizer(tmp_path: Path, how: str):
-    """The states lose the prefix, too; those of other names are left out, and listed."""
+    """States lose the prefix as names do; states under other names are left out, and listed."""
     inner, other = Net(), nn.Linear(2, 2)
     model = nn.ModuleDict({"module": inner, "other": other})
     optimizer = torch.optim.AdamW(model.named_parameters(), lr=0.5)
@@ -1546,7 +1546,7 @@ def beside_the_model(model: nn.Module, optimizer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("form", [as_numbers, as_names, as_flat_names, beside_the_model])
 @pytest.mark.parametrize("how", ["dcp", "torch.save", "converted"])
 def test_what_torch_has_saved_loads(tmp_path: Path, form: Any, how: str):
-    """Weights, moments, options and the scheduler, to the bit."""
+    """A load takes weights, moments, options and the scheduler, to the bit."""
     model, optimizer = trained()
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, last_epoch=-1)
     scheduler.last_epoch = 2
@@ -1614,7 +1614,7 @@ def leave(index: Any) -> None:
 
 
 def attributes_of(module: str, name: str, attribute: str) -> Callable[[Path], None]:
-    """The index gives an allowed class or function an attribute, by pickle's BUILD."""
+    """Makes the index set an attribute of an allowed class or function, by pickle's BUILD."""
     key = b"X" + struct.pack("<I", len(attribute)) + attribute.encode()
     target = f"c{module}\n{name}\n".encode()
 
@@ -1712,7 +1712,7 @@ def test_an_index_that_an_early_python_3_11_has_written(tmp_path: Path):
 
 
 def test_fuzzed_indexes_of_dcp_never_load_wrongly(tmp_path: Path):
-    """A changed index is refused, or loads the same values: `FUZZ_SECONDS` for more."""
+    """A changed index is refused, or loads the same values. `FUZZ_SECONDS`: for how long to try."""
     rng = random.Random(os.environ.get("FUZZ_SEED", "1"))
     wanted = trained()
     weights, states = named_states(*wanted)
@@ -1782,7 +1782,7 @@ def test_layouts_that_are_unknown_are_named(tmp_path: Path):
 
 
 def test_wide_and_conjugate_tensors_of_torch(tmp_path: Path, monkeypatch: Any):
-    """Complex128 read in pieces, behind 8 bytes; a conjugate in the memory of another tensor."""
+    """A complex128 tensor behind 8 bytes, read in pieces; a conjugate that shares its memory."""
     monkeypatch.setattr(loading, "_WAVE_BYTES", 1 << 14)
     numbers = torch.randn(5000, dtype=torch.complex128)
     state = {"0": torch.ones(1, dtype=torch.float64), "1": numbers, "2": numbers.conj()}
@@ -1877,7 +1877,7 @@ def test_keys_that_dcp_cannot_keep(tmp_path: Path):
 
 
 def universal(folder: Path, model: nn.Module, optimizer: Any, stage: int) -> None:
-    """A folder as DeepSpeed's ``ds_to_universal`` writes it."""
+    """Writes a folder as DeepSpeed's ``ds_to_universal`` does."""
     for name, param in model.named_parameters():
         (folder / "zero" / name).mkdir(parents=True)
         state = dict(optimizer.state.get(param, {}))
@@ -1907,7 +1907,7 @@ def test_universal_checkpoints_of_deepspeed(tmp_path: Path, stage: int, capsys: 
     for name in "ab":
         other, into = trained(1)
         other.two.float()
-        checkpoint.load(tmp_path / name, other, into, strict=False)  # two has no states
+        checkpoint.load(tmp_path / name, other, into, strict=False)  # `two` has no states
         found = dict(other.named_parameters())
         for key, param in model.named_parameters():
             assert torch.equal(found[key], param)
@@ -1923,7 +1923,7 @@ def test_of_a_universal_checkpoint_no_file_stays_open(tmp_path: Path):
     universal(tmp_path / "a", model, optimizer, 3)
     before = len(os.listdir("/proc/self/fd"))
     found = torch_files.open_any(tmp_path / "a")
-    assert len(os.listdir("/proc/self/fd")) == before + 1  # the folder's
+    assert len(os.listdir("/proc/self/fd")) == before + 1  # the folder's descriptor
     names = [name for name, _ in found.stamp[0]]
     assert "zero/scale/fp32.pt" in names and "mp_rank_00_model_states.pt" not in found.left
     (tmp_path / "a" / "zero" / "scale" / "fp32.pt").unlink()
@@ -2019,7 +2019,7 @@ def test_parts_of_a_part_are_read_from_the_file_once(tmp_path: Path, monkeypatch
 
 
 def test_states_of_another_shape(tmp_path: Path):
-    """By number, with parameters in another order."""
+    """States by number do not fit an optimizer that has the parameters in another order."""
     torch.save(as_numbers(*trained()), tmp_path / "a.pt")
     model = Net(1)
     before = values(model)
@@ -2054,7 +2054,7 @@ def test_states_of_another_shape(tmp_path: Path):
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, fsdpc.optim.AdamW, torch.optim.SparseAdam])
 def test_steps_that_are_integers(tmp_path: Path, kind: Any):
-    """Old files have them; most optimizers count in a tensor, as after ``load_state_dict``."""
+    """Old files have integer steps; most optimizers get a tensor, as after ``load_state_dict``."""
     model = nn.Linear(2, 2)
     state = {"step": 3, "exp_avg": torch.ones(2, 2), "exp_avg_sq": torch.ones(2, 2)}
     form = {"state": {0: state}, "param_groups": [{"params": [0, 1]}]}
@@ -2117,7 +2117,7 @@ def test_parts_of_tensors_are_read_as_blocks():
 
 
 class Rotary(nn.Module):
-    """Buffers that no checkpoint holds, as in decoders of transformers."""
+    """A module with buffers that no checkpoint holds, as in decoders of transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -2210,7 +2210,7 @@ def test_objects_that_are_none_or_several(tmp_path: Path):
     one = torch.optim.AdamW(model.parameters())
 
     class Container(torch.optim.Optimizer):
-        """As torchtitan's: a list behind the face of one, with an empty state of its own."""
+        """Like torchtitan's: a list that looks like one optimizer, and has an empty own state."""
 
         def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
             super().__init__(model.parameters(), {})
@@ -2338,7 +2338,7 @@ def test_a_conversion_names_all_that_it_leaves_out(tmp_path: Path, capsys: Any):
 
 
 def test_only_some_tensors(tmp_path: Path):
-    """What one pattern or function means, with the states of these parameters alone."""
+    """Only tensors that patterns or a function choose, and the states of these parameters alone."""
     model, optimizer = trained()
     checkpoint.save(tmp_path / "part", model, optimizer, only=["one.*", "scale"])
     stored = Opened(tmp_path / "part")
@@ -2359,7 +2359,7 @@ def test_only_some_tensors(tmp_path: Path):
     for name, value in values(other, into).items():
         ours = name.startswith("one.") or name.partition(".")[0] in numbers
         assert torch.equal(value, (expected if ours else before)[name]), name
-    assert into.param_groups[0]["lr"] == 1.5  # of other parameters, too
+    assert into.param_groups[0]["lr"] == 1.5  # kept: its group has other parameters, too
     run = checkpoint.Checkpointer(tmp_path / "run", only=(name for name in ["one.*"]))
     run.save(1, model)
     other = Net(1)
@@ -2426,7 +2426,7 @@ def test_a_snapshot_does_not_disturb_other_hooks_of_optimizer_steps():
 
 
 def test_a_step_that_is_removed_while_others_look(tmp_path: Path, monkeypatch: Any):
-    """A reader that polls `latest` has seen the folder, and finds no manifest in it."""
+    """A reader that polls `latest` has seen a step's folder, and finds no manifest in there."""
     run = checkpoint.Checkpointer(tmp_path, keep=None)
     for step in (1, 2):
         run.save(step, nn.Linear(2, 2))
@@ -2448,7 +2448,7 @@ def test_a_step_that_is_removed_while_others_look(tmp_path: Path, monkeypatch: A
 
 
 class Full(nn.Module):
-    """``n`` values ``fill``."""
+    """A module with a buffer of ``n`` values ``fill``."""
 
     def __init__(self, n: int, fill: float) -> None:
         super().__init__()
@@ -2456,7 +2456,7 @@ class Full(nn.Module):
 
 
 class Interrupting:
-    """Gets a signal while its state is read."""
+    """Sends its own process a signal while its state is read."""
 
     def state_dict(self) -> dict[str, Any]:
         os.kill(os.getpid(), signal.SIGUSR1)
@@ -2467,7 +2467,7 @@ class Interrupting:
 
 
 def test_a_save_that_begins_inside_of_another(tmp_path: Path, monkeypatch: Any):
-    """Both had one memory for their copies: the first checkpoint had the second one's values, with
+    """Once both saves copied into one memory: the first checkpoint had the second's values, with
     checksums that fit.
     """
     write, may_write = background.write_plan, threading.Event()
@@ -2508,7 +2508,7 @@ def wait_in_child(handle: Any, into: Any) -> None:
 
 
 def test_a_process_forked_during_a_save_in_the_background(tmp_path: Path, monkeypatch: Any):
-    """A worker of a loader waited at its end, for ever, for a thread that it does not have."""
+    """Once a forked worker of a loader waited for ever at its end, for a thread that it has not."""
     checkpoint.save(tmp_path / "before", Full(3, 1.0))
     write, may_write = background.write_plan, threading.Event()
 
@@ -2545,14 +2545,14 @@ def test_steps_of_other_types(tmp_path: Path, make: Any):
 
 @pytest.mark.parametrize("step, text", [(-1, "at least 0, not -1"), (1.5, "whole number, not 1.5")])
 def test_steps_that_no_folder_has(tmp_path: Path, step: Any, text: str):
-    """``resume`` did not see the folder of a negative step."""
+    """Refused at once: ``resume`` would not see the folder of a negative step."""
     with pytest.raises((ValueError, TypeError), match=text):
         checkpoint.Checkpointer(tmp_path).save(step, Full(3, 1.0))
     assert not list(tmp_path.iterdir())
 
 
 def test_a_name_that_headers_have_for_themselves(tmp_path: Path):
-    """It was saved, and no reader took the file."""
+    """Refused at once: a file with such a name was saved before, and no reader took it."""
     model = nn.Module()
     model.register_buffer("__metadata__", torch.ones(3))
     with pytest.raises(

@@ -17,7 +17,7 @@ F8 = {
 }
 BLOCKS = {name: block for name, block, *_ in _probe.CODECS}
 BITS = {name: bits for name, _, bits, *_ in _probe.CODECS}
-# Of the block's largest magnitude. mxfp8 cuts off what is above 448 of 512 scales.
+# Bounds of errors, by the block's largest magnitude. mxfp8 cuts off above 448 of 512 scales.
 BOUNDS = {
     "int8": 1 / 251,
     "float8_e4m3": 1 / 27,
@@ -59,7 +59,7 @@ def scales_at(codec, rows, row):
 
 
 def with_scale(codec, codes, scale):
-    """Coded memory of one row of one block."""
+    """The coded memory of one row that is one block."""
     row = len(codes)
     out = np.zeros(_probe.codec_bytes(codec, 1, row), np.uint8)
     out[:row] = codes
@@ -86,7 +86,7 @@ def test_every_code_has_the_value_of_its_format(codec, kernels):
     dtype, largest, block = F8[codec]
     codes = np.arange(256, dtype=np.uint8)
     expected = codes.view(dtype).astype(np.float32)
-    scale = 127 if codec == "mxfp8" else largest  # 1, each
+    scale = 127 if codec == "mxfp8" else largest  # a factor of 1 for both
     found = [
         decode(codec, with_scale(codec, part, scale), (1, len(part)))[0]
         for part in np.split(codes, 256 // block)
@@ -103,11 +103,11 @@ def test_every_code_has_the_value_of_its_format(codec, kernels):
 
 @pytest.mark.parametrize("codec", F8)
 def test_every_bfloat16_is_rounded_to_its_format(codec, kernels):
-    """In blocks that hold the format's largest number, so that values are not scaled."""
+    """Blocks hold the format's largest number, so that their values are not scaled."""
     dtype, largest, block = F8[codec]
     every = np.arange(65536, dtype=np.uint16)
     values = every.view(ml_dtypes.bfloat16).astype(np.float32)
-    inside = np.abs(values) <= largest  # not NaN
+    inside = np.abs(values) <= largest  # leaves out NaN
     every, values = every[inside], values[inside]
     count = -(-len(values) // (block - 1)) * (block - 1)
     padded = np.pad(every, (0, count - len(every))).reshape(-1, block - 1)
@@ -160,17 +160,17 @@ def test_nf4_has_the_codes_and_values_of_bitsandbytes(kernels):
     expected = (NF4[levels] * scales[:, None]).reshape(values.shape)
     found = decode("nf4", coded, values.shape)
     assert np.array_equal(found, expected)
-    assert np.array_equal(encode("nf4", found), coded)  # values as a form of codes
+    assert np.array_equal(encode("nf4", found), coded)  # the values have the same codes
 
 
 def nvfp4_rows(parts):
-    """Rows of parts of 16, which begin with one that makes the float32 scale 1."""
+    """Rows of parts of 16 values; each row begins with a part that makes its float32 scale 1."""
     parts = np.pad(parts, ((0, -len(parts) % 31), (0, 0))).reshape(-1, 31, 16)
     return np.pad(parts, ((0, 0), (1, 0), (0, 0)), constant_values=2688).reshape(-1, 512)
 
 
 def nvfp4_codes(rows):
-    """Codes, and scales of parts, but for those of the first ones."""
+    """Codes and scales of all parts but the first one of each row."""
     coded = encode("nvfp4", rows)
     at = scales_at("nvfp4", *rows.shape)
     codes = np.stack([coded[:at] >> 4, coded[:at] & 15], -1).reshape(len(rows), 32, 16)
@@ -196,7 +196,7 @@ def test_every_code_of_nvfp4_under_every_scale_has_its_value(kernels):
 
 
 def test_every_bfloat16_is_rounded_to_nvfp4(kernels):
-    """As values under a scale of 1, and as scales."""
+    """Each bfloat16 as a value under a scale of 1, and as a scale."""
     every = np.arange(65536, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)
     values = every[np.abs(every) <= 6]
     padded = np.pad(values, (0, -len(values) % 15)).reshape(-1, 15)
@@ -216,7 +216,7 @@ def test_every_bfloat16_is_rounded_to_nvfp4(kernels):
 
 
 def test_nvfp4_has_the_codes_and_values_of_torchao(kernels):
-    """Its nvfp4_quantize (0.18) with the scale of the tensor, which each block has here."""
+    """torchao's nvfp4_quantize (0.18) with one scale for the tensor, which each block has here."""
     rng = np.random.default_rng(0)
     rows = rng.standard_normal((200, 512)).astype(np.float32)
     rows *= np.float32(2.0) ** rng.integers(-8, 1, (200, 32, 1)).repeat(16, 2).reshape(200, 512)
@@ -234,7 +234,7 @@ def test_nvfp4_has_the_codes_and_values_of_torchao(kernels):
 
 
 def test_pages_know_every_codec():
-    """The documents and the docstring, from the list of ``codec_bits.h``."""
+    """docs/hosts.md and the docstring name each codec of the list of ``codec_bits.h``."""
     page = (Path(__file__).parents[2] / "docs/hosts.md").read_text()
     for codec in BLOCKS:
         assert f"`{codec}`" in page
@@ -260,9 +260,9 @@ def test_rounding_at_random_is_right_on_average(kernels):
     step = rows[:, :1] / 7
     below = np.floor(np.float32(0.3) / step)
     assert (np.isclose(found, below * step) | np.isclose(found, (below + 1) * step)).all()
-    deviation = step.mean() / 2 / np.sqrt(found.size)  # at most
+    deviation = step.mean() / 2 / np.sqrt(found.size)  # an upper bound
     assert abs(found.mean() - 0.3) < 5 * deviation
-    by_place = found.mean(0)  # no place in a block is rounded one way
+    by_place = found.mean(0)  # values at one place of the blocks are not all rounded one way
     assert np.abs(by_place - 0.3).max() < 5 * step.mean() / 2 / np.sqrt(len(rows))
     assert abs(decode("int4", encode("int4", rows), rows.shape)[:, 1:].mean() - 0.3) > deviation
     neighbours = np.corrcoef((found - 0.3)[:, :-1].ravel(), (found - 0.3)[:, 1:].ravel())[0, 1]
@@ -279,7 +279,7 @@ def test_blocks_keep_their_largest_value_and_end_with_their_row(codec, row, kern
     values *= np.float32(2.0) ** rng.integers(-120, 100, (3, row)).astype(np.float32)
     found = decode(codec, encode(codec, values), values.shape)
     assert same(found, rounded(codec, values))
-    for number in range(3):  # a row alone has the same codes
+    for number in range(3):  # a row has the same values when it is coded alone
         alone = values[number : number + 1]
         assert same(decode(codec, encode(codec, alone), alone.shape)[0], found[number])
         for begin in range(0, row, BLOCKS[codec]):

@@ -74,7 +74,7 @@ def test_a_product_inside_a_test(monkeypatch):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize(("left", "right"), [(1, 1), (2, 1), (2, 2)])
 def with_axes(world, size, left, right):
-    """Never run; an axis has the same values as the world size."""
+    """Never run; ``size`` has the same values as the world size."""
 
 
 with_axes.rank_function = with_axes  # as harness.ranks does
@@ -108,13 +108,13 @@ def test_items_are_chosen_by_test():
 
 
 def test_pytest_shows_what_the_choice_reads(request):
-    """Without it nothing would be left out, and no test would say so."""
+    """If pytest hid axes of items, nothing would be left out, and no other test would say so."""
     found = [i for i in request.session.items if i.originalname == "test_with_axes"]
     assert all(set(combinations.axes_of(item)[1]) == {"world", "flag"} for item in found)
 
 
 def test_one_process_keeps_its_product(monkeypatch):
-    """Its tests take milliseconds, and each value may be code of its own."""
+    """Tests of one process take milliseconds, and each value may be code of its own."""
     monkeypatch.delattr(with_axes, "rank_function")
     items = items_of(with_axes, (["1-1", "2-1"], ["1", "2"], ["1", "2"]))
     assert choose(items, "each") == items
@@ -125,7 +125,7 @@ def test_one_process_keeps_its_product(monkeypatch):
 @pytest.mark.parametrize("world", [1])
 @pytest.mark.parametrize("flag", [True, False])
 def test_with_axes(world, flag):
-    """Items for the test above."""
+    """Makes the items of test_pytest_shows_what_the_choice_reads."""
     assert world == 1
 
 

@@ -224,7 +224,7 @@ def test_callback_exception_is_the_cause(loopback):
     assert caught.value.__cause__ is target.error
     assert "norm" in str(caught.value) and "second line" not in str(caught.value)
     target.error = None
-    with pytest.raises(fsdpc.CommError, match="by 0"):  # broken for good
+    with pytest.raises(fsdpc.CommError, match="by 0"):  # the communicator stays broken
         comm.barrier()
     assert len(target.calls) == 1
 
@@ -426,7 +426,7 @@ def test_bad_process_timeout(seconds):
     ],
 )
 def test_a_thread_waits_for_another_one_until_the_process_deadline(name, call):
-    """The other one is in a collective, and so in its unit and in its tree."""
+    """The other thread is inside a collective, and so inside its unit and its tree."""
     inside, leave = threading.Event(), threading.Event()
 
     class Calls:
@@ -465,7 +465,7 @@ def test_timeout(monkeypatch):
 
 
 def test_the_deadline_ends_a_wait_before_torchs_own_does(monkeypatch, tmp_path):
-    """A rank that skips its last backward waits in a collective whose error names no rank."""
+    """torch's collectives end without naming a rank: fsdpc's deadline must come before torch's."""
     monkeypatch.setenv("FSDPC_TIMEOUT", "")
     limit = datetime.timedelta(seconds=20)
     store = dist.FileStore(str(tmp_path / "store"), 1)

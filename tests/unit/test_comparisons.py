@@ -10,7 +10,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 LARGEST = {"max", "amax", "nanmax", "maximum", "fmax"}
 KEEPS_NAN = {"torch"}  # torch.max and Tensor.max give NaN for NaN
-MEANT = {  # NaN is what these are about
+MEANT = {  # files whose subject is NaN
     "kernels/test_kernels.py",
     "gpu/test_kernels_gpu.py",
     "unit/test_codec.py",

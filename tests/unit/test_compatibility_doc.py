@@ -49,7 +49,7 @@ def table(heading: str) -> dict[str, str]:
 
 
 def plain_signature(function: Callable[..., Any]) -> inspect.Signature:
-    """Without annotations and without self."""
+    """A function's signature without annotations and without self."""
     signature = inspect.signature(function)
     parameters = [
         p.replace(annotation=inspect.Parameter.empty)
@@ -75,7 +75,7 @@ def first_cell(name: str) -> str:
 
 
 def public_names() -> list[str]:
-    """Those of FSDP1: what its module knows. FSDP2's are not fsdpc's affair."""
+    """Names of FSDP1: what its module knows. test_compatibility_doc2.py has those of FSDP2."""
     return [*(name for name in theirs.__all__ if hasattr(home, name)), "FlatParameter"]
 
 
@@ -150,7 +150,7 @@ def test_the_scalers_signature_is_torchs():
     expected = dict(plain_signature(sharded_grad_scaler.ShardedGradScaler.__init__).parameters)
     assert list(got) == list(expected)
     differ = [name for name in got if got[name].default != expected[name].default]
-    assert differ in (["device"], ["device", "process_group"])  # the row says why
+    assert differ in (["device"], ["device", "process_group"])  # the document's row says why
 
 
 def test_names_are_torchs_objects():

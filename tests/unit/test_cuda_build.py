@@ -18,7 +18,7 @@ ASK = "import fsdpc._C as c; print(c.cuda_device(0))"
 
 
 def refusal(**environment: str) -> str:
-    """The sentence with which a process that asks for a GPU ends."""
+    """The last sentence of a process that asks for a GPU and is refused."""
     result = subprocess.run(
         [sys.executable, "-c", ASK],
         capture_output=True,
@@ -108,8 +108,8 @@ def test_a_wrong_nvcc_is_named():
 
 
 def test_the_source_distribution_has_every_source(tmp_path):
-    """What is missing there cannot be built by who installs from it."""
-    # Metadata of its own: what lies in the tree may remember files of an earlier build.
+    """A source that is missing in the distribution cannot be built by who installs from it."""
+    # Metadata in a folder of its own: the tree's metadata may list files of an earlier build.
     command = [sys.executable, "setup.py", "-q", "egg_info", "-e", str(tmp_path)]
     command += ["sdist", "-d", str(tmp_path)]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True, timeout=300)

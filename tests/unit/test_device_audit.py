@@ -56,7 +56,7 @@ ALLOWED = {
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
-    """``torch.name(...)`` and ``value.numpy()``, by name."""
+    """Yields the calls ``torch.name(...)``, ``value.numpy()`` and ``value.new_...()``, by name."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             owner, name = node.func.value, node.func.attr

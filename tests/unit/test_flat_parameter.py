@@ -23,7 +23,7 @@ MIXED = [
 
 
 class Capsule:
-    """Hands a capsule to np.from_dlpack, which asks an object for it."""
+    """Hands a capsule to np.from_dlpack, which asks for an object with ``__dlpack__``."""
 
     def __init__(self, capsule) -> None:
         self.capsule = capsule
@@ -101,7 +101,7 @@ def test_views_share_memory(flat):
     assert bias[0] == -1 and over(flat.shard_segment(0))[offset] == -1
     flat.grad[offset + 2] = 7
     assert over(flat.grad_part(1))[2] == 7 and over(flat.grad_segment(0))[offset + 2] == 7
-    # One rank, no cast: the gathered values are the master itself.
+    # One rank, no cast: the gathered values are the master's own memory.
     assert np.shares_memory(flat.full, flat.shard)
     assert np.array_equal(over(flat.full_param(0, (3, 4))), np.arange(12.0).reshape(3, 4))
 

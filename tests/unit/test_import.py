@@ -81,7 +81,7 @@ def test_every_public_name_exists():
 
 def test_fsdp1s_public_names_are_all_here():
     """Everything that torch.distributed.fsdp exports for the wrapper class."""
-    others = {  # of the per-parameter front end
+    others = {  # names of the per-parameter front end
         "CPUOffloadPolicy",
         "DataParallelMeshDims",
         "FSDPModule",

@@ -22,14 +22,14 @@ def test_a_call_runs_before_the_wait_returns_and_its_error_arrives():
 
 @pytest.fixture
 def interrupts():
-    """A shell's background job ignores them."""
+    """Makes Ctrl-C raise: a background job of a shell ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
 def test_the_wait_after_an_interrupted_one_is_whole(interrupts):
-    """Also where the first call did not end when it was cut."""
+    """Also where the first call goes on after its wait was interrupted."""
     for obeys in (True, False):
         ends, ended = threading.Event(), []
 

@@ -44,7 +44,7 @@ LAYERS = (
     "csrc/py",
 )
 RANKS = {name: rank for rank, name in enumerate(LAYERS)}
-# Only these know CUDA or NCCL; everything else sees a device, a communicator, an arena.
+# Only these files know CUDA or NCCL; all others see a device, a communicator, an arena.
 GPU_FILES = re.compile(
     r"csrc/([a-z]+/)+((device|arena|py)_cuda|(py_)?comm_nccl|(cuda|nccl)_)|kernels/cuda_"
 )
@@ -56,7 +56,7 @@ def layer(file: str) -> int | None:
 
 
 def path_of(include: str) -> str:
-    """Files of csrc are included by their path in it, those of kernels by their name."""
+    """Files of csrc are included by their path inside csrc, those of kernels by their name."""
     return f"csrc/{include}" if "/" in include else f"kernels/{include}"
 
 
@@ -71,7 +71,7 @@ def code(text: str) -> str:
 
 
 def names_defined(text: str) -> set[str]:
-    """Functions and variables that other files see. GET and SET make a function a row."""
+    """Functions and variables that other files see; rows of GET and SET define functions, too."""
     functions = re.findall(r"^(?:[GS]ET\([^,]+, )?(fsdpc_\w+)[(,]", text, re.MULTILINE)
     variables = re.findall(
         r"^(?!static\b|extern\b|typedef\b)\w[\w ]*\b[ *]*\b(fsdpc_\w+)(?:\[\w*\])?(?: =|;)",
@@ -92,7 +92,7 @@ def folders_of_names() -> dict[str, set[str]]:
 
 
 def names_declared(text: str) -> set[str]:
-    """Functions by their prototypes, and variables."""
+    """Functions whose prototypes stand here, and extern variables."""
     start = r"^(?!static\b|typedef\b|#)"
     functions = re.findall(start + r"\w[\w ]*[ *](fsdpc_\w+)\([^{;]*\);", text, re.MULTILINE)
     variables = re.findall(r"^extern \w[\w ]*[ *](fsdpc_\w+)(?:\[\w*\])?;", text, re.MULTILINE)
@@ -100,7 +100,7 @@ def names_declared(text: str) -> set[str]:
 
 
 def file_uses(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Which files of csrc each one uses, all by their names without folders."""
+    """Which other files of csrc each file uses, all by their names without folders."""
     texts = {
         Path(file).name: code(text)
         for file, text in sources.items()
@@ -115,7 +115,7 @@ def file_uses(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def circles(uses: dict[str, set[str]]) -> set[frozenset[str]]:
-    """The sets of files each of which uses all others, perhaps through others."""
+    """The sets of files in which each file uses all others, directly or through other files."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -160,7 +160,7 @@ def private_headers_stay_in_their_folder(file: str, text: str) -> Iterator[str]:
 
 
 def headers_declare_their_own_folder(file: str, text: str) -> Iterator[str]:
-    """Else a low folder may call a high one: the include goes down, the call up."""
+    """Else a low folder could call a high one: its include would go down, the call up."""
     for name in sorted(names_declared(code(text))) if file.endswith(".h") else ():
         if str(Path(file).parent) not in (homes := folders_of_names().get(name, set())):
             yield f"declares {name}, defined in {', '.join(sorted(homes)) or 'no file'}"
@@ -279,7 +279,7 @@ def test_circles_find_what_is_planted() -> None:
 
 
 def test_only_the_package_imports_torch() -> None:
-    """The C layer reaches torch's tensors through DLPack and attributes, it imports nothing."""
+    """The C layer reaches torch's tensors through DLPack and attributes; it never imports torch."""
     for file, text in SOURCES.items():
         assert not re.search(r'PyImport_Import\w*\s*\(\s*"torch', text), file
 
@@ -303,7 +303,7 @@ PACKAGE = (
     "plan",
 )
 GROUND = {"_torch", "api", "wrap"}  # names of torch's
-# The methods of the wrapper class and what installs the class know the class's module.
+# The one import of a higher layer: the wrapper's optimizer methods use fsdpc/state_dict.py.
 UPWARD = {("_fsdp1/optim/methods", "state_dict")}
 COMPANIONS = PACKAGE[PACKAGE.index("") + 1 :]
 # What may know companions: the tables of public names and of who registers, and the command.
@@ -319,7 +319,7 @@ def package_layer(module: str) -> int:
 
 @functools.cache
 def package_files(root: Path = ROOT / "fsdpc") -> dict[str, str]:
-    """Texts by paths without their ending."""
+    """Texts of the package's files, by paths without their ending."""
     return {str(p.relative_to(root).with_suffix("")): p.read_text() for p in root.rglob("*.py")}
 
 
@@ -328,7 +328,7 @@ def is_of_types(node: ast.AST) -> bool:
 
 
 def names_of_import(node: ast.AST, file: str) -> list[str]:
-    """Modules, or names in modules, in full."""
+    """The full names of what an import statement imports: modules, or names in modules."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
@@ -339,12 +339,12 @@ def names_of_import(node: ast.AST, file: str) -> list[str]:
 
 
 def package_imports(file: str, text: str, modules: set[str]) -> Iterator[tuple[str, str]]:
-    """What a file imports of the package, as paths without their ending, and how: when it is
-    imported itself, in a function, for types or by a name in a string.
+    """Yields what a file imports of the package, as paths without their ending, and how: at import
+    of the file, in a function, for types, or by a name in a string.
     """
 
     def path_of(name: str) -> str:
-        home = _HOME.get(name.removeprefix("fsdpc.")) or name  # of a public name
+        home = _HOME.get(name.removeprefix("fsdpc.")) or name  # the module of a public name
         path = home.removeprefix("fsdpc.").replace(".", "/")
         return path if path in modules or "/" not in path else path.rpartition("/")[0]
 
@@ -365,7 +365,7 @@ NAMED = r"(fsdpc|_companions)(\.\w+)+"
 
 
 def arrows(files: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    """File, what it imports and how; leaves out what no folder or module of the package is."""
+    """Yields file, import and how; skips what is no folder or module of the package."""
     known = {*package_files(), *(file.rpartition("/")[0] for file in package_files())}
     for file, text in files.items():
         for name, how in package_imports(file, text, known):
@@ -431,7 +431,7 @@ def test_the_wall_leaves_the_innocent_alone():
 
 
 def test_no_two_modules_of_tests_and_benchmarks_have_one_name():
-    """Their folders are on one path while tests run: the first of a name hides the other."""
+    """All folders are on one path while tests run: the first file of a name would hide others."""
     names: dict[str, Path] = {}
     for folder in ("tests", "benchmarks", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -35,7 +35,7 @@ class Segment:
 def model_segment(key: tuple, members: list[int], specs: list[Spec], world: int, align: int):
     storage = key[0]
     segment = Segment(key, members, 0, np.zeros(0), 0, 0)
-    # The same for all dtypes of computing and reducing, so for the narrowest one.
+    # One step serves all dtypes of computing and reducing, so it is that of the narrowest dtype.
     segment.step = align if storage == "uint8" else align // 2
     sizes = np.array([specs[i][1] for i in members])
     room = -(-sizes // segment.step) * segment.step
@@ -52,7 +52,7 @@ def model(specs: list[Spec], world: int, align: int) -> list[Segment]:
 
 
 def stacked(sizes: list[int]) -> list[int]:
-    """Where each of the areas begins that lie one behind the other, and where the last ends."""
+    """The beginnings of areas that lie one behind the other, and the end of the last one."""
     return [0, *np.cumsum(sizes, dtype=int).tolist()]
 
 
@@ -182,8 +182,8 @@ def test_padding_is_under_a_ten_thousandth(sizes: list[int], kinds: tuple, world
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("kinds", [FP32, BF16], ids=["fp32", "bf16"])
 def test_padding_of_a_small_layer(kinds: tuple, world: int) -> None:
-    """A GPT-2 layer has 7 M elements. Up to 64 ranks the limit holds; beyond, the 16 bytes that a
-    piece is rounded to cost more than that, but never more than they are."""
+    """A GPT-2 layer has 7 M elements. Up to 64 ranks the limit holds; beyond, rounding each rank's
+    piece to 16 bytes costs more than the limit, but never more than 16 bytes a rank."""
     share = padding_share(GPT_2, kinds, world)
     rounding = world * 8 / sum(GPT_2)  # 16 bytes of the narrowest dtype
     assert share < 1e-4 or (world > 64 and share < rounding)
@@ -193,7 +193,7 @@ def test_padding_of_a_small_layer(kinds: tuple, world: int) -> None:
 
 
 def by_rows(i: int, shape: tuple[int, ...], kind: tuple) -> tuple:
-    """As the Python side makes it: a 0-dim parameter is one row, a row has at least one element."""
+    """A spec as Python makes it: a 0-dim parameter is one row, a row has at least one element."""
     return (f"p{i}", int(np.prod(shape)), *kind, max(1, int(np.prod(shape[1:]))))
 
 

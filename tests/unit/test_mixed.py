@@ -32,7 +32,7 @@ class Mapping(collections.OrderedDict):
 
 @dataclasses.dataclass
 class Output(collections.OrderedDict):
-    """As the outputs of transformers: items and fields are the same, and there is no update()."""
+    """Like transformers' outputs: items and fields are the same, and update() raises."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class Output(collections.OrderedDict):
 
 @dataclasses.dataclass
 class Needing(collections.OrderedDict):
-    """copy.copy fails: the constructor, which the copy calls without arguments, needs a value."""
+    """A class that copy.copy cannot copy: it calls the constructor without the value it needs."""
 
     first: torch.Tensor
     second: torch.Tensor | None = None

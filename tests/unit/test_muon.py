@@ -52,7 +52,7 @@ def equal(ours: Any, theirs: Any) -> bool:
     ],
 )
 def test_equals_torch(options):
-    """And loads states from there, and gives states back."""
+    """fsdpc's and torch's steps are equal, and each class goes on from the other one's states."""
     mine, other = parameters(), parameters()
     ours, theirs = optim.Muon(mine, **options), torch.optim.Muon(other, **options)
     run(mine, ours)
@@ -70,7 +70,7 @@ def test_equals_torch(options):
 
 
 def test_goes_back_to_an_earlier_state():
-    """With its options: those of the loaded groups, not of the groups before."""
+    """The options go back, too: those of the loaded groups count, not those of before."""
     mine, other = parameters(), parameters()
     ours, theirs = optim.Muon(mine, lr=0.02), torch.optim.Muon(other, lr=0.02)
     saved = [copy.deepcopy(each.state_dict()) for each in (ours, theirs)]
@@ -108,7 +108,7 @@ def test_narrow_parameters_and_wide_iterations():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_updates_do_not_depend_on_where_a_piece_ends(dtype):
-    """torch's sums of narrow types do, at the end of a tensor."""
+    """torch's own sums of narrow types do depend on the place, at the end of a tensor."""
     [param] = parameters([(300, 129)], dtype)
     [group] = optim.Muon([param], lr=0.02).param_groups
     for widths in ((129,), (100, 29)):
@@ -159,7 +159,7 @@ def test_which_parameters_are_matrices():
 
 
 def pieces(whole: torch.Tensor, rows: list[int] | None) -> list[torch.Tensor]:
-    """The matrices of each of a stack: of so many rows, or three beside each other."""
+    """Cuts each matrix of a stack into matrices of `rows` rows, or into three beside each other."""
     stack = whole.view(-1, *whole.shape[-2:])
     cut = stack.split(rows, 1) if rows else stack.split(stack.shape[-1] // 3, 2)
     return [matrix for part in cut for matrix in part]
@@ -188,7 +188,7 @@ def test_split_parameters_are_matrices_of_their_own():
 def test_other_parameters_are_stepped_by_adamw(by_group):
     mine, other = named(a=(4, 6), embed=(6, 3), norm=(5,)), named(a=(4, 6), embed=(6, 3), norm=(5,))
     params = [p for _, p in mine]
-    if by_group:  # as MuonWithAuxAdam
+    if by_group:  # as MuonWithAuxAdam groups parameters
         rest = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-9, "weight_decay": 0.02}
         groups = [
             {"params": params[:1], "use_muon": True, "lr": 0.02},
@@ -237,8 +237,8 @@ def test_options_out_of_range(options, text):
 
 @pytest.mark.parametrize(("world", "bound"), [(8, 1.01), (64, 1.11)])
 def test_deal_is_balanced(world, bound):
-    """Of a Llama-3-8B's matrices, cut in rows: how much more than the mean a rank has. Of 96 large
-    ones some of 64 ranks have two, which are 1.109 times the mean.
+    """How much more than the mean the busiest rank has, of Llama-3-8B's matrices cut in rows. Of 96
+    large ones, some of 64 ranks have two, which are 1.109 times the mean.
     """
     shapes = [(4096, 4096)] * 2 + [(1024, 4096)] * 2 + [(14336, 4096)] * 3
     work = [m * n * min(m, n) for m, n in shapes * 32]
@@ -255,5 +255,5 @@ def test_deal_is_balanced(world, bound):
     assert max(map(max, of_rounds)) <= (1 << 26) + max(sizes)
     assert len(of_rounds) > 1
     assert max(loads) <= bound * most
-    # Whole ones stay where they are.
+    # A matrix that one rank holds whole stays on that rank.
     assert deal([1] * world, np.eye(world).__getitem__, world) == list(range(world))

@@ -25,7 +25,7 @@ from fsdpc import _C, checkpoint, optim
 from fsdpc._companions.state_layout import ALIGN, PAGE, Wanted, lay_out
 from fsdpc.optim import _disk
 
-# Wherever pytest's folders are.
+# pytest's folders may lie in memory, of which fsdpc warns.
 pytestmark = pytest.mark.filterwarnings("ignore:.*keeps files in memory")
 SHAPES = ((300, 401), (7,), (0, 3), (128, 64), (5,), (90000,))
 SMALL = 400_000  # bytes of buffers: the first parameter takes several chunks
@@ -186,7 +186,7 @@ def test_states_of_8_bits(tmp_path: Path):
         away.load_state_dict(saved)
     torch.testing.assert_close(away.state_dict(), before, rtol=0, atol=0)
     train(sets[1], away, range(5, 6))
-    saved["param_groups"][0]["min_8bit_size"] = 4097  # of the same states
+    saved["param_groups"][0]["min_8bit_size"] = 4097  # the same parameters have states of 8 bits
     away.load_state_dict(saved)
     assert away.param_groups[0]["lr"] == 7.0
     other = optim.AdamW8bit(sets[1], offload=disk)  # has taken no step
@@ -227,7 +227,7 @@ def test_layout_is_disjoint_in_whole_pages():
                 steps.setdefault(piece.number, []).append((piece.begin, piece.end))
                 for place, offset, item in zip(
                     piece.places, found.offsets[piece.number], items, strict=True
-                ):  # what the buffer holds there is what the file holds there
+                ):  # the buffer and the file hold the same bytes there
                     begin, end = (offset + k * item for k in (piece.begin, piece.end))
                     assert begin == end or any(
                         at <= begin and end <= at + count and place - to == begin - at
@@ -247,7 +247,7 @@ def test_layout_is_disjoint_in_whole_pages():
 
 @pytest.fixture
 def short_files() -> Iterator[Callable[[int], None]]:
-    """A function after which files cannot be written behind a byte."""
+    """A function that sets the byte behind which files cannot be written."""
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     yield lambda limit: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, old[1]))
@@ -342,7 +342,7 @@ def test_a_fork_cannot_use_the_file(tmp_path: Path):
 
 @pytest.mark.parametrize("io", ["io_uring", "threads"])
 def test_a_fork_that_frees_the_optimizer_keeps_its_own_memory(io: str, tmp_path: Path):
-    """A child that found a hole where the buffers lie mapped other memory there, and lost it."""
+    """Once a child, with a hole where the buffers lay, mapped its own memory there and lost it."""
     params = params_of(torch.float32)
     optimizer = optim.AdamW(params, offload=optim.Disk(tmp_path, SMALL, io=io))
     train(params, optimizer, range(1))
@@ -429,7 +429,7 @@ def test_checkpoints_are_read_into_the_file(tmp_path: Path):
 
 @pytest.mark.parametrize("where", ["disk", "host"])
 def test_narrow_states_of_a_checkpoint_become_wide_beside_masters(tmp_path: Path, where: str):
-    """As those of a state dict. Without a GPU, states of ``Host`` lie beside the parameters."""
+    """As a state dict's narrow states do. Without a GPU, ``Host`` has states beside parameters."""
     model = nn.Linear(30, 40).bfloat16()
     params = list(model.parameters())
     plain = optim.AdamW(params)

@@ -40,7 +40,7 @@ def run(optimizer: torch.optim.Optimizer, steps: int = 3, start: int = 0) -> Non
 
 
 def test_sums_of_squares_of_blocks_on_a_gpu_are_those_of_the_processor():
-    """The function has no device of its own: tensors on the host serve. One part or several."""
+    """The GPU's function works on any device, so host tensors serve. One part or several."""
     values = torch.randn(1000)
     for first, length, blocks in (
         (37, 64, 17),
@@ -80,7 +80,7 @@ def test_rounding_is_unbiased_and_between_neighbours():
     n = 1 << 20
     param = nn.Parameter(torch.ones(n, dtype=torch.bfloat16))
     param.grad = torch.ones(n, dtype=torch.bfloat16)
-    optim.AdamWBF16([param], lr=1e-3, weight_decay=0).step()  # to 0.999: between 0.9961 and 1
+    optim.AdamWBF16([param], lr=1e-3, weight_decay=0).step()  # to 0.999, between 0.9961 and 1
     below = 1 - 2**-8
     assert set(param.float().unique().tolist()) == {below, 1.0}
     # A standard deviation of the mean of n draws is 0.0039 * 0.44 / 1024.
@@ -92,8 +92,8 @@ def test_rounding_is_unbiased_and_between_neighbours():
 
 
 def test_random_bits_do_not_correlate():
-    """Along the index, from step to step, between the parameter and both states, and with any bit
-    of the index: no correlation beyond 5 standard deviations of independent bits.
+    """Random bits along the index, between steps, between parameter and both states, and with each
+    bit of the index: no correlation beyond 5 standard deviations of independent bits.
     """
     n = 1 << 18
     rounded = []
@@ -193,7 +193,7 @@ def test_quantises_to_the_nearest_code(monkeypatch, which: int, simd: str):
     if which == 1:  # zero is only for zero
         assert (codes[x > 0] > 0).all()
         wrong &= x.numpy()[tried] > 1.625e-7
-    assert wrong.sum() <= 1  # one in the middle between two
+    assert wrong.sum() <= 1  # one value may lie midway between two codes
     again = torch.empty_like(codes)
     _C.optim_quantise(which, back, 0, again, scales)
     assert torch.equal(again, codes)
@@ -245,7 +245,7 @@ def test_8bit_shows_what_is_not_finite(bad: float):
 
 @pytest.mark.parametrize("make", [optim.AdamWBF16, optim.AdamW8bit, "AdamMini"])
 def test_states_of_torchs_adamw_load(make: Any):
-    """Also the options that torch's groups do not have keep their values."""
+    """Options that the groups of torch's AdamW do not have keep their values."""
     theirs, mine = one(), one()
     torchs = torch.optim.AdamW([theirs], lr=1e-3)
     run(torchs)

@@ -128,7 +128,7 @@ def low_grad(optimizer: Any, params: Any, step: int) -> None:
 
 
 class Marked(torch.Tensor):
-    """A gradient of another type."""
+    """A gradient of another type than torch.Tensor."""
 
 
 def subclass(optimizer: Any, params: Any, step: int) -> None:
@@ -170,7 +170,7 @@ CHANGES = (
 
 
 def train(name: str, change: Any, clip: bool) -> tuple[list[Any], list[Any], int]:
-    """Parameters, states, and how many steps a table did."""
+    """Trains; returns parameters, states, and how many steps an existing table did."""
     params = [nn.Parameter(values(i, size)) for i, size in enumerate(SIZES)]
     optimizer, done = MAKES[name](params), 0
     for step in range(STEPS):
@@ -257,13 +257,13 @@ def test_lazily_negated_memory_is_refused():
     params[0].grad = torch._neg_view(params[0].grad)
     with pytest.raises(BufferError, match=r"lazily negated .* call resolve_neg\(\)"):
         optimizer.step()
-    for step in range(2):  # one makes a table, the next one reads the state by it
+    for step in range(2):  # the first makes a table, the second reads the state by it
         set_grads(params, step)
         optimizer.step()
     state = optimizer.state[params[0]]
     address, memory = id(state["momentum_buffer"]), state.pop("momentum_buffer").detach()
     others = []
-    for _ in range(100):  # an object at the address of the last one: the first, as a rule
+    for _ in range(100):  # until a new object has the old one's address: usually at once
         state["momentum_buffer"] = torch._neg_view(memory)
         if id(state["momentum_buffer"]) == address:
             break
@@ -275,7 +275,7 @@ def test_lazily_negated_memory_is_refused():
 
 
 class Armed(nn.Parameter):
-    """Runs code of a program when a step reads its gradient."""
+    """A parameter that runs code of a program when a step reads its gradient."""
 
     act: Any = None
 
@@ -396,7 +396,7 @@ def test_wrong_copies_are_refused():
 @pytest.mark.parametrize("scale", [1024.0, 3.0, 0.25])
 @pytest.mark.parametrize("name", MAKES)
 def test_one_pass_for_scale_norm_and_step(name: str, scale: float):
-    """Equal to the bit to gradients divided and multiplied beforehand; .grad stays as it is."""
+    """Equal to the bit to dividing and clipping the gradients beforehand; .grad stays as it is."""
     found: list[list[nn.Parameter]] = []
     norms: list[float] = []
     for apart in (False, True):
@@ -430,7 +430,7 @@ def test_one_pass_for_scale_norm_and_step(name: str, scale: float):
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_infinities_are_found_before_hooks(max_norm: float | None, everywhere: bool):
-    """As with torch's scaler: what a pre-hook of the step does to gradients decides nothing."""
+    """As with torch's scaler: infinities skip the step, also if its pre-hook mends them."""
     params, optimizer = stepped("SGD plain")
     scaler = ShardedGradScaler("cpu", init_scale=4.0)
     put = register_optimizer_step_pre_hook if everywhere else optimizer.register_step_pre_hook
@@ -479,7 +479,7 @@ def test_found_inf_is_shown_to_what_runs_around_a_step():
 def test_a_step_without_hooks_does_the_scalers_check():
     for name in MAKES:
         params, optimizer = stepped(name)
-        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # puts a step of its own on the instance
+        torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the instance's `step`
         check = (torch.zeros(()), lambda: None)
         assert optimizer.leave_check(*check)
         optimizer.register_step_pre_hook(lambda *_: None)

@@ -14,8 +14,8 @@ from fsdpc import _C, optim
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# A multiple of every vector length of torch's kernels (its last elements go another way), and more
-# than one part of ours.
+# A multiple of every vector length of torch's kernels (other code does a tensor's last elements),
+# and more than one part of ours.
 SIZES = (64, 32768 + 128)
 STEPS = 4
 ADAM = [
@@ -143,7 +143,7 @@ def test_states_pass_to_torch_and_back(name: str, options: dict[str, Any]):
     def theirs(p: Any) -> torch.optim.Optimizer:
         return getattr(torch.optim, name)(p, fused=True, **options)
 
-    def ours(p: Any) -> torch.optim.Optimizer:  # torch's step takes `fused` from what it loads
+    def ours(p: Any) -> torch.optim.Optimizer:  # torch's step reads `fused` from loaded options
         return getattr(optim, name)(p, fused=True, **options)
 
     results = []
@@ -276,7 +276,7 @@ def test_what_cannot_be_stepped_is_refused():
 
 
 def test_a_step_that_raises_changes_nothing():
-    """The C code checks all tensors first: a step count of another type in the second one."""
+    """The C code checks all tensors first: here the second step count has another type."""
     params = parameters(torch.float32, (32, 32))
     optimizer = optim.AdamW(params)
     set_grads(params, 0)
@@ -291,7 +291,7 @@ def test_a_step_that_raises_changes_nothing():
 
 @pytest.mark.parametrize("name", ["Adafactor", "Adam", "AdamW", "Muon", "SGD"])
 def test_groups_have_torchs_options(name: str):
-    """What a constructor passes on is saved in checkpoints."""
+    """Checkpoints save what a constructor passes on: torch's options, and some more of Muon's."""
     params = [nn.Parameter(torch.zeros(4, 4))]
     more = {"Muon": {"adamw_lr", "adamw_betas", "adamw_eps", "adamw_weight_decay", "use_muon"}}
     theirs = getattr(torch.optim, name)(params, **({} if name != "SGD" else {"lr": 1e-3})).defaults

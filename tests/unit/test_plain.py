@@ -176,7 +176,7 @@ def test_changed_bytes_are_a_value_or_malformed():
 
 
 class Row:
-    """A communicator of two ranks whose other one sends ``theirs``."""
+    """A communicator of two ranks, of which the other one sends ``theirs``."""
 
     world, rank = 2, 0
 
@@ -281,11 +281,11 @@ def test_a_greeting_of_other_bytes_names_its_rank(data):
 
 
 UNPICKLING = ("import pickle", "pickle.load", "_object(", "torch.load(")
-# Written only, for torch's viewer of snapshots; index of a DCP folder, by an unpickler that takes
-# torch's own classes alone and gives attributes to their instances alone; an error's class.
+# snapshot.py only writes, for torch's viewer; dcp_folder.py's unpickler takes torch's own classes
+# alone and sets attributes of their instances alone; torch_files.py catches an error of pickle's.
 PICKLES = {("snapshot.py", "import pickle"), ("dcp_folder.py", "import pickle"),
            ("torch_files.py", "import pickle")}  # fmt: skip
-# With weights_only=True, which runs no code of the file's.
+# With weights_only=True, which runs no code of the file.
 PICKLES |= {("dcp_folder.py", "torch.load("), ("torch_files.py", "torch.load(")}
 
 

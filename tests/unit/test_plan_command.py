@@ -75,10 +75,10 @@ def test_the_table_names_what_and_why(capsys):
 
 @pytest.mark.long
 def test_one_line_for_each_row_fits_the_terminal(capsys, monkeypatch):
-    """In 100 columns, and a plan in 80; reasons are shown when they are asked for."""
+    """Output fits 100 columns, and a plan 80; reasons are shown only if they are asked for."""
     found, suggest = [], advise.suggest
 
-    def suggest_once(*arguments, **options):  # the width of the terminal is no argument of it
+    def suggest_once(*arguments, **options):  # its result does not depend on the terminal's width
         found[:] = found or [suggest(*arguments, **options)]
         return found[0]
 
@@ -121,7 +121,7 @@ def test_own_units_for_embedding_and_head_are_tried(capsys):
 
 
 def test_suggestions_differ(capsys):
-    """Where little fits, everything that frees memory is tried; no plan has nothing for it."""
+    """Where little fits, all that frees memory is tried; no suggested plan beats another one."""
     builds = {w: partial(geometry.build, geometry.PRESETS["llama-3-8b"], wrap=w) for w in WRAPS[:2]}
     setup = Setup(world=4, compute="bfloat16")
     names = ("adamw", "adamw8bit")
@@ -233,7 +233,7 @@ def test_nothing_helps_where_one_unit_is_too_large(capsys):
 
 
 def test_every_optimizer_is_explained(capsys):
-    """Only states that fsdpc.optim offloads are offered to host memory, and to a disk."""
+    """Only with optimizers that fsdpc.optim can offload are host memory, and a disk, offered."""
     for name, kind in states.OPTIMIZERS.items():
         code, seen = output(capsys, "gpt2", "--gpu", "h100", "--explain", "--optimizer", name)
         assert code == 0 and ("states in host memory" in seen.out) == kind.offloads, name
@@ -289,7 +289,7 @@ def test_everything_that_lives_is_given_back(wrap, ratio, offload):
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_compressed_activations_are_priced_as_they_are_packed(dtype):
-    """By the bytes that a packed tensor has; q, k, v and the output stay whole for attention."""
+    """By a packed tensor's bytes; queries, keys, values and the output stay whole for attention."""
     from fsdpc.activations.compression import _Packed
 
     g = geometry.PRESETS["llama-1b"]
@@ -313,7 +313,7 @@ def test_compressed_activations_are_priced_as_they_are_packed(dtype):
 @pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 def test_packing_passes_memory_twice(preset, attention):
-    """Both ways over what is packed, at the rate of the card's memory, added to compute."""
+    """Packing and unpacking each pass over what is packed, at the memory's rate, beside compute."""
     g, options = geometry.PRESETS[preset], {"attention": attention, "accumulation": 3}
     saved = [geometry.block_saved(g, Setup(compress=c, **options)) for c in ("bf16", "int8")]
     tensors = geometry.block_tensors(g, Setup(compress="int8", **options))
@@ -336,7 +336,7 @@ def test_packing_passes_memory_twice(preset, attention):
 @pytest.mark.parametrize("preset", ["llama-1b", "gpt-oss-8e", "mixtral-8x7b"])
 @pytest.mark.parametrize("attention", ["flash", "eager"])
 def test_offloaded_activations_leave_the_gpu(preset, attention):
-    """The tensors are those of the formula; small ones stay, large ones pass by."""
+    """Tensors of the formula of 1 MiB or more go to host memory; smaller ones stay on the GPU."""
     options = {"compute": "bfloat16", "attention": attention, "micro_batch": 2}
     g, setup = geometry.PRESETS[preset], Setup(offload_activations=True, **options)
     per_token = [t.elements * t.item for t in geometry.block_tensors(g, setup)]
@@ -373,7 +373,7 @@ def test_ring_times_grow_with_hosts():
     made = planned("llama-3-8b", world=8, compute="bfloat16", sequence=8192)
     found = cost(made, card)
     # Two gathers of every block but the last two, whose values are still in their slots, one of
-    # the root, and one sum: peers' arithmetic.
+    # the root, and one sum of each unit; 7 of 8 parts of each go to the 7 peers.
     blocks = sum(u.numel for u in made.model.units[1:])
     root, last = made.model.units[0].numel, made.model.units[-1].numel
     wire = (blocks * (2 * 2 + 4) - 2 * last * 2 + root * (2 + 4)) * 7 / 8
@@ -388,7 +388,7 @@ def test_simulation_shows_where_scaling_stops(capsys):
 
 
 def test_the_formula_is_near_a_trace():
-    """A Llama-like block in bf16 with fused norms: the formula within 7 % of its trace."""
+    """For a Llama-like block in bf16 with fused norms, the formula is within 7 % of the trace."""
     g = geometry.Geometry("small", 6, 256, 8, 2, 32, 688, 512)
 
     def factory():
@@ -464,7 +464,7 @@ def test_the_upper_bound_has_the_formulas_doubt():
 
 
 def test_blocks_that_share_a_parameter_with_others_are_no_units():
-    """Wrapping each would count the parameter twice, and break the tie."""
+    """Wrapping each of these blocks would count the parameter twice, and break the tie."""
 
     class Heads(nn.Module):
         def __init__(self):
@@ -479,7 +479,7 @@ def test_blocks_that_share_a_parameter_with_others_are_no_units():
 
 
 def test_parameters_in_codes_are_counted_as_values():
-    """And their FLOPs: without those of gradients that nobody asks for."""
+    """So are their FLOPs, without those of gradients that nobody asks for."""
 
     def made(quantised):
         model = nn.Sequential(nn.Embedding(64, 128), nn.Linear(128, 128), nn.Linear(128, 4))
@@ -568,7 +568,7 @@ def ends(): raise SystemExit("no data")
 
 @pytest.fixture
 def program(tmp_path, monkeypatch, capsys):
-    """Plans a function of ``BUILDERS``."""
+    """A function that plans a function of ``BUILDERS`` by its name."""
     (tmp_path / "their_program.py").write_text(BUILDERS)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "their_program", raising=False)
@@ -626,7 +626,7 @@ def test_sizes_are_read_as_written():
 
 
 def test_a_traced_model_keeps_its_micro_batch(capsys):
-    """Its inputs decide; a search over micro-batches would find that any number fits."""
+    """The traced inputs decide; a search over micro-batches would find that any number fits."""
     arguments = ["plan_models:gpt", "--world", "2", "--compute", "storage"]
     code, seen = output(capsys, *arguments, "--json")
     found = json.loads(seen.out)
@@ -647,7 +647,7 @@ def test_a_picture_is_drawn(tmp_path, capsys):
 
 
 def test_a_snapshot_passes_torchs_own_reader(tmp_path, capsys):
-    """torch's viewer code runs over it, and the peak is the plan's."""
+    """torch's viewer code reads the snapshot, and its peak is the plan's."""
     from torch.cuda import _memory_viz
 
     path = tmp_path / "plan.pickle"
@@ -676,7 +676,7 @@ def test_commands_are_listed(capsys):
 
 
 def test_simulate_up_to_a_hundred_thousand_ranks():
-    """405 B parameters, four strategies, eight worlds: in little time and memory."""
+    """405 B parameters, four strategies, eight worlds: simulated in little time and memory."""
     program = (
         "import sys, time; from fsdpc.__main__ import main; begin = time.process_time();"
         "code = main(['simulate', 'llama-3-405b', '--gpu', 'h100', '--json']);"
@@ -697,7 +697,7 @@ def test_simulate_up_to_a_hundred_thousand_ranks():
 
 
 def test_copies_of_a_hybrid_plan_meet_over_the_network():
-    """Replicas of a piece are a host apart: their sums use one interface each, not the links."""
+    """Replicas of a piece are a host apart: their sums use one interface each, not GPUs' links."""
     setup = Setup(world=32, strategy="HYBRID_SHARD", shard=8, ranks_per_host=8)
     card = CARDS["h100"]
     apart = collective_seconds(1e9, 4, setup, card, stride=8)
@@ -708,7 +708,7 @@ def test_copies_of_a_hybrid_plan_meet_over_the_network():
 
 
 def test_a_measured_link(capsys):
-    """Its rate is that of a host's interfaces together, and reached."""
+    """A measured rate is that of all interfaces of a host together, and is taken as reached."""
     command = ["plan", "--params", "7b", "--gpu", "h100", "--world", "32", "--json"]
     steps = {}
     for link in ("", "100Gbit", "947Mbit/s"):

@@ -12,7 +12,7 @@ from fsdpc.plan import doctor
 
 def test_this_machine(capsys, monkeypatch):
     monkeypatch.setattr(doctor, "ROUND_TRIP_BYTES", 1 << 20)
-    monkeypatch.setattr(doctor, "SLOW", 0.0)  # whatever else runs here
+    monkeypatch.setattr(doctor, "SLOW", 0.0)  # passes whatever else runs on this machine
     monkeypatch.setattr(doctor, "ANSWER_SECONDS", 60.0)
     code = main(["doctor", "--json"])
     found = json.loads(capsys.readouterr().out)

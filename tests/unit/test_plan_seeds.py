@@ -34,7 +34,7 @@ def optimizer(name, numel, item=4, world=1):
 
 
 def layer_slots(strategy, prefetch=True):
-    """Gathered units at a time, of 32 equal ones."""
+    """How many of 32 equal units are gathered at a time."""
     units = (Unit("", 0, ()), *(Unit(f"{i}", 1, (Param("w", 1 << 20),)) for i in range(32)))
     setup = Setup(world=8, strategy=strategy, gather_slots=0 if prefetch else 1)
     made = engine_memory(units, setup)
@@ -42,7 +42,7 @@ def layer_slots(strategy, prefetch=True):
 
 
 def saved(g, setup, ratio=0.0):
-    """Activations of all blocks with checkpointing of a part. The block that is computed again
+    """Activations of all blocks if a part of them is checkpointed. The block that is computed again
     counts where no block is kept whole.
     """
     c = geometry.item_of(setup)
@@ -111,7 +111,7 @@ def offloaded(g):
     return planned(g, Setup(offload=True, **MIXED)).host_bytes / (16 * g.numel / 8)
 
 
-# Number, what a document says, the planner's figure, the right one, and how near.
+# Number, what a document says, the planner's figure, the right figure, its relative tolerance.
 ROWS = [
     ("T01", "an A100", lambda: CARDS["a100-80"].usable / GB, 85),
     ("T01b", "an H100's bandwidth", lambda: CARDS["h100"].bandwidth / 1e12, 3.35),
@@ -192,7 +192,7 @@ def test_published_drop_from_8_to_128_gpus():
     ("name", "gib"), [("adamw", 51.6), ("adamw8bit", 39.3), ("adamw4bit", 33.2)]
 )
 def test_published_state_figures(name, gib):
-    """torchao, Llama-2-7B in bf16 on one GPU: values, gradients, states and 1.4 GiB."""
+    """torchao's figures, Llama-2-7B in bf16 on one GPU: values, gradients, states and 1.4 GiB."""
     total = LLAMA7.numel * (4 + OPTIMIZERS[name].state_bytes(2)) / GIB + 1.4
     assert total == pytest.approx(gib, abs=0.2)
 

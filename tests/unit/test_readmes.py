@@ -97,7 +97,7 @@ def test_every_variable_that_is_read_is_documented():
 
 
 def test_the_page_of_public_names_is_that_of_the_docstrings():
-    """As a new process sees them: torch patches the `step` of each class that has been made."""
+    """As a new process sees docstrings: torch patches the `step` of each class that was made."""
     made = subprocess.run(
         [sys.executable, ROOT / "tests/api_page.py"], capture_output=True, text=True, check=True
     )
@@ -108,7 +108,7 @@ def test_the_picture_of_the_core_is_that_of_its_includes():
     assert layers_picture.PICTURE.read_text() == layers_picture.picture(), "run `make docs`"
 
 
-# Classes that say so of their methods.
+# Classes whose docstrings say for all their methods who must call them.
 SAYS_FOR_ALL = ("FSDPModule", "Profile", "FusedOptimizer", "Url")
 
 

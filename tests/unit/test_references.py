@@ -21,7 +21,7 @@ from fsdpc import _probe
 from fsdpc._engine.inputs import alias_arguments
 
 ROUNDS = 300
-SLACK = ROUNDS // 2  # caches grow by up to 130 in all; a leak is at least one a round
+SLACK = ROUNDS // 2  # caches grow by up to 130 in all; a leak grows by one or more a round
 
 SPECS = [
     ("w", 4, "float32", "float32", "float32", True),
@@ -33,7 +33,7 @@ TRIES = 4  # the interpreter's free lists grow now and then; a leak grows every 
 
 
 def assert_balanced(operation: Callable[[], Any], *watched: Any) -> None:
-    """``watched``: objects that the operation is given, whose counts must not grow."""
+    """``watched``: objects that the operation is given, whose reference counts must not grow."""
     for _ in range(20):
         operation()
     for _ in range(TRIES):
@@ -44,7 +44,7 @@ def assert_balanced(operation: Callable[[], Any], *watched: Any) -> None:
 
 
 def growth(operation: Callable[[], Any], watched: tuple[Any, ...]) -> tuple[list[int], int, int]:
-    """Of the counts of ``watched``, of the blocks and of the tracked objects, over all rounds."""
+    """Growth over all rounds: of ``watched``'s counts, of memory blocks, and of tracked objects."""
     gc.collect()
     gc.disable()
     try:
@@ -52,7 +52,7 @@ def growth(operation: Callable[[], Any], watched: tuple[Any, ...]) -> tuple[list
         objects = len(gc.get_objects())
         for _ in range(ROUNDS):
             operation()
-        gc.collect()  # exceptions and their frames
+        gc.collect()  # frees exceptions and their frames
         counts = [sys.getrefcount(one) for one in watched]
         grown = sys.getallocatedblocks() - before[1]
         tracked = len(gc.get_objects()) - objects
@@ -134,7 +134,7 @@ def containers(leaf: Any) -> list[Any]:
 
 @pytest.mark.parametrize("number", range(8))
 def test_walk_over_outputs(stepped, number):
-    """Tensors without nodes: nothing is registered on them, so nothing may stay."""
+    """Tensors without autograd nodes: nothing is registered on them, so nothing may stay."""
     leaf = torch.ones(2)
     output = containers(leaf)[number]
     assert_balanced(lambda: stepped.forward((leaf,), output), leaf, output)
@@ -152,7 +152,7 @@ def test_walk_over_outputs_with_nodes(stepped, number):
 
 
 def test_walk_over_sets_and_fields():
-    """Items that only the walk holds a reference to while it visits them."""
+    """Only the walk holds a reference to the items while it visits them."""
     stepped = Stepped()
     leaf = torch.ones(2)
     items = {leaf, torch.ones(1)}
@@ -325,7 +325,7 @@ def test_collectives_with_callbacks():
 
 
 def test_views_of_arguments_go_with_their_forward():
-    """Not with Python's next collection: they hold the inputs of every frozen unit."""
+    """Not later, at Python's next collection: such views hold the inputs of every frozen unit."""
     tensor = torch.ones(4, requires_grad=True) * 2
     gone = weakref.ref(tensor)
     gc.disable()

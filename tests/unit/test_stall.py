@@ -93,7 +93,7 @@ def test_one_table_of_all_hosts_in_every_ranks_log(clock, caplog):
     assert [rank.stall.verdict is None for rank in ranks] == [False, False, False, True]
     messages = [record.getMessage() for record in caplog.records]
     assert messages == [f"rank {r}: no progress for 30 s{ranks[0].others}" for r in range(4)]
-    for _ in range(60):  # again after twice the time, not before
+    for _ in range(60):  # the next report comes after twice the time, not before
         poll(ranks, clock, 0.5)
     assert len(caplog.records) == 8
     for _ in range(50):
@@ -131,7 +131,7 @@ def test_the_table_is_withdrawn_when_the_rank_goes_on(clock, caplog):
     ranks[0].seconds, ranks[0].does = 0.0, WORK
     poll(ranks, clock)
     assert ranks[0].others == "" and ranks[0].stall.verdict is None
-    # The next stall starts a question of its own, on whichever rank.
+    # The next stall starts a question of its own, whichever rank asks.
     ranks[1].waits(1.0, "gather of unit y")
     for _ in range(26):
         poll(ranks, clock, 0.5)
@@ -165,7 +165,7 @@ def test_who_waits_while_the_one_that_collects_is_gone_asks_again_later(clock):
 
 
 def test_a_deadline_that_passes_before_any_table(clock):
-    """All take the same table, and the one that gives up waits until the others have it."""
+    """All ranks take the same table; the rank that gives up waits until the others have it."""
     ranks = make(["a", "a", "b"], patience=300.0)
     for rank in ranks[:2]:
         rank.waits(5.0, "gather of unit x")
@@ -189,7 +189,7 @@ def test_spans():
 
 
 def test_nobody_is_accused_of_a_wait_that_is_over(clock, caplog):
-    """A link was cut, so that the question came late: when the table is made, training goes on."""
+    """A link was cut, so the question came late: when the table is made, training goes on again."""
     ranks = make(["a", "b"], patience=3.0)
     ranks[0].waits(1.0, "gather of unit x")
     poll(ranks[:1], clock, 2.5)

@@ -94,7 +94,7 @@ def child():
 
 
 def test_another_process_is_looked_at_in_every_state(child):
-    """While it runs, stopped, without a handler of the signal, and dead."""
+    """The process is looked at running, stopped, without a handler of the signal, and dead."""
     process = Process.find(child.pid)
     found = status_of(process, 5.0)
     assert (found.state in ("sleeps", "runs"), found.waits) == (True, "gather of unit a")

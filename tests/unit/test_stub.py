@@ -20,7 +20,7 @@ from fsdpc import _C, _probe
 
 
 class Stub:
-    """What a ``.pyi`` file declares itself, and what its module has on top of ``below``."""
+    """What a ``.pyi`` file declares, and the names of its module that ``below`` does not have."""
 
     def __init__(self, file: Path, module: ModuleType, below: ModuleType | None = None) -> None:
         self.module = module

@@ -1,4 +1,4 @@
-"""The wall between what trains and its companions: without these, both interfaces train."""
+"""The wall between what trains and its companions: without companions, both interfaces train."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ for folder in sys.argv[1:]:
 
 
 def copy_without(folder: Path, gone: tuple[str, ...]) -> str:
-    """The package by links, without some of its folders; what lies beside the copy."""
+    """Links the package, but for the folders `gone`, into a folder; returns that folder."""
     (folder / "fsdpc").mkdir(parents=True)
     for one in ROOT.iterdir():
         if one.name not in gone:

@@ -27,7 +27,7 @@ ANY = ((37, 131), (131, 37), (61,), (), (3, 5, 7), (1, 1))
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_adafactor_equals_torch(options, dtype):
-    """And loads states from there, and gives states back."""
+    """fsdpc's and torch's steps are equal, and each class goes on from the other one's states."""
     mine, other = parameters(ANY, dtype), parameters(ANY, dtype)
     ours, theirs = optim.Adafactor(mine, **options), torch.optim.Adafactor(other, **options)
     run(mine, ours)
@@ -65,7 +65,7 @@ def test_parts_are_parameters_of_their_own(kind, split):
 
 
 def soap(values: Tensor, grads: list[Tensor], every: int) -> Tensor:
-    """The published rule, from its formulas."""
+    """SOAP's published rule, from its formulas."""
     w, beta, lr = values, 0.95, 0.01
     m = v = left = right = torch.zeros((), dtype=torch.float64)
     for t, g in enumerate(grads, 1):
@@ -106,7 +106,7 @@ def shampoo(values: Tensor, grads: list[Tensor], every: int) -> Tensor:
 
 @pytest.mark.parametrize("rule", [soap, shampoo])
 def test_formulas(rule):
-    """In float64, and square: bases are determined where no eigenvalues are equal."""
+    """In float64, on square matrices: bases are determined where no eigenvalues are equal."""
     numbers = torch.Generator().manual_seed(0)
     scale = torch.linspace(0.2, 2, 12)[:, None] * torch.linspace(0.3, 1, 12)
     grads = [(torch.randn(12, 12, generator=numbers) * scale).double() for _ in range(12)]
@@ -123,7 +123,7 @@ def test_formulas(rule):
 
 @pytest.mark.parametrize("kind", [optim.SOAP, optim.Shampoo])
 def test_large_sides_are_left_alone(kind):
-    """With both too large the rule is AdamW's."""
+    """Where both sides are too large, the rule is AdamW's."""
     shapes = [(37, 131), (131, 37)]
     ours = kind(parameters(shapes), max_precondition_dim=40)
     run(ours.param_groups[0]["params"], ours)

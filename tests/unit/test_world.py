@@ -110,7 +110,7 @@ def test_faults_can_still_be_planted() -> None:
 
 
 def test_each_mended_fault_has_a_seed() -> None:
-    unknown = {  # in 10,000 seeds
+    unknown = {  # no seed of 10,000 finds these
         "rank 0 does not read why a rank closed the connection",
         "earlier weights of a rank that waits elsewhere not looked for",
         "samples renewed before the change is known",
