@@ -5,11 +5,11 @@
 
 Three parts, each with the process structure that its question needs:
 
-time    All engines live in the same two ranks, and rounds go through them in turn (another first
-        each round), so that an engine and the floor it is divided by see the same machine within
-        seconds. A round times a few steps from a barrier until the slower rank is done. Before it,
-        three steps on fixed data warm up and compare the losses; there the local copies average
-        their gradients, in the timed rounds they talk to nobody.
+time    All engines live in the same two ranks, and rounds go through them in turn (a different
+        engine first each round), so that an engine and `local`, by whose time it is divided, see
+        the same machine within seconds. A round times a few steps from a barrier until the slower
+        rank is done. Before the first round, three steps on fixed data warm up and compare the
+        losses; there local copies average their gradients, in timed rounds they talk to nobody.
 memory  Memory has to be an engine's own, so each gets two fresh ranks. This process reads both
         ranks' PSS every few milliseconds during four steps. Shown is what
         lies above the PSS of a process that has imported everything; a page that both ranks map

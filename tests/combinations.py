@@ -38,7 +38,7 @@ def goals(row: Row, size: int, alone: bool) -> set[Goal]:
 
 
 def cover(rows: Sequence[Row], size: int) -> list[int]:
-    """Numbers of rows that together cover what all rows cover: greedy, the first of equals."""
+    """Indexes of rows that together cover what all cover; chosen greedily, on a tie the first."""
     several = any(row.get("world") != "1" for row in rows)
     covered = [goals(row, size, several and row.get("world") == "1") for row in rows]
     missing: set[Goal] = set().union(*covered)

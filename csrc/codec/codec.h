@@ -49,7 +49,7 @@ int64_t fsdpc_codec_block(fsdpc_codec codec, int64_t row, int64_t i);
  * these sums. In blocks that are not finite, and in blocks of zeros, it stays as it was. */
 int fsdpc_codec_encode(fsdpc_codec codec, const void *values, fsdpc_dtype type, int64_t rows,
                        int64_t row, float *lost, void *coded);
-/* Decodes n elements, from element `begin` of the rows on, which begins a block. */
+/* Decodes n elements of the rows, from element `begin` on, which must be the first of a block. */
 int fsdpc_codec_decode(fsdpc_codec codec, const void *coded, int64_t rows, int64_t row,
                        int64_t begin, int64_t n, void *values, fsdpc_dtype type);
 /* Writes to `dst` what coding and decoding make of n elements of `src`. The first one begins a block, `at`

@@ -177,8 +177,8 @@ bool fsdpc_comm_registers(const fsdpc_comm *comm);
  * types are summed in F32 and rounded once. */
 bool fsdpc_comm_is_symmetric(const fsdpc_comm *comm);
 
-/* Collectives on host memory for every kind (comm_host.c), for messages outside of steps; otherwise as
- * above. Sums are in rank order, in F32 (F64 for F64). */
+/* Collectives on host memory for every kind of communicator (comm_host.c), for messages outside of steps;
+ * otherwise as above. Sums are in rank order, in F32 (F64 for F64). */
 int fsdpc_comm_host_all_gather(fsdpc_comm *comm, void *buffer, size_t piece_bytes,
                                const char *what);
 int fsdpc_comm_host_reduce_scatter(fsdpc_comm *comm, void *buffer, int64_t piece_numel,

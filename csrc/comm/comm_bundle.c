@@ -65,7 +65,7 @@ call(fsdpc_comm *comm, const fsdpc_comm_part *part, bool scatter, const char *wh
                : comm->ops->all_gather(comm, part->buffer, bytes_of(part), what);
 }
 
-/* A gather copies this rank's pieces in, the others' out; a reduction all ranks' in, this rank's out. */
+/* A gather copies own pieces into the bundle and others' out; a reduction copies all in and own ones out. */
 static int
 call_together(fsdpc_comm *comm, char *bundle, const fsdpc_comm_part *parts, int count, size_t piece,
               bool scatter, const char *what)

@@ -184,7 +184,7 @@ note_failure(buffer_state *state, const fsdpc_disk_transfer *transfer, int errnu
     }
 }
 
-/* Takes the result of a transfer; starts one that ended early once more, for its remaining bytes. */
+/* Takes the result of a transfer; if the transfer ended early, submits it again for the remaining bytes. */
 static int
 complete(fsdpc_disk *self, fsdpc_disk_transfer *transfer)
 {

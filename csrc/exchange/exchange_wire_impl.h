@@ -63,7 +63,7 @@ struct fsdpc_wire_host {
     uint64_t *fills; /* per slot: how often it was filled, equal on all ranks */
 };
 
-/* Before the reduce buffers are made. A no-op for a communicator without fsdpc_comm_hosts. */
+/* Maps memory that a host's ranks share. Call before open_reduces. No-op if fsdpc_comm_hosts() is NULL. */
 int fsdpc_wire_host_open(fsdpc_exchange *x, int slot_count);
 /* `keep`: other ranks may still send to the memory, which stays. */
 void fsdpc_wire_host_close(fsdpc_exchange *x, bool keep);

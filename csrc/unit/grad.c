@@ -121,7 +121,7 @@ fsdpc_grad_room_bytes(const fsdpc_layout *layout, int count)
     return (size_t)count * CHUNK * item;
 }
 
-/* Sums pieces that are coded, except sender `own`'s. `room` holds one decoded chunk of each piece. */
+/* Sums all senders' pieces; only sender `own`'s is not coded. `room` holds a decoded chunk of each piece. */
 static int
 sum_coded(fsdpc_unit *unit, const fsdpc_segment *seg, const void *const *pieces, int own, int count,
           void *room, const void **sources)

@@ -82,7 +82,7 @@ bool fsdpc_unit_is_offloaded(const fsdpc_unit *unit);
 int fsdpc_unit_settle(fsdpc_unit *unit);
 /* True when the gathered values are the master itself (one rank, no cast) or foreign: no slot is needed. */
 bool fsdpc_unit_is_direct(const fsdpc_unit *unit);
-/* How often a direct unit has got its first reference. */
+/* How often a direct unit's references went from none to one, which counts as a gather. */
 uint64_t fsdpc_unit_gathers(const fsdpc_unit *unit);
 
 /* Makes further segments trainable (one byte per segment): allocates their gradients. Values and

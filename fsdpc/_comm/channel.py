@@ -109,7 +109,7 @@ class Channel:
         memory[:] = np.frombuffer(b"".join(pieces), dtype=np.uint8)
 
     def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """Every rank's bytes. Collective. ``CommError``: a rank is late or failed, or no store."""
+        """Every rank's bytes. Collective. ``CommError``: a rank or the store fails or is late."""
         try:
             return self._gather(mine, what)
         except _C.CommError as error:

@@ -26,7 +26,7 @@ def check_keys(
     optimizer has now; if it has none, nothing is compared. Local.
     """
     if hasattr(optimizer, "span_states"):
-        return  # make_state compares their forms
+        return  # make_state checks the states of such an optimizer
     groups = params_of(optimizer, model)
     saved = options_of(groups, saved_groups, chosen)
     averages = average_of(optimizer) is not None

@@ -283,7 +283,7 @@ def _owners(model: nn.Module, found: Model) -> dict[str, tuple[Any, int]]:
 
 
 def _tensors(model: nn.Module, found: Model) -> dict[str, Tensor]:
-    """By name: parameters and buffers, for those that no unit has."""
+    """Parameters and saved buffers by name, to look up what no unit holds."""
     tensors: dict[str, Tensor] = {each.names[0]: each.param for each in found.params if each.covers}
     clean = cleaner(model)
     for name, buffer, is_saved in named_buffers(model):

@@ -76,7 +76,7 @@ class GuardedState(defaultdict[Any, Any]):
 
     @contextmanager
     def inside(self) -> Iterator[None]:
-        """Reads do not wait in this context: for the optimizer, which does not look at values."""
+        """In this context, reads of states wait for no transfers: for code that needs no values."""
         self._quiet += 1
         try:
             yield

@@ -129,7 +129,7 @@ class Store(Chunked):
         return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset)
 
     def kept(self, param: Tensor, name: str, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """The memory of a state of a parameter in ``mapped``; a new state is zeros."""
+        """The memory of one state of a parameter in ``self.mapped``; zeros if the state is new."""
         found = self.whole.get((param, name))
         if found is None or (found.values.dtype, found.values.shape) != (dtype, shape):
             count = shape.numel()

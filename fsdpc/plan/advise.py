@@ -145,7 +145,7 @@ class Suggestion:
         return (self.plan.setup.strategy, *(each for each in self.means if each not in free))
 
     def beats(self, other: Suggestion) -> bool:
-        """Whether nothing speaks for ``other``; a difference of 2 % does not count."""
+        """Whether ``other`` has no advantage; a difference of 2 % does not count."""
         return (
             self is not other
             and set(self.means) <= set(other.means)

@@ -1,4 +1,4 @@
-"""``python -m fsdpc check module:function``: is the sharded step the unsharded one?"""
+"""``python -m fsdpc check module:function``: does a sharded step give what the unsharded gives?"""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ LATENCY_LINK = 2e-6  # seconds per ring step inside a host
 
 @dataclass(frozen=True)
 class Rate:
-    """The part of a card's peak FLOPs that runs reach: ``most * w / (w + work) * h / (h + width) /
-    (1 + length * s)``, with millions of elements w of a micro-batch's activations, their width h
-    and the sequence's length s. ``low``, ``high``: the range of the runs' rates, as parts of this.
+    """Share of a card's peak FLOPs that runs reach: ``most * w / (w + work) * h / (h + width) /
+    (1 + length * s)``, w: a micro-batch's activation elements in millions, h: their width, s: the
+    sequence's length. ``low``, ``high``: the range of published rates, as factors of this.
     """
 
     most: float

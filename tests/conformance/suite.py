@@ -58,7 +58,7 @@ class Case:
     alone: float
     fsdpc_does: str
     env: dict[str, str]
-    door: str  # one of DOORS, or "" for the module's interface
+    door: str  # which of DOORS the case is asked of; "": the test module's own Library
 
 
 # Values that many cases give to `over`.

@@ -670,7 +670,7 @@ class World:
         self.selector.register(ours, selectors.EVENT_READ, process)
 
     def finished(self) -> bool:
-        stopped = self.request["faults"]  # else a stopped rank is one that did not end in time
+        stopped = self.request["faults"]  # only with faults does a stopped rank count as finished
         return all(p.outcome or p.exited or (stopped and p.stopped) for p in self.processes)
 
     def failed(self) -> bool:

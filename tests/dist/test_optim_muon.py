@@ -199,7 +199,7 @@ def test_steps_with_and_without(rank, world):
 
 @ranks(2, 3)
 def test_state_dicts(rank, world):
-    """State dicts of shards go into torch's class and the unsharded class, and back."""
+    """A sharded Muon's full state dict equals an unsharded one's; both resume from it alike."""
     FSDP = fsdpc.FullyShardedDataParallel
     expected = Model()
     whole = make(expected)

@@ -182,7 +182,7 @@ def test_a_planted_error_is_noticed(rank, world):
 
 
 class Headless2(Headless):
-    """Like ``Headless``, sharded by calls."""
+    """``Headless`` again, sharded by calls of ``fully_shard``."""
 
 
 ROWS = {

@@ -93,7 +93,7 @@ def test_full_on_ranks_that_do_not_keep_it(wire):
 
 @pytest.mark.parametrize("wire", [None, "wire"])
 def test_sharded_gathers_nothing(wire):
-    """A rank holds its rows, and over a wire a window beside them."""
+    """A save costs a rank its own rows, and over a wire also a transfer buffer."""
     extra = UNIT_MB + NOISE_MB if wire else NOISE_MB
     for peak in peaks(SHARDED, wire=wire):
         assert peak < MODEL_MB / 2 + extra

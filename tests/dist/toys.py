@@ -160,7 +160,7 @@ def none_gradients(model: nn.Module) -> set[str]:
 
 
 def none_in_flat_gradients(model: nn.Module) -> set[str]:
-    """The same names for models with flat parameters, whose members have no own gradients."""
+    """``none_gradients`` for flat parameters, whose members have no gradients of their own."""
     with values_replaced(model, lambda p: torch.full_like(p, float(p.grad is not None))):
         return {
             name

@@ -6,7 +6,7 @@
 #include "kernels.h"
 #include "py/base/py.h"
 
-/* Exactly one of both is set. */
+/* Exactly one of the two is set. */
 typedef struct fsdpc_py_kernels {
     const fsdpc_kernels *table;
     fsdpc_device *device;

@@ -1054,7 +1054,7 @@ stray(const model *m)
 
 /* --- training -------------------------------------------------------------------------------- */
 
-/* The evaluations before a step. Faults strike before an evaluation, a step, its meetings or the end. */
+/* How many evaluations run before a step. */
 static int
 evaluations(const sim_case *c, int step)
 {
@@ -1064,7 +1064,7 @@ evaluations(const sim_case *c, int step)
 static int
 event_count(const sim_case *c)
 {
-    int count = 1;
+    int count = 1; /* faults strike before an evaluation, a step, its meetings or the end */
     for (int step = 0; step < c->steps; step++) {
         count += evaluations(c, step) + 2;
     }

@@ -32,7 +32,7 @@ enum {
     NAP_IN = 48,       /* one of so many switches is a nap, where there are naps */
     KNOWN = 4096,      /* places whose hash is kept */
     HELD_IN = 2,       /* one of so many times a rank is held up at a place where it may be */
-    NAPS_THERE = 4,    /* one of so many times it naps there instead, where there are naps */
+    NAPS_THERE = 4,    /* in cases with naps: one in this many times a rank naps at such a place */
     MOST_NAPS = 32,    /* the most such naps in a run */
     LATE = 16,         /* the most stores of a fiber that the others do not see yet */
     SEEN_IN = 32,      /* at one of so many points the others see the first of these */

@@ -51,7 +51,7 @@ _Static_assert(sizeof(block) <= HEADER && HEADER % 16 == 0, "blocks stay aligned
 typedef struct mapping {
     char *address;
     size_t bytes;
-    bool seen; /* part of a file's `base`: not mapped for this rank alone */
+    bool seen; /* lies in a file's `base`, which all ranks share: munmap leaves the memory mapped */
 } mapping;
 
 static struct {

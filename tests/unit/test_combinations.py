@@ -81,7 +81,7 @@ with_axes.rank_function = with_axes  # as harness.ranks does
 
 
 def items_of(function, ids, folder="unit", **more):
-    """Items as pytest makes them, the parametrize call next to the function first."""
+    """Items like pytest's: marks and ids begin with the parametrize call nearest the function."""
     markers = function.pytestmark
     return [
         SimpleNamespace(

@@ -1,4 +1,4 @@
-"""No comparison in the tests passes over NaN."""
+"""No comparison in the tests succeeds because a value is NaN."""
 
 from __future__ import annotations
 

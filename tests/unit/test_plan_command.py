@@ -289,7 +289,7 @@ def test_everything_that_lives_is_given_back(wrap, ratio, offload):
 
 @pytest.mark.parametrize("dtype", ["int8", "bf16"])
 def test_compressed_activations_are_priced_as_they_are_packed(dtype):
-    """By a packed tensor's bytes; queries, keys, values and the output stay whole for attention."""
+    """A packed tensor costs its bytes; q, k, v and the output stay whole for attention."""
     from fsdpc.activations.compression import _Packed
 
     g = geometry.PRESETS["llama-1b"]

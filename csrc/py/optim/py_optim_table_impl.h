@@ -1,4 +1,4 @@
-/* Shared by the files of the table of an optimizer's steps, whose design is in py_optim_table.c. */
+/* Shared by the files of the table of an optimizer's steps; py_optim_table.c describes its design. */
 #ifndef FSDPC_PY_OPTIM_TABLE_IMPL_H
 #define FSDPC_PY_OPTIM_TABLE_IMPL_H
 

@@ -46,7 +46,7 @@ fsdpc_py_flat_method fsdpc_py_flat_replace_grad, fsdpc_py_flat_adopt_grads;
 
 PyObject *fsdpc_py_flat_get_comm_hook(fsdpc_py_flat *self, void *closure);
 int fsdpc_py_flat_set_comm_hook(fsdpc_py_flat *self, PyObject *value, void *closure);
-/* Calls comm_hook for the collected gradients. 1: they are summed; 0: call it again later; -1: exception. */
+/* Calls comm_hook. 1: the gradients are summed; 0: not yet, call this function again later; -1: exception. */
 int fsdpc_py_call_comm_hook(fsdpc_py_flat *flat);
 
 /* --- py_bind.c ------------------------------------------------------------------------------- */
@@ -85,8 +85,8 @@ int fsdpc_py_watch_again(fsdpc_py_flat *flat, int param);
 /* Copies requires_grad of the sharded parameters to the gathered ones. 1: a parameter without gradient
  * memory is to be trained, and was left as it is; 0: none; -1 with an exception. */
 int fsdpc_py_sync_flags(fsdpc_py_flat *flat);
-/* Copies flags that the program has set on gathered tensors to the parameters: while the modules show these
- * tensors, and later (`lent`). */
+/* Copies requires_grad that the program has set on gathered tensors to the parameters, while the modules show
+ * these tensors or once they have been `lent`. */
 int fsdpc_py_take_shown_flags(fsdpc_py_flat *flat);
 
 /* --- py_range.c ------------------------------------------------------------------------------ */

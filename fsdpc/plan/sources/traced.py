@@ -76,7 +76,7 @@ def policy_for(module: nn.Module, wrap: str) -> Any:
 
 def fully_shard_by(wrap: str, precision: MixedPrecisionPolicy | None = None) -> Any:
     """A function that calls ``fully_shard`` on the modules that ``policy_for`` would wrap, inner
-    ones first, and on the model. Collective, unless it is planned.
+    ones first, and on the model. The returned function is collective, except in ``planning()``.
     """
 
     def shard(model: nn.Module) -> nn.Module:

@@ -303,7 +303,7 @@ let_go(void)
     }
 }
 
-/* Runs one piece of work, because (actor, time) is demanded. */
+/* Runs one piece of work because a caller wants (actor, time) done; it may be any piece, by the policy. */
 static bool
 run_one_for(int actor, uint64_t time)
 {
