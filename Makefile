@@ -378,7 +378,7 @@ NOT_OF_THE_CORE := benchmarks combinations comparisons compatibility_doc compati
 ASAN_TESTS := $(filter-out $(NOT_OF_THE_CORE:%=tests/unit/test_%.py),$(wildcard tests/unit/test_*.py)) \
     tests/kernels $(wildcard tests/dist/test_comm.py tests/dist/test_features_experts.py)
 ASAN_LEAVES := whatever_file_operation another_process_replaces folders_of_steps fuzzed_indexes \
-    disjoint_in_whole_pages
+    disjoint_in_whole_pages inside-bf16 outside-bf16
 empty :=
 ASAN_CHOICE := not ($(subst $(empty) $(empty), or ,$(strip $(ASAN_LEAVES))))
 ASAN_ENV = ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONMALLOC=malloc \

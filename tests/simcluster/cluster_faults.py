@@ -22,6 +22,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 CHUNK = 500  # seeds whose result is kept together
+C_TESTS = ("shm", "comm", "exchange", "unit", "tree")
+C_TEST_S = 60  # of seconds, about ten times what the longest of them takes
 DECISION = ROOT / "docs/decisions/041-simulated-cluster.md"
 BEGIN, END = "<!-- faults -->", "<!-- end of faults -->"
 MENDED = Path(__file__).with_name("mended.list")
@@ -1351,6 +1353,55 @@ def plant(fault: Fault, build: Path) -> Path:
     return library
 
 
+def c_tests(build: Path) -> list[Path]:
+    """The C tests of the folders that faults are planted in, compiled. Beside them: `libcore.a`."""
+    made = []
+    for name in C_TESTS:
+        made.append(build / f"test_{name}.o")
+        command = [*os.environ["CLUSTER_CC"].split(), "-w", "-c", f"tests/c/test_{name}.c"]
+        result = run([*command, "-o", str(made[-1])])
+        if result.returncode:
+            sys.exit(result.stderr)
+    return made
+
+
+def found_by_c_tests(fault: Fault, build: Path, tests: list[Path], core: Path) -> str:
+    """The first C test that fails with the fault, or ""."""
+    folder = plant(fault, build).parent
+    compiler, *flags = os.environ["CLUSTER_CC"].split()
+    source, made = folder / Path(fault.file).name, folder / "plain.o"
+    commands = [[compiler, *flags, "-w", "-c", str(source), "-o", str(made)]]
+    for test in tests:
+        parts = [str(test), str(made), str(core), "-o", str(folder / test.stem)]
+        commands.append([compiler, *parts, "-pthread", "-ldl", "-lrt", "-lm"])
+    for command in commands:
+        result = run(command)
+        if result.returncode:
+            sys.exit(f"{fault.name}: {result.stderr}")
+    for test in tests:
+        try:
+            failed = run([str(folder / test.stem)], C_TEST_S).returncode != 0
+        except subprocess.TimeoutExpired:
+            failed = True
+        if failed:
+            return test.stem
+    return ""
+
+
+def compare_with_c_tests(faults: list[Fault], build: Path, jobs: int) -> None:
+    """How many of the faults the C tests find that use real processes and threads."""
+    tests, core = c_tests(build), build.parent / "libcore.a"
+
+    def one(fault: Fault) -> bool:
+        found = found_by_c_tests(fault, build, tests, core)
+        print(f"{found or '-':>14}  {fault.name}", flush=True)
+        return found != ""
+
+    with ThreadPoolExecutor(jobs) as pool:
+        found = list(pool.map(one, faults))
+    print(f"{sum(found)} of {len(found)} faults found by the C tests of {', '.join(C_TESTS)}")
+
+
 @dataclass
 class Outcome:
     """What is known of a fault; of what it was found out with, `made` is the digest."""
@@ -1496,6 +1547,7 @@ def main() -> None:
     parser.add_argument("--merge", type=Path, nargs="*", default=[], help="faults.json of others")
     parser.add_argument("--least", type=float, default=0.98, help="share that must be found")
     parser.add_argument("--write", action="store_true", help="write the seeds into the decision")
+    parser.add_argument("--c-tests", action="store_true", help="count what C tests find instead")
     parser.add_argument("--mended", action="store_true", help="replay the seeds of mended.list")
     args = parser.parse_args()
     build = args.build.resolve()
@@ -1505,6 +1557,8 @@ def main() -> None:
     faults = [fault for fault in FAULTS if re.search(args.only, fault.name)][shard - 1 :: shards]
     if stale():
         sys.exit("\n".join(stale()))
+    if args.c_tests:
+        return compare_with_c_tests(faults, build, args.jobs)
     results = Results(build / "faults.json", build, time.monotonic() + args.seconds)
     for path in args.merge:
         results.merge(path)
