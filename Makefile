@@ -371,7 +371,8 @@ asan-c:
 # On several ranks only what reaches most of the core: everything would take an hour. In one process
 # all but what calls nothing of the extension: the planner, except where its numbers are compared with
 # the core's, and rules of the source tree, documents and tests; and but thousands of the same calls (references).
-# ASAN_LEAVES: tests that repeat one call of the core very often, or call little of the core.
+# ASAN_LEAVES: tests that repeat one call of the core very often, or call little of the core; and products
+# of axes of which each is seen apart.
 NOT_OF_THE_CORE := benchmarks combinations comparisons compatibility_doc compatibility_doc2 cuda_build \
     device_audit gpu_benchmarks import interruptible layering plan_command plan_doctor plan_time readmes \
     references stub stuck torch_names wall world
