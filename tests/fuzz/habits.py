@@ -131,6 +131,8 @@ def added(side: Side, x: Tensor) -> None:
     import fsdpc
 
     if isinstance(side, Plain):
+        if side.case.config.world > 1:
+            refused(side, "", lambda: None)
         side.forward(x)
         return
     module = inner(side)
