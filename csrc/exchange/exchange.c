@@ -262,12 +262,6 @@ fsdpc_exchange_gather(fsdpc_exchange *x, fsdpc_unit *unit)
     return FSDPC_OK;
 }
 
-bool
-fsdpc_exchange_prefetches(const fsdpc_exchange *x)
-{
-    return fsdpc_exchange_would_prefetch(x->comm);
-}
-
 int
 fsdpc_exchange_prefetch(fsdpc_exchange *x, fsdpc_unit *unit)
 {

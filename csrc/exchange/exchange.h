@@ -69,9 +69,7 @@ int fsdpc_exchange_gather(fsdpc_exchange *exchange, fsdpc_unit *unit);
 int fsdpc_exchange_prefetch(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* True if the next unit's gather should be begun while a forward runs even where the user asks for no forward
  * prefetch: the caller's thread waits for values, so that it does not run ahead of them as it does on a GPU. */
-bool fsdpc_exchange_prefetches(const fsdpc_exchange *exchange);
-/* fsdpc_exchange_prefetches of an exchange that is still to be made over `comm`. */
-bool fsdpc_exchange_would_prefetch(const fsdpc_comm *comm);
+bool fsdpc_exchange_prefetches(const fsdpc_comm *comm);
 /* Drops one reference to the unit's values; when none is left, the slot may be refilled. */
 int fsdpc_exchange_release(fsdpc_exchange *exchange, fsdpc_unit *unit);
 /* How many references to the unit's values there are; 0 for a unit that is in no exchange. */

@@ -154,7 +154,7 @@ fsdpc_exchange_close_lost(fsdpc_exchange *x, fsdpc_device *device)
 }
 
 bool
-fsdpc_exchange_would_prefetch(const fsdpc_comm *comm)
+fsdpc_exchange_prefetches(const fsdpc_comm *comm)
 {
     return fsdpc_comm_flies(comm) && !fsdpc_device_get_caps(fsdpc_comm_device(comm))->asynchronous;
 }

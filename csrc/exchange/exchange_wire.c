@@ -275,7 +275,7 @@ gather(fsdpc_exchange *x, fsdpc_unit *unit, bool wait)
     struct fsdpc_unit_use *use = fsdpc_unit_use(unit);
     if (!use->begun) {
         if (!wait &&
-            (!fsdpc_exchange_would_prefetch(x->comm) || fsdpc_exchange_slot_is_in_use(x, unit))) {
+            (!fsdpc_exchange_prefetches(x->comm) || fsdpc_exchange_slot_is_in_use(x, unit))) {
             return FSDPC_OK;
         }
         FSDPC_TRY(start(x, unit));

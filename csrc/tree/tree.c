@@ -46,8 +46,8 @@ slots_per_level(const fsdpc_tree *tree, const fsdpc_unit *unit)
     if (tree->gather_slots > 0) {
         return tree->gather_slots;
     }
-    return fsdpc_exchange_would_prefetch(fsdpc_unit_comm(unit)) ? FSDPC_DEFAULT_SLOTS_WIRE
-                                                                : FSDPC_DEFAULT_SLOTS;
+    return fsdpc_exchange_prefetches(fsdpc_unit_comm(unit)) ? FSDPC_DEFAULT_SLOTS_WIRE
+                                                            : FSDPC_DEFAULT_SLOTS;
 }
 
 static int
@@ -341,7 +341,7 @@ int
 fsdpc_tree_reach(const fsdpc_tree *tree, const struct fsdpc_node *node)
 {
     const int slots = slots_per_level(tree, node->unit);
-    return slots > 2 && fsdpc_exchange_prefetches(node->exchange) ? slots - 1 : 1;
+    return slots > 2 && fsdpc_exchange_prefetches(fsdpc_unit_comm(node->unit)) ? slots - 1 : 1;
 }
 
 static int
@@ -377,7 +377,7 @@ static int
 begin_both(fsdpc_tree *tree, int unit)
 {
     const struct fsdpc_node *node = &tree->nodes[unit];
-    if (tree->in_backward || !fsdpc_exchange_prefetches(node->exchange)) {
+    if (tree->in_backward || !fsdpc_exchange_prefetches(fsdpc_unit_comm(node->unit))) {
         return FSDPC_OK;
     }
     FSDPC_TRY(fsdpc_exchange_prefetch(node->exchange, node->unit));

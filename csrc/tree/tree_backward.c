@@ -75,7 +75,8 @@ fsdpc_tree_backward_enter(fsdpc_tree *tree, int unit)
     FSDPC_TRY(fsdpc_tree_check_not_stepped(tree, node));
     const bool early = tree->backward_prefetch == FSDPC_PREFETCH_PRE;
     if (!node->held) {
-        if (early && fsdpc_exchange_prefetches(node->exchange)) { /* see begin_both in tree.c */
+        /* see begin_both in tree.c */
+        if (early && fsdpc_exchange_prefetches(fsdpc_unit_comm(node->unit))) {
             FSDPC_TRY(fsdpc_exchange_prefetch(node->exchange, node->unit));
             FSDPC_TRY(prefetch_before(tree, unit));
         }
